@@ -3,9 +3,9 @@
  * Policies of dispatch, which crates/model/src/dispatch has in Rust. Of equal workers the first slot is selected, as in
  * Turbo's comparator tree (HPCA'23, Sect. V-A).
  *
- * The minimum of up to 64 numbers is found by a scan in four independent chains. The scan has no branches, because a
- * branch predictor cannot predict queue lengths. The counts of 16 workers are one cache line. A tree, as in Turbo's
- * hardware, would need several CPUs to agree on its inner nodes.
+ * A scan in four independent chains finds the minimum of up to 64 numbers. It has no branches, because a branch
+ * predictor cannot predict queue lengths. The counts of 16 workers are one cache line. A tree, as in Turbo's hardware,
+ * would need several CPUs to agree on its inner nodes.
  */
 #ifndef COREWARD_DISPATCH_CHOOSE_H
 #define COREWARD_DISPATCH_CHOOSE_H
@@ -13,19 +13,19 @@
 #include "state.h"
 #include "least.h"
 
-/* Policy; written before the program is loaded, so that the verifier removes the other policies. */
+/* Policy, written before the program is loaded, so that the verifier removes the other policies. */
 const volatile __u32 policy = DISPATCH_POLICY_RANDOM;
 
 /* A rank has the slot's number in its low 6 bits, and the compared value above. Ranks are less than 2^63. */
 #define RANK_SHIFT 6
 #define LANES 4
 
-/* jbsrq: prefers workers that may take the class, and among these the workers below their bound. */
+/* Flags in ranks of jbsrq, which prefers workers that may take the class, and among these workers below their bound. */
 #define RANK_OVER_BOUND (1ull << DISPATCH_FLAGS_SHIFT)
 #define RANK_NOT_OF_CLASS (1ull << (DISPATCH_FLAGS_SHIFT + 1))
 #define RANK_FLAGS_SHIFT (DISPATCH_FLAGS_SHIFT + 2)
 
-/* Returns 1 if a < b, else 0, for numbers below 2^63; without a branch. */
+/* Returns 1 if a < b, else 0, without a branch. Both numbers are below 2^63. */
 static __always_inline __u64 is_less(__u64 a, __u64 b)
 {
 	return (a - b) >> 63;
@@ -76,20 +76,19 @@ static __always_inline __u64 least_slot_rank(__u32 class)
 	return min_s64(min_s64(best[0], best[1]), min_s64(best[2], best[3]));
 }
 
-/* Repeats the search after the selected worker has died. Not inlined: this case is rare. */
+/* Repeats the search after the selected worker has died. It is not inlined, because this case is rare. */
 static __noinline __u64 next_best(__u32 class)
 {
 	return least_slot_rank(class & (MAX_DISPATCH_CLASSES - 1));
 }
 
-/* Returns the worker at a position of the rotation. */
 static __always_inline __u32 worker_at(__u32 position)
 {
 	return state.order[position & (MAX_DISPATCH_WORKERS - 1)];
 }
 
 /*
- * Returns the slot for a request of `class`. `hash`: the kernel's hash of the client's address and port. `over_bound`
+ * Returns the slot for a request of `class`. `hash` is the kernel's hash of the client's address and port. `over_bound`
  * is set if every permitted worker is at its bound.
  */
 static __always_inline __u32 choose_slot(__u32 class, __u32 hash, bool *over_bound)

@@ -1,37 +1,39 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Dispatch: selection of the worker of an unmodified UDP service for each request. Turbo (Seyedroudbari et al.,
- * HPCA'23) and RingLeader (Lin et al., NSDI'23) do this in a NIC; here the server's kernel does.
+ * Dispatch of a UDP service's requests, which selects a worker of the unmodified service for each request. Turbo
+ * (Seyedroudbari et al., HPCA'23) and RingLeader (Lin et al., NSDI'23) do this in a NIC. Here the server's kernel does
+ * it.
  *
- * 1. Packets. `dispatch` runs for every datagram to a group of SO_REUSEPORT sockets, one per worker, and names the
+ * 1. Programs. `dispatch` runs for every datagram to a group of SO_REUSEPORT sockets, one per worker, and selects the
  *    receiving socket. Without it the kernel selects by a hash of the client's address and port. `responses` runs for
  *    every IP packet that a socket of this host sends (cgroup of all sockets, egress). It passes all packets, and
  *    counts those from the service's port. User space runs `queues` ten times a second over all UDP sockets, to read
  *    the lengths of the workers' queues.
  *
- * 2. The decision: choose.h, one policy per loaded program. The verifier removes the others as dead code, so a decision
- *    costs only its own policy.
+ * 2. The decision (choose.h). Each loaded program has one policy. The verifier removes the others as dead code, so a
+ *    decision costs only its own policy.
  *
- * 3. The ledger (Turbo, Sect. IV-B). state.h: a request in flight is one word in a table, found by client address, port
- *    and, if the protocol has one, request id. It is added at dispatch and removed when its response leaves. So a
- *    second datagram of a response, an unrequested one, or another client's response removes no entry. skb->sk is the
- *    socket of the responding worker; if another socket of the service's port responds, the entry has the worker.
+ * 3. The ledger (state.h; Turbo, Sect. IV-B). A request in flight is one word in a table, found by client address, port
+ *    and, if the protocol has one, request id. The word is added at dispatch and removed when the response leaves. So a
+ *    response's second datagram, an unrequested one, or another client's response removes no entry. skb->sk is the
+ *    responding worker's socket. If another socket of the service's port responds, the entry names the worker.
  *
- * 4. Corrections. `drops` subtracts datagrams that a full receive buffer drops, at once: the kernel's tracepoint
- *    follows the dispatch on the same CPU. User space abandons requests without a response (ignored, or a dead worker)
- *    that are too old and cannot be queued. `queues` adds queued requests without an entry as `surplus`, so that
- *    outstanding is never below the queue's length. User space disables a worker that does not read its queue; the
- *    worker's first response enables it here.
+ * 4. Repairs. `drops` subtracts datagrams that a full receive buffer drops. It does so at once, because the kernel's
+ *    tracepoint follows the dispatch on the same CPU. User space abandons requests without a response (ignored, or a
+ *    dead worker) that are too old and cannot be queued. `queues` adds queued requests without an entry as `surplus`,
+ *    so that the outstanding number is never below the queue's length. User space disables a worker that does not read
+ *    its queue, and the worker's first response enables it here.
  *
  * 5. Errors. If the selected worker has died, its empty slot is marked and the next best worker is selected. If no slot
  *    has a socket, the kernel selects. No request is rejected here.
  *
- * 6. User space writes sockets, bounds, order, types' weights, epoch, seed, flags, and abandoned entries
- *    (crates/dataplane/src/dispatch). A program of type sk_reuseport has no link: it lives with its group. All maps are
- *    pinned, so that the next version continues.
+ * 6. State. User space writes sockets, bounds, order, types' weights, epoch, seed, flags, and abandoned entries
+ *    (crates/dataplane/src/dispatch). A program of type sk_reuseport has no link, but lives as long as its group of
+ *    sockets. All maps are pinned, so that the next version continues with them.
  *
  * 7. Cost. All state is in .bss, so there is no map look-up. A dispatch calls one helper for the client's address and
- *    another that selects the socket. Time is the number of user space's polls; only learning reads a clock.
+ *    another that selects the socket. Time is the number of user space's polls, and only the observation of service
+ *    times reads a clock.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -50,15 +52,15 @@
 
 #define ETHERTYPE_IPV4 0x0800
 #define ETHERTYPE_IPV6 0x86dd
-/* Limit of selections per request. Each worker that died since the last poll costs one. */
+/* Maximum number of selections per request. Each worker that died since the last poll costs one. */
 #define MAX_SELECT_ATTEMPTS 4
 
-/* Leading bytes of the kernel's struct sock, with the network namespace. */
+/* Number of leading bytes of the kernel's struct sock that are read to find the network namespace. */
 #define SOCK_READ_BYTES 128
 
-/* Written before the program is loaded. */
+/* Constants that are written before the program is loaded. */
 const volatile __u16 service_port = 0; /* network byte order */
-const volatile __u64 service_address[2] = {}; /* as in struct client; 0: any */
+const volatile __u64 service_address[2] = {}; /* as in struct client, or 0 for any address */
 const volatile __u32 network_namespace = 0; /* inode number */
 const volatile bool observes_service_times = false;
 
@@ -69,7 +71,7 @@ struct {
 	__type(value, __u64);
 } workers SEC(".maps");
 
-/* Slots of the workers' sockets. */
+/* Slot of each worker's socket. */
 struct {
 	__uint(type, BPF_MAP_TYPE_SK_STORAGE);
 	__uint(map_flags, BPF_F_NO_PREALLOC);
@@ -77,7 +79,7 @@ struct {
 	__type(value, __u32);
 } sockets SEC(".maps");
 
-/* Returns `place` below `count`, a power of two, by a mask that clang cannot remove: the verifier loses the bound. */
+/* Returns `place` below `count`, a power of two. Clang cannot remove the mask, which gives the verifier a bound. */
 static __always_inline __u32 bound_slot(__u32 place, __u32 count)
 {
 	place &= count - 1;
@@ -86,8 +88,8 @@ static __always_inline __u32 bound_slot(__u32 place, __u32 count)
 }
 
 /*
- * Functions since Linux 6.3 that make the kernel's structs readable. The verifier removes their calls and makes each
- * access a plain load, which costs 10 ns less than the helper.
+ * Functions since Linux 6.3 that make the kernel's structs readable. The verifier replaces each access by a plain load
+ * and removes the calls, which costs 10 ns less than the helper.
  */
 extern void *bpf_cast_to_kern_ctx(void *ctx) __ksym __weak;
 extern void *bpf_rdonly_cast(const void *address, __u32 type) __ksym __weak;
@@ -124,7 +126,6 @@ static __always_inline bool read_client(struct sk_reuseport_md *ctx, struct clie
 	return false;
 }
 
-/* Counts a dispatched request without an entry. */
 static __always_inline void count_untracked(__u32 slot)
 {
 	dispatched[bpf_get_smp_processor_id() & (DISPATCH_CPUS - 1)].entry = 0;
@@ -164,14 +165,13 @@ static __always_inline void record_request(struct sk_reuseport_md *ctx, const st
 	}
 }
 
-/* Excludes the worker from the choice. */
 static __always_inline void disable_worker(__u32 slot, __u32 flags)
 {
 	__sync_fetch_and_or(&state.outstanding[slot], flags);
 	__sync_fetch_and_or(&state.work[slot], (__u64)(flags >> DISPATCH_FLAGS_SHIFT) << DISPATCH_WORK_FLAGS_SHIFT);
 }
 
-/* Returns the worker that got the request; MAX_DISPATCH_WORKERS: none. */
+/* Returns the slot of the worker that got the request, or MAX_DISPATCH_WORKERS if none did. */
 static __always_inline __u32 select_worker(struct sk_reuseport_md *ctx, __u32 class)
 {
 	bool over_bound = false;
@@ -216,7 +216,7 @@ int dispatch(struct sk_reuseport_md *ctx)
 	return SK_PASS;
 }
 
-/* A datagram from the service's port: the fields that are read. */
+/* Fields of a datagram from the service's port. */
 struct response {
 	struct client client;
 	__u64 source[2];
@@ -257,7 +257,7 @@ static __always_inline bool read_response(struct __sk_buff *skb, struct response
 	return true;
 }
 
-/* Returns whether a socket of no worker has the service's address, in the service's network namespace. */
+/* Returns whether a socket that is no worker's has the service's address, in the service's network namespace. */
 static __always_inline bool has_service_address(struct bpf_sock *socket, const struct response *response)
 {
 	__u32 offset = bpf_core_field_offset(struct sock, __sk_common.skc_net.net), inode = 0;
@@ -287,7 +287,7 @@ static __always_inline void learn_service_time(__u32 slot, __u32 type)
 	}
 }
 
-/* Subtracts the counts of a removed entry, and returns its slot. */
+/* Subtracts a removed entry from its worker's counts, and returns the worker's slot. */
 static __always_inline __u32 subtract_outstanding(__u64 entry)
 {
 	__u32 slot = entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK;
@@ -307,7 +307,7 @@ static __always_inline void complete_request(__u64 entry)
 		learn_service_time(slot, entry >> DISPATCH_TYPE_SHIFT & DISPATCH_TYPE_MASK);
 }
 
-/* Counts a response, and enables the worker if it was disabled. */
+/* Counts a response of the worker, and enables the worker if it was disabled. */
 static __always_inline void record_liveness(__u32 slot)
 {
 	__u32 flags = state.outstanding[slot] & (DISPATCH_DISABLED | DISPATCH_GONE);
@@ -364,8 +364,8 @@ int responses(struct __sk_buff *skb)
 }
 
 /*
- * Runs when a UDP socket rejects a datagram because its receive buffer, or the protocol's memory, is full. Subtracts
- * the request's counts. (The second argument of the tracepoint is the socket in all kernels.)
+ * Subtracts a request's counts when a UDP socket rejects its datagram, because the receive buffer or the protocol's
+ * memory is full. (The second argument of the tracepoint is the socket in all kernels.)
  */
 SEC("tp_btf/udp_fail_queue_rcv_skb")
 int drops(__u64 *ctx)
@@ -374,7 +374,7 @@ int drops(__u64 *ctx)
 	__u64 entry = queued->entry;
 	__u32 *slot = bpf_sk_storage_get(&sockets, (struct sock *)ctx[1], NULL, 0);
 
-	/* The rejected datagram is of another socket, and was not dispatched. */
+	/* In these cases the rejected datagram was not dispatched to this socket. */
 	if (!slot || !entry || (entry >> DISPATCH_WORKER_SHIFT & DISPATCH_WORKER_MASK) != *slot)
 		return 0;
 	queued->entry = 0;
@@ -384,8 +384,8 @@ int drops(__u64 *ctx)
 }
 
 /*
- * Runs for each UDP socket of user space's network namespace, and records the queues of workers. The queue is read
- * before the count, because a request is counted before it is queued and until its response: so the count is not less
+ * Records the queue of each worker's socket. It runs for each UDP socket of user space's network namespace. The queue
+ * is read before the count. A request is counted before it is queued and until its response, so the count is not less
  * than the queue's length.
  */
 SEC("iter/udp")

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Fields of the kernel's structs that dispatch reads; libbpf relocates them to the running kernel's layouts. */
+/* Fields of the kernel's structs that dispatch reads. libbpf relocates them to the running kernel's layouts. */
 #ifndef COREWARD_DISPATCH_QUEUE_H
 #define COREWARD_DISPATCH_QUEUE_H
 
@@ -73,7 +73,7 @@ struct bpf_iter__udp {
 
 #pragma clang attribute pop
 
-/* Returns the number of waiting datagrams: udp_recvmsg moves the first queue to the second (net/ipv4/udp.c). */
+/* Returns the length of both receive queues, as udp_recvmsg moves datagrams from one to the other (net/ipv4/udp.c). */
 static __always_inline __u32 queued_datagrams(struct udp_sock *socket)
 {
 	return socket->inet.sk.sk_receive_queue.qlen + socket->reader_queue.qlen;

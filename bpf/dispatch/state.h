@@ -2,11 +2,12 @@
 /*
  * Requests in flight, and the outstanding requests of each worker.
  *
- * One rule keeps the counts exact under concurrency: an entry in `requests` represents one outstanding request. A
- * compare-and-swap inserts the entry, and then the worker's counts grow. A compare-and-swap removes the entry (after a
- * response, or by user space), and then the recorded numbers are subtracted. Only one of several concurrent removals
- * succeeds, so no request is subtracted twice. An entry exists before its datagram is delivered. Between the two steps
- * a count may be off by one for some ns; sums never drift. (Counts use atomic operations for the same reason.)
+ * One rule keeps the counts exact under concurrency, namely that an entry in `requests` represents one outstanding
+ * request. A compare-and-swap inserts the entry, and then the worker's counts grow. A compare-and-swap removes the
+ * entry (after a response, or by user space), and then the entry's numbers are subtracted. Only one of several
+ * concurrent removals succeeds, so no request is subtracted twice. An entry exists before its datagram is delivered.
+ * Between the two steps a count may be off by one for some ns, but sums never drift. (Counts use atomic operations for
+ * the same reason.)
  *
  * When four sets (32 requests) are full, a further request is dispatched but not counted, and no entry is overwritten.
  * Without request ids all requests of one client port share the same sets.
@@ -21,7 +22,7 @@
 #include "intf.h"
 
 struct dispatch_state state SEC(".bss.state") __attribute__((aligned(64)));
-/* Set-associative table, shared with user space, which abandons requests (crates/dataplane/src/dispatch). */
+/* Set-associative table. User space shares it, because it abandons requests (crates/dataplane/src/dispatch). */
 __u64 requests[DISPATCH_REQUESTS] SEC(".bss.requests") __attribute__((aligned(64)));
 
 static __always_inline void count(enum dispatch_counter counter)
@@ -29,7 +30,7 @@ static __always_inline void count(enum dispatch_counter counter)
 	__sync_fetch_and_add(&state.counters[counter], 1);
 }
 
-/* Returns the ns of an entry's or a type's weight (crates/model/src/dispatch/weight.rs). */
+/* Returns the work in ns that an entry's or a type's weight encodes (crates/model/src/dispatch/weight.rs). */
 static __always_inline __u64 weight_ns(__u64 weight)
 {
 	__u64 mantissa = weight & ((1 << DISPATCH_MANTISSA_BITS) - 1);
@@ -55,9 +56,9 @@ static __always_inline __u64 entry_age_epochs(__u64 entry, __u64 epoch)
 }
 
 /*
- * By CPU: the entry of the last dispatched request, and its position. The kernel queues a datagram right after it has
- * run the program, on the same CPU with bottom halves off (net/ipv4/udp.c, udp_unicast_rcv_skb). So a datagram that the
- * queue rejects is the last dispatched one. Entry 0: the request has no entry.
+ * Last dispatched request of a CPU, with the position of its entry. `entry` is 0 if the request has none. The kernel
+ * queues a datagram right after it has run the program, on the same CPU with bottom halves off (net/ipv4/udp.c,
+ * udp_unicast_rcv_skb). So a datagram that the queue rejects is the last dispatched one.
  */
 struct last_dispatched {
 	__u64 entry;
@@ -66,7 +67,7 @@ struct last_dispatched {
 
 struct last_dispatched dispatched[DISPATCH_CPUS] SEC(".bss.dispatched") = {};
 
-/* Inserts an entry, and returns its position; DISPATCH_REQUESTS: the sets are full. */
+/* Inserts an entry, and returns its position, or DISPATCH_REQUESTS if the sets are full. */
 static __always_inline __u32 insert_request(__u64 hash, __u64 entry)
 {
 	__u32 probe, way;
@@ -82,7 +83,7 @@ static __always_inline __u32 insert_request(__u64 hash, __u64 entry)
 	return DISPATCH_REQUESTS;
 }
 
-/* Removes and returns a set's oldest entry that equals `wanted` in the bits of `mask`; 0: no such entry. */
+/* Removes and returns a set's oldest entry that equals `wanted` in the bits of `mask`, or returns 0 without one. */
 static __always_inline __u64 take_oldest_match(__u64 *set, __u64 wanted, __u64 mask, __u64 epoch)
 {
 	__u64 found = 0, age = 0;
@@ -106,8 +107,8 @@ static __always_inline __u64 take_oldest_match(__u64 *set, __u64 wanted, __u64 m
 }
 
 /*
- * Removes and returns the oldest entry that equals `wanted` in the bits of `mask`; 0: no such entry. A server that
- * answers in order has answered the oldest request.
+ * Removes and returns the oldest entry that equals `wanted` in the bits of `mask`, or returns 0 without one. A server
+ * that answers in order has answered the oldest request.
  */
 static __always_inline __u64 remove_request(__u64 hash, __u64 wanted, __u64 mask)
 {

@@ -1,21 +1,21 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * At a load balancer's device: address translation that lets a health check reach one server at the VIP.
+ * Address translation at a load balancer's device, which lets a health check reach one server at the VIP.
  *
  * 1. Reason. Every server holds the VIP, and an application often listens only there, so a check must reach the VIP at
  *    one server. A routing table and a rule per server would be the alternative. But they remain when the daemon dies,
- *    are searched for every packet of the machine, and fail if the load balancer announces the VIP from its own
+ *    and are searched for every packet of the machine. They fail if the load balancer announces the VIP from its own
  *    loopback, or if rp_filter expects the VIP at another device.
  *
- * 2. Method. The check connects to the server's own address. At tc egress, behind the IP layer, the destination becomes
- *    the VIP; at tc ingress the source of the reply becomes the server's own address again. Routing, neighbours,
- *    rp_filter and netfilter of the load balancer see a connection to the server's own address. The server sees a
+ * 2. Method. The check connects to the server's own address. At tc egress, behind the IP layer, the VIP replaces this
+ *    destination. At tc ingress, the server's own address replaces the reply's source. Routing, neighbours, rp_filter
+ *    and netfilter of the load balancer see a connection to the server's own address, while the server sees a
  *    connection to the VIP.
  *
- * 3. Rewritten packets are those in `checked_paths`: an entry per direction, made before the check connects and removed
- *    after its socket is closed. Packets forwarded by XDP do not reach this program.
+ * 3. Rewritten packets are those in `checked_paths`, which has an entry per direction. An entry is made before the
+ *    check connects and removed after its socket is closed. Packets forwarded by XDP do not reach this program.
  *
- * 4. The programs are held by the daemon, and end with it.
+ * 4. The daemon holds the programs, which end with it.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -37,10 +37,10 @@ struct {
 	__type(value, struct nat_address);
 } checked_paths SEC(".maps");
 
-/* Offset of the TCP header: packets of the kernel's own sockets, and replies, have no IP options. */
+/* Offset of the TCP header. Packets of the kernel's own sockets, and the replies, have no IP options. */
 #define TCP_HEADER_OFFSET (ETH_HLEN + sizeof(struct iphdr))
 
-/* Makes the first `length` bytes of the packet linear, and returns their start, which may have moved; NULL: shorter. */
+/* Makes the packet's first `length` bytes linear, and returns their new start, or NULL if the packet is shorter. */
 static __always_inline void *pull_linear_headers(struct __sk_buff *skb, __u32 length)
 {
 	if (skb->data_end - skb->data < length && bpf_skb_pull_data(skb, length))
@@ -48,7 +48,7 @@ static __always_inline void *pull_linear_headers(struct __sk_buff *skb, __u32 le
 	return (void *)(long)skb->data + length > (void *)(long)skb->data_end ? NULL : (void *)(long)skb->data;
 }
 
-/* Fills the ports of `path`, and returns the address that replaces the packet's address; NULL: no check's packet. */
+/* Fills the ports of `path`, and returns the address that replaces the packet's, or NULL without a health check. */
 static __always_inline const struct nat_address *find_address(struct nat_entry *path, const struct tcphdr *tcp,
 							      bool from_server)
 {
@@ -100,14 +100,14 @@ static __always_inline void translate_ipv6(struct __sk_buff *skb, bool from_serv
 	bpf_l4_csum_replace(skb, IPV6_TRANSPORT_OFFSET + offsetof(struct tcphdr, check), 0, difference,
 			    BPF_F_PSEUDO_HDR);
 	/*
-	 * The helper has changed the NIC's packet sum (CHECKSUM_COMPLETE) as for IPv4, whose header has a checksum.
-	 * In IPv6 the new address compensates for the new checksum.
+	 * The helper has changed the NIC's packet sum (CHECKSUM_COMPLETE) as is right for IPv4, whose header has a
+	 * checksum. In IPv6 the new address compensates for the new TCP checksum, so the sum is restored.
 	 */
 	bpf_csum_update(skb, difference);
 	bpf_skb_store_bytes(skb, offset, &to, sizeof(to), 0);
 }
 
-/* Replaces the server's address by the VIP, or the reverse. Never drops a packet. */
+/* Replaces the server's address by the VIP, or the VIP by the server's address. Never drops a packet. */
 static __always_inline int translate_address(struct __sk_buff *skb, bool from_server)
 {
 	if (skb->protocol == bpf_htons(ETH_P_IP))

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Keyed hash of the cookie, for lb.bpf.c and server.bpf.c. crates/model/src/cookie.rs is the same in Rust; the tests
- * compare the two.
+ * Keyed hash of the cookie, for lb.bpf.c and server.bpf.c. crates/model/src/cookie.rs implements the same in Rust, and
+ * tests compare the two.
  */
 #ifndef COREWARD_INCLUDE_COOKIE_H
 #define COREWARD_INCLUDE_COOKIE_H
@@ -12,7 +12,7 @@
 
 #include "intf.h"
 
-/* The words below are in the packet's byte order; SipHash takes them as little-endian numbers. */
+/* The words below are in the packet's byte order, and SipHash takes them as little-endian numbers. */
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "cookie.h is written for little-endian machines");
 
 #define ROTATE_LEFT_64(x, bits) ((x) << (bits) | (x) >> (64 - (bits)))
@@ -33,12 +33,13 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "cookie.h is written f
 	} while (0)
 
 /*
- * Returns SipHash-1-3 of 7 bytes: client address and port (6 bytes), XOR the upper 56 bits of VIP address and port
- * times the key's vip_factor. This is one block, so four rounds in all; 12 bytes would take five. Folding by a secret
- * factor is a universal hash, and a PRF of it is a PRF of the whole tuple (Carter and Wegman, 1979). Two tuples that
- * fold to the same word exist, but cannot be found without the key. The hash does not wait for the service's look-up.
+ * Returns SipHash-1-3 of 7 bytes, which are client address and port (6 bytes), XOR the upper 56 bits of VIP address and
+ * port times the key's vip_factor. This is one block, which takes four rounds, while 12 bytes would take five. Folding
+ * by a secret factor is a universal hash, and a PRF of it is a PRF of the whole tuple (Carter and Wegman, 1979). Two
+ * tuples that fold to the same word exist, but cannot be found without the key. The hash does not wait for the
+ * service's look-up.
  *
- * `ports` is the 32-bit word at the start of the client's TCP header; the server, which sees the answer, swaps its
+ * `ports` is the 32-bit word at the start of the client's TCP header. The server, which sees the reply, swaps its
  * halves.
  */
 static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 client_address, __u32 vip_address,
@@ -65,8 +66,8 @@ static __always_inline __u64 cookie_hash(const struct cookie_key *key, __u32 cli
 typedef __u64 __attribute__((may_alias)) address_half;
 
 /*
- * Returns VIP and port folded into one word. Only the fleet's VIPs occur, and the factor is unknown to clients: cookies
- * of one VIP are not valid at another VIP.
+ * Returns VIP and port folded into one word. Only the fleet's VIPs occur, and clients do not know the factor, so
+ * cookies of one VIP are not valid at another VIP.
  */
 static __always_inline __u64 fold_vip_ipv6(const struct cookie_key *key, const void *vip, __u16 port)
 {
@@ -78,9 +79,9 @@ static __always_inline __u64 fold_vip_ipv6(const struct cookie_key *key, const v
 }
 
 /*
- * Returns the hash for IPv6: SipHash-1-3 of 23 bytes in three blocks, client address, and client port XOR the upper 56
- * bits of the folded VIP, which is ready when the first two blocks are done. Addresses: 16 bytes as in the packet. The
- * client's whole address is hashed, because a client may choose among 2^64 addresses.
+ * Returns the hash for IPv6, which is SipHash-1-3 of 23 bytes in three blocks. They are the client's address, and its
+ * port XOR the upper 56 bits of the folded VIP, which is ready when the first two blocks are done. Addresses are 16
+ * bytes as in the packet. The client's whole address is hashed, because a client may choose among 2^64 addresses.
  */
 static __always_inline __u64 cookie_hash_ipv6(const struct cookie_key *key, const void *client, const void *vip,
 					      __u32 ports)
@@ -108,13 +109,13 @@ static __always_inline __u64 cookie_hash_ipv6(const struct cookie_key *key, cons
 	return v0 ^ v1 ^ v2 ^ v3;
 }
 
-/* Returns the addend of TSval's time part, modulo 2^16, from a hash with the server's own time key. */
+/* Returns the number to add to TSval's time part, modulo 2^16. `hash` is made with the server's own time key. */
 static __always_inline __u16 cookie_time_addend(__u64 hash)
 {
 	return hash;
 }
 
-/* Factor of round 1 to 3 from the hash. Products are taken modulo 2^bits, so its higher bits do not matter. */
+/* Factor of round 1 to 3 from the hash. Products are modulo 2^bits, so the factor's higher bits do not matter. */
 #define HIDING_FACTOR(hash, bits, round) ((hash) >> ((bits) * (round)) | 1)
 
 /* Returns `x`, below 2^bits, with its upper half XORed into the lower one. */
@@ -128,7 +129,7 @@ static __always_inline __u64 unfold(__u64 x, __u32 bits)
 	return x ^ x >> bits / 2 ^ x >> bits / 2 * 2;
 }
 
-/* Returns `plain` of hide() from its result and the same hash. model::cookie::Permutation gives the reasons. */
+/* Returns the `plain` that hide() has turned into `hidden`. model::cookie::Permutation explains the permutation. */
 static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
 {
 	__u64 mask = (1ull << bits) - 1, x = fold((hidden ^ hash) & mask, bits);
@@ -137,14 +138,14 @@ static __always_inline __u32 reveal(__u64 hash, __u32 hidden, __u32 bits)
 	x = fold(x * HIDING_FACTOR(hash, bits, 2) & mask, bits);
 	x = fold(x * HIDING_FACTOR(hash, bits, 3) & mask, bits);
 	x = (x + (hash >> (64 - bits))) & mask;
-	/* Otherwise clang omits the masks of indexes as superfluous, and the verifier rejects the program. */
+	/* Without this, clang omits the masks of indexes as superfluous, and the verifier rejects the program. */
 	barrier_var(x);
 	return x;
 }
 
 /*
- * Returns the inverse of an odd number modulo 2^20. Newton's method doubles the number of correct bits; the first
- * approximation 3x ^ 2 has five.
+ * Returns the inverse of an odd number modulo 2^20. Each step of Newton's method doubles the number of correct bits.
+ * The first approximation 3x ^ 2 has five.
  */
 static __always_inline __u64 modular_inverse(__u64 factor)
 {
@@ -165,7 +166,7 @@ static __always_inline __u32 hide(__u64 hash, __u32 plain, __u32 bits)
 	return unfold(x, bits) ^ (hash & mask);
 }
 
-/* Returns the index of a TSecr's key, by the unhidden key bit. */
+/* Returns the index of the key that stamped a TSecr, by the unhidden key bit. */
 static __always_inline __u32 cookie_key_index(__u32 tsecr)
 {
 	return (tsecr & COOKIE_KEY_BIT) / COOKIE_KEY_BIT;

@@ -5,7 +5,7 @@
 
 #define IP_MORE_FRAGMENTS 0x2000
 #define IP_FRAGMENT_OFFSET 0x1fff
-/* Bits that mark a fragment: all but "don't fragment" and the reserved bit. */
+/* Bits that mark a fragment, which are all except "don't fragment" and the reserved bit. */
 #define IP_FRAGMENT_MASK (IP_MORE_FRAGMENTS | IP_FRAGMENT_OFFSET)
 
 #endif

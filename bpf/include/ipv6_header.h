@@ -29,7 +29,7 @@ _Static_assert(sizeof(struct ipv6_header) == 40, "RFC 8200, Sect. 3");
 #define NEXT_AUTHENTICATION 51
 #define NEXT_ICMPV6 58
 #define NEXT_DESTINATION_OPTIONS 60
-/* Maximum number of extension headers: destination options may occur twice, each other header once. */
+/* Maximum number of extension headers, because destination options may occur twice, and each other header once. */
 #define MAX_EXTENSION_HEADERS 6
 
 /* Returns whether the type is one of the errors of RFC 4443, Sect. 2.1. */
@@ -38,7 +38,7 @@ static __always_inline bool is_icmpv6_error(__u8 type)
 	return type >= 1 && type <= 4;
 }
 
-/* First bytes of every extension header: next header, length; of a fragment header also offset and flags. */
+/* First bytes of an extension header, with next header and length, and in a fragment header offset and flags. */
 struct extension_header {
 	__u8 next;
 	__u8 length;
@@ -51,7 +51,7 @@ static __always_inline bool is_extension_header(__u32 next)
 	       next == NEXT_AUTHENTICATION || next == NEXT_DESTINATION_OPTIONS;
 }
 
-/* Returns the length in bytes. The field counts units of 8 bytes after the first, in AH units of 4 after the second. */
+/* Returns the length in bytes. The field counts 8-byte units after the first, or in AH 4-byte units after two. */
 static __always_inline __u32 extension_header_length(__u32 number, const struct extension_header *header)
 {
 	if (number == NEXT_FRAGMENT)
@@ -59,7 +59,7 @@ static __always_inline __u32 extension_header_length(__u32 number, const struct 
 	return number == NEXT_AUTHENTICATION ? (header->length + 2) * 4 : (header->length + 1) * 8;
 }
 
-/* Returns fragment offset and "more fragments"; 0: the packet is whole (RFC 6946). */
+/* Returns fragment offset and "more fragments", or 0 if the packet is whole (RFC 6946). */
 static __always_inline __u32 fragment_field(const struct extension_header *header)
 {
 	return header->fragment[0] << 8 | (header->fragment[1] & ~0x6);

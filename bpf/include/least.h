@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Minimum of several numbers without branches, because a branch predictor could not predict it. */
+/* Minimum of two numbers without a branch, which a branch predictor could not predict. */
 #ifndef COREWARD_INCLUDE_LEAST_H
 #define COREWARD_INCLUDE_LEAST_H
 
@@ -7,7 +7,7 @@
 #include <bpf/bpf_helpers.h>
 
 /*
- * Returns the lesser of two numbers below 2^63 without a branch: a wrong prediction costs as much as several
+ * Returns the lesser of two numbers below 2^63. It has no branch, because a wrong prediction costs as much as several
  * comparisons.
  */
 static __always_inline __s64 min_s64(__s64 a, __s64 b)

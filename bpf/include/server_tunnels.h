@@ -6,17 +6,17 @@
 /* Port of GUE (IANA: gue). */
 #define GUE_PORT 6080
 
-/* Outer header of packets that are encapsulated for a server. */
+/* Fields of the outer header in which a server's packets are encapsulated. */
 struct server_tunnel {
-	/* IPv4 destination of the outer header; 1 for IPv6; 0: not known. */
+	/* IPv4 destination of the outer header, 1 if the destination is IPv6, or 0 if it is unknown. */
 	__u32 address;
-	/* Source port of GUE, in network byte order; 0: a hash of the flow. */
+	/* Source port of GUE in network byte order, or 0 if a hash of the flow gives the port. */
 	__u16 source_port;
-	/* Address family: ADDRESS_FAMILY_*. */
+	/* Address family (ADDRESS_FAMILY_*). */
 	__u16 family;
 };
 
-/* Outer headers by server id, for services that encapsulate. IPv4 needs the first array only, so one load. */
+/* Outer headers by server id. IPv4 needs only the first array, so that one load reads an entry. */
 struct server_tunnels {
 	struct server_tunnel entry[SERVER_ID_COUNT];
 	/* IPv6 destinations. An address never changes while a program may read it. */

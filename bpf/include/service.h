@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Look-up of a packet's service in the perfect hash of intf.h: one multiplication, one or two loads, one comparison.
- * The directories are in a global variable, so no map look-up is needed.
+ * Look-up of a packet's service in the perfect hash of intf.h, by one multiplication, one or two loads, and one
+ * comparison. The directories are in a global variable, so no map look-up is needed.
  */
 #ifndef COREWARD_INCLUDE_SERVICE_H
 #define COREWARD_INCLUDE_SERVICE_H
@@ -31,7 +31,7 @@ static __always_inline __u64 service_tail_ipv4(__u32 address, __u16 port, __u8 p
 	return address | (__u64)port << 32 | (__u64)protocol << 48 | (__u64)ADDRESS_FAMILY_IPV4 << 56;
 }
 
-/* Key of an IPv6 service: the parts of struct service_key, and the word by which the directory finds the slot. */
+/* Key of an IPv6 service, with the parts of struct service_key and the word by which the directory finds the slot. */
 struct service_key_ipv6 {
 	__u32 first;
 	__u64 middle;
@@ -40,8 +40,9 @@ struct service_key_ipv6 {
 };
 
 /*
- * Returns the key of an IPv6 service. `vip`: the address as in the packet. The word combines the tail with the rest of
- * the address. Two services with the same word would have no directory, which happens by chance once in 2^64.
+ * Returns the key of an IPv6 service. `vip` is the address as in the packet. The hashed word combines the tail with the
+ * rest of the address. Two services with the same word could not have a directory, which happens by chance once in
+ * 2^64.
  */
 static __always_inline struct service_key_ipv6 make_service_key_ipv6(const void *vip, __u16 port, __u8 protocol)
 {
@@ -72,7 +73,7 @@ static __always_inline const struct service_slot *find_lb_service_slot(const str
 	return &directory->slots[(hash >> LB_SERVICE_SLOT_SHIFT ^ displacement) & (LB_SERVICE_SLOTS - 1)];
 }
 
-/* Returns the number of the IPv4 service with that tail at the load balancer, or NO_SERVICE. */
+/* Returns the load balancer's number of the IPv4 service with that tail, or NO_SERVICE. */
 static __always_inline __u32 find_lb_service(const struct lb_service_directories *directories, __u64 tail)
 {
 	const struct service_slot *slot = find_lb_service_slot(directories, tail);
@@ -96,7 +97,7 @@ static __always_inline const struct service_slot *find_service_slot(const struct
 	return &directory->slots[(word * directory->seed) >> SERVICE_SLOT_SHIFT];
 }
 
-/* Returns the number of the IPv4 service with that tail on a server, or NO_SERVICE. */
+/* Returns a server's number of the IPv4 service with that tail, or NO_SERVICE. */
 static __always_inline __u32 find_service(const struct service_directories *directories, __u64 tail)
 {
 	const struct service_slot *slot = find_service_slot(directories, tail);

@@ -11,14 +11,14 @@
 #define TCP_OPTION_NOP 1
 #define TCP_OPTION_TIMESTAMP 8
 #define TCP_TIMESTAMP_LENGTH 10
-/* Maximum length of the options: doff has 4 bits. */
+/* Maximum length of the options in bytes, because `doff` has 4 bits. */
 #define TCP_OPTIONS_MAX 40
-/* NOP NOP TIMESTAMP 10: the first options of most packets other than SYNs (RFC 7323, Appendix A). */
+/* NOP NOP TIMESTAMP 10, which are the first options of most packets other than SYNs (RFC 7323, Appendix A). */
 #define OPTIONS_ALIGNED_TIMESTAMP bpf_htonl(0x0101080a)
 #define OPTIONS_ALIGNED_LENGTH 12
 #define OPTIONS_ALIGNED_OFFSET 2
 
-/* Words after kind and length of the option; packed, because the offset may be odd. */
+/* The words after the option's kind and length. The struct is packed, because its offset may be odd. */
 #define TIMESTAMP_WORDS_OFFSET 2
 struct timestamp_words {
 	__be32 tsval;
@@ -28,17 +28,17 @@ struct timestamp_words {
 #define TIMESTAMP_NONE -1
 #define TIMESTAMP_MALFORMED -2
 
-/* A copy of the options, longer than any list, so that the byte after the last one can be read. */
+/* A copy of the options. It is longer than any list of options, so that the byte after the last one can be read. */
 struct tcp_options {
 	__u8 bytes[48];
 };
 
 /*
- * Returns the offset of the timestamp option (its kind) among the first `length` bytes; TIMESTAMP_NONE if there is
- * none; TIMESTAMP_MALFORMED if an earlier option covers less than its first two bytes or more than the header (RFC
- * 9293, Sect. 3.1).
+ * Returns the offset of the timestamp option (its kind) among the first `length` bytes, or TIMESTAMP_NONE if there is
+ * none. Returns TIMESTAMP_MALFORMED if an earlier option covers less than its first two bytes or more than the header
+ * (RFC 9293, Sect. 3.1).
  *
- * The loop goes byte by byte, so that the loop counter is the only index: the verifier would follow each value of an
+ * The loop goes byte by byte, so that the loop counter is the only index. The verifier would follow each value of an
  * offset from the packet. This is a global function, so that it is verified once, not once per calling path.
  */
 __noinline int find_timestamp(const struct tcp_options *options, __u32 length)

@@ -17,7 +17,6 @@
 #include "stats.h"
 #include "vlan.h"
 
-/* Forwards the packet to the server of the decision. */
 static __always_inline int forward_to_server(struct xdp_md *ctx, const struct packet *packet,
 					     const struct decision *decision)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Broadcast fallback: the packet goes to the broadcast MAC address, and the server that has the socket accepts it.
+ * Broadcast fallback, which sends a packet to the broadcast MAC address. The server that has the socket accepts it.
  *
  * Broadcasts are limited per source address (hashed buckets), per service and for the whole load balancer (struct
- * broadcast_buckets), so that they are no amplifier. Each enum limited_kind has separate rates: a flood of forged
- * cookies does not affect resets and ICMP errors.
+ * broadcast_buckets), so that they are no amplifier. Each enum limited_kind has separate rates, so that a flood of
+ * forged cookies does not affect resets and ICMP errors.
  *
  * A source above its rate may still use the first half of the service's and the load balancer's burst. Otherwise
  * packets with a router's forged address would suppress that router's ICMP errors.
@@ -20,13 +20,13 @@
 #include "intf.h"
 #include "connection_table.h"
 
-/* Interval of tokens, and maximum overdraft, in ns. */
+/* Rate limit, as the interval between two tokens and the maximum overdraft, both in ns. */
 struct token_bucket {
 	__u64 interval_ns;
 	__u64 burst_ns;
 };
 
-/* Rates by enum limited_kind; fixed at load time. */
+/* Rates by enum limited_kind, fixed at load time. */
 const volatile struct token_bucket broadcast_per_source[LIMITED_KIND_SLOTS];
 const volatile struct token_bucket broadcast_per_service[LIMITED_KIND_SLOTS];
 const volatile struct token_bucket broadcast_total[LIMITED_KIND_SLOTS];
@@ -38,8 +38,8 @@ _Static_assert(LIMITED_KIND_COUNT <= LIMITED_KIND_SLOTS, "each reason has a slot
 #define BROADCAST_MAC 0xffffffffffffull
 
 /*
- * Takes a token by the generic cell rate algorithm (ITU-T I.371, Annex A): one word holds the time until which all
- * taken tokens are paid for. If two CPUs compete, the CPU whose exchange fails gets no token. The burst is halved
+ * Takes a token by the generic cell rate algorithm (ITU-T I.371, Annex A). One word holds the time at which all taken
+ * tokens will be refilled. If two CPUs compete, the CPU whose exchange fails gets no token. The burst is halved
  * `halvings` times.
  */
 static __always_inline bool take_token(__u64 *paid_until_word, const volatile struct token_bucket *bucket, __u64 now,
@@ -53,7 +53,7 @@ static __always_inline bool take_token(__u64 *paid_until_word, const volatile st
 	return __sync_val_compare_and_swap(paid_until_word, paid_until, start + bucket->interval_ns) == paid_until;
 }
 
-/* Returns whether a packet from `source` may be broadcast. A global function, as decide() is. */
+/* Returns whether a packet from `source` may be broadcast. This is a global function, as decide() is. */
 __noinline int take_rate_tokens(__u32 service, __u32 source, __u32 reason)
 {
 	__u64 hash = connection_hash(service, source, reason);

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Capture of the program's decisions for `coreward capture`: tcpdump does not see packets that XDP forwards or drops.
+ * Capture of the program's decisions for `coreward capture`, because tcpdump does not see packets that XDP forwards or
+ * drops.
  *
- * The command attaches a capturing variant in place of the present program, with the same maps and the same constants,
- * and restores the former program at the end. (fentry and fexit programs would not replace the program, but some
- * kernels reject them, for example in lockdown.)
+ * The command attaches a capturing variant in place of the present program, with the same maps and the same constants.
+ * At the end it restores the former program. (fentry and fexit programs would not replace the program, but some kernels
+ * reject them, for example in lockdown.)
  *
- * Each frame that may be of the watched service goes to user space twice, by a perf buffer: on arrival, and with action
- * and outcome. The outcome is the last one that count_packet() stored in this receive queue's (or CPU's) row, for the
- * service or for "no service": both are cleared before.
+ * Each frame that may belong to the captured service goes to user space twice by a perf buffer, first on arrival, and
+ * then with action and outcome. The outcome is the last one that count_packet() stored in this receive queue's (or
+ * CPU's) row, for the service or for "no service". Both are cleared on arrival.
  *
  * When the buffer is full a record is lost, which the sequence shows. After a SIGKILL of the command this variant stays
  * attached until the daemon or the next capture replaces it.
@@ -30,15 +31,15 @@
 #include "parse.h"
 #include "stats.h"
 
-/* The captured service; address and port in network byte order. */
+/* The captured service. Address and port are in network byte order. */
 const volatile struct {
 	__u32 vip;
 	__u32 service;
-	/* Limit of captured bytes per frame. */
+	/* Maximum number of captured bytes per frame. */
 	__u32 length;
 	__u16 port;
 	__u8 protocol;
-	/* Address family: ADDRESS_FAMILY_*. */
+	/* Address family (ADDRESS_FAMILY_*). */
 	__u8 family;
 	__u64 vip_ipv6[2];
 } capture_of;
@@ -50,13 +51,13 @@ struct {
 } captured SEC(".maps");
 
 __u64 capture_sequences[MAX_CPUS] SEC(".bss.capture");
-/* By CPU: whether the current frame is captured. */
+/* Whether a CPU's current frame is captured. */
 __u64 is_captured[MAX_CPUS] SEC(".bss.capture");
 
-/* Value that is no enum lb_counter. */
+/* Value of `last_outcome` that is no enum lb_counter. */
 #define NO_OUTCOME 0xffffffffu
 
-/* matches_capture_service() of IPv6, where extension headers may hide the port. */
+/* matches_capture_service() for IPv6, where extension headers may hide the port. */
 static __always_inline bool matches_capture_service_ipv6(const void *data, const void *data_end)
 {
 	__u8 next;
@@ -75,7 +76,7 @@ static __always_inline bool matches_capture_service_ipv6(const void *data, const
 	return PACKET_U16(data, IPV6_TRANSPORT_OFFSET + 2) == capture_of.port;
 }
 
-/* Returns whether the frame may be of the captured service. Fragments, ICMP and broken headers have no port. */
+/* Returns whether the frame may belong to the captured service. Fragments, ICMP and broken headers have no port. */
 static __always_inline bool matches_capture_service(const void *data, const void *data_end)
 {
 	__u32 header_length;

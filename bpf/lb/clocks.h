@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Clocks of servers with LB-side stamping: lb_cookie.h, sections 1 and 5. */
+/* Clocks of servers with LB-side stamping (lb_cookie.h, sections 1 and 5). */
 #ifndef COREWARD_LB_CLOCKS_H
 #define COREWARD_LB_CLOCKS_H
 
@@ -30,7 +30,7 @@ struct {
 
 #define NANOSECONDS_PER_MS 1000000
 
-/* Returns the entry of a server. `mac`: MAC address in the low 48 bits; the other bits are ignored. */
+/* Returns the entry of a server by its MAC address, which is the low 48 bits of `mac`. */
 static __always_inline struct lb_stamped_server *find_lb_stamped_server(__u32 service, __u64 mac)
 {
 	__u64 key = (mac & SERVER_MAC_MASK) | (__u64)service << LB_STAMPED_SERVICE_SHIFT;
@@ -38,25 +38,23 @@ static __always_inline struct lb_stamped_server *find_lb_stamped_server(__u32 se
 	return bpf_map_lookup_elem(&lb_stamped_servers, &key);
 }
 
-/* Returns whether the server's connections show one clock. */
+/* Returns whether enough of the server's connections have shown one clock. */
 static __always_inline bool is_clock_verified(const struct lb_stamped_server *server)
 {
 	return server->agreeing >= LB_STAMPING_AGREEING;
 }
 
-/* Returns whether the server's new connections are stamped. */
 static __always_inline bool can_be_stamped(const struct lb_stamped_server *server)
 {
 	return is_clock_verified(server) || server->steady >= LB_STAMPING_AGREEING;
 }
 
-/* Returns whether the server's connections are known to have different offsets. */
 static __always_inline bool has_different_offsets(const struct lb_stamped_server *server)
 {
 	return server->disagreed;
 }
 
-/* True: the time is lb_state.clock, for comparisons with the model. */
+/* Whether lb_state.clock gives the time, as in comparisons with the model. */
 const volatile bool lb_stamping_by_ticks;
 
 static __always_inline __u32 monotonic_ms(void)
@@ -79,7 +77,8 @@ struct reply_time {
 
 /*
  * Updates the server's clock by a SYN-ACK. Concurrent updates by two CPUs may count once. The stored offset changes
- * only by more than half the tolerance: it selects a packet's key (lb_stamped_tsval()), which must not alternate.
+ * only by more than half the tolerance, because it selects a packet's key (lb_stamped_tsval()), which must not
+ * alternate.
  */
 static __always_inline void learn_clock(struct lb_stamped_server *server, const struct packet *packet,
 					struct reply_time answer)

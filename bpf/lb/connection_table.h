@@ -1,43 +1,43 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2: ConnTable and ConnStack): find, take and update
- * an entry. model::connection_table::table is the same in Rust; tests/integration/connection_table_loom.rs runs it
- * against user space in every order that the memory model allows.
+ * Connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2, ConnTable and ConnStack), whose entries are found,
+ * taken and updated here. model::connection_table::table is the same in Rust.
+ * tests/integration/connection_table_loom.rs runs it against user space in every order that the memory model allows.
  *
- * 1. Layout. 2^k partitions of 1024 entries. A keyed hash of the connection, whose key never changes while the table
- *    lives, gives the partition (low bits) and the tag (upper half). The slot in the partition is any free one, and is
- *    in the cookie. So a table of any size needs 10 bits of the cookie. A partition can be full while others are not:
- *    one in 2,000 at 90 % use.
+ * 1. Layout. The table has 2^k partitions of 1024 entries. A keyed hash of the connection, whose key never changes
+ *    while the table lives, gives the partition (low bits) and the tag (upper half). The slot in the partition is any
+ *    free one, and is in the cookie. So a table of any size needs 10 bits of the cookie. One partition can be full
+ *    while others are not, which happens to one in 2,000 at 90 % use.
  *
- * 2. The life of an entry.
- *      free      identity is 0, its slot is on the partition's stack;
+ * 2. States of an entry.
+ *      free      the identity is 0, and the slot is on the partition's stack;
  *      taken     a new connection moved the stack's top to the next slot by compare-and-swap, fills the entry, and
  *                writes the identity last;
  *      released  user space replaced exactly this identity by 0, by compare-and-swap;
  *      free      an RCU grace period later user space pushes the slot;
- *      reused    instead of the last two: a new connection that found the stack empty replaced the identity of an
+ *      reused    instead of the last two, a new connection that found the stack empty replaced the identity of an
  *                expired entry by 0 and fills the entry as if it had taken it (stateful.h, reuse_connection()).
  *    User space frees an entry after a query to the server's agent (docs/design.md), which packets cannot make. So
  *    packets reuse half-open entries, which need no query, and other entries only after CONNECTION_UNSWEPT_TICKS ticks
  *    without a sweep of user space.
  *
- * 3. No slot is handed out twice or lost:
+ * 3. No slot is handed out twice or lost.
  *    - The CPU that moves the top from slot p to the next one has p. The exchange succeeds only if the top is
- *      unchanged: the count of 48 bits above the slot grows with every change (ABA). If another CPU took the entry
- *      whose `next_free` was read, the top has changed and the exchange fails.
+ *      unchanged, because the count of 48 bits above the slot grows with every change (ABA). If another CPU took the
+ *      entry whose `next_free` was read, the top has changed and the exchange fails.
  *    - The thread whose compare-and-swap cleared the identity pushes the slot, once. The identity holds the tag and a
  *      generation that grows with each use.
- *    - A daemon killed between release and push loses the slot until the next start: identity 0, not on the stack, and
- *      no packet about to fill it (after a grace period).
+ *    - A daemon that is killed between release and push loses the slot until the next start. Then the slot is found,
+ *      because its identity is 0, it is not on the stack, and no packet is about to fill it (after a grace period).
  *
- * 4. No packet goes to another connection's server. A decision depends on the identity only: tag, service and server in
- *    one aligned word. After a release or reuse the tag differs. With its 32 bits a forged cookie that hits a used slot
- *    is taken for its connection once in 4 * 10^9.
+ * 4. No packet goes to another connection's server. A decision depends only on the identity, which has tag, service and
+ *    server in one aligned word. After a release or reuse the tag differs. The tag has 32 bits, so a forged cookie that
+ *    hits a used slot is taken for its connection once in 4 * 10^9.
  *
  * 5. Counters count the packets of one connection. A packet that has read an identity may increment counters after the
  *    release. Programs run in an RCU read-side section, and user space waits for a grace period before it pushes. A
- *    reused entry has no such wait: a packet in processing may increment the new counters, or its FIN may shorten the
- *    new timer.
+ *    reused entry has no such wait, so a packet in processing may increment the new counters, or its FIN may shorten
+ *    the new timer.
  *    Counting is not atomic, because a connection's packets arrive on one receive queue (RSS). Otherwise (generic XDP,
  *    a queue that moves) a count may be lost.
  *
@@ -46,9 +46,9 @@
  *    acquire-release.
  *
  * 7. Without a free slot, or when the top changed at each of CONNECTION_TAKE_ATTEMPTS attempts, the connection is
- *    stateless: counted as an event. A SYN flood fills the table, affects no existing entry, and makes new connections
- *    stateless until half-open entries are freed or reused (10 s). One source prefix may hold a part of the table only
- *    (stateful.h, may_take_connection()).
+ *    stateless, which is counted as an event. A SYN flood fills the table, affects no existing entry, and makes new
+ *    connections stateless until half-open entries are freed or reused (10 s). One source prefix may hold only a part
+ *    of the table (stateful.h, may_take_connection()).
  */
 #ifndef COREWARD_LB_CONNECTION_TABLE_H
 #define COREWARD_LB_CONNECTION_TABLE_H
@@ -67,7 +67,7 @@ _Static_assert(sizeof(struct connection) == 64 && sizeof(struct connection_stack
 _Static_assert(CONNECTIONS_PER_PARTITION == 1u << CONNECTION_SLOT_BITS, "a slot fits its bits");
 _Static_assert(MAX_OWNERS == 1u << CONNECTION_OWNER_BITS, "an owner fits its bits");
 
-/* Number of partitions - 1; fixed at load time. */
+/* Number of partitions minus 1, fixed at load time. */
 const volatile __u32 connection_partition_mask;
 
 /*
@@ -90,7 +90,7 @@ struct {
 	__type(value, struct connection_stack);
 } connection_stacks SEC(".maps");
 
-/* Tags and slots of connections with a recent SYN, by hash. */
+/* Tags and slots of connections with a recent SYN, by the connection's hash. */
 __u32 recent_connections[RECENT_CONNECTIONS] SEC(".bss.opened") __attribute__((aligned(8)));
 typedef __u64 __attribute__((may_alias)) recent_pair;
 #define NOT_RECENT -1
@@ -98,14 +98,14 @@ typedef __u64 __attribute__((may_alias)) recent_pair;
 #define NANOSECONDS_PER_TICK 100000000
 
 #define CONNECTION_TAG_MASK (~0ull << CONNECTION_TAG_SHIFT)
-/* Identity bits that must match: all but generation and server. */
+/* Bits of the identity that must match, which are all except generation and server. */
 #define CONNECTION_EXPECTED_MASK                                                                                       \
 	(CONNECTION_TAG_MASK | CONNECTION_IN_USE | CONNECTION_SERVICE_MASK << CONNECTION_SERVICE_SHIFT)
 
 /*
  * Hashes service and client (58 bits) by two rounds of multiply and shift (as in MurmurHash3's finaliser) with secret
- * odd factors. This is no PRF: for a sender without key and results, tuples of a simple structure collide as often as
- * by chance (crates/model/tests/integration/connection_hash.rs). Clients see no bit of a result. docs/security.md
+ * odd factors. This is no PRF, but for a sender without key and results, tuples of a simple structure collide as often
+ * as by chance (crates/model/tests/integration/connection_hash.rs). Clients see no bit of a result. docs/security.md
  * describes the effect of a collision.
  */
 static __always_inline __u64 connection_hash(__u32 service, __u32 client_address, __u32 ports)
@@ -125,7 +125,7 @@ static __always_inline struct connection *connection_at(__u64 hash, __u32 slot)
 	return bpf_map_lookup_elem(&connections, &index);
 }
 
-/* Returns the entry in the slot of a cookie, if the entry is of this connection. */
+/* Returns the entry in a cookie's slot, or NULL if it is not this connection's. */
 static __always_inline struct connection *find_connection(__u64 hash, __u32 slot, __u32 service, __u32 *server_id)
 {
 	__u64 expected = (hash & CONNECTION_TAG_MASK) | CONNECTION_IN_USE | service << CONNECTION_SERVICE_SHIFT;
@@ -141,7 +141,7 @@ static __always_inline struct connection *find_connection(__u64 hash, __u32 slot
 	return connection;
 }
 
-/* True: packets read the kernel's clock. False: user space sets lb_state.clock, for comparisons with the model. */
+/* Whether packets read the kernel's clock. Otherwise user space sets lb_state.clock, for comparisons with the model. */
 const volatile bool packets_read_clock;
 
 static __noinline __u32 advance_clock(__u64 jiffies)
@@ -193,7 +193,7 @@ static __always_inline bool is_recent(__u32 recent, __u64 hash)
 	return !((recent ^ hash >> CONNECTION_TAG_SHIFT) & ~CONNECTION_SLOT_MASK);
 }
 
-/* Returns the slot of the connection's entry, if its set of recent SYNs has the connection; else NOT_RECENT. */
+/* Returns the slot of the connection's entry if its set of recent SYNs has the connection, or else NOT_RECENT. */
 static __always_inline int find_recent_slot(__u64 hash)
 {
 	const volatile __u32 *set = recent_set(hash);
@@ -243,8 +243,8 @@ static __always_inline void insert_recent(__u64 hash, __u32 slot)
 }
 
 /*
- * Handles another SYN of the connection, which is not counted: an entry without other packets stays half-open. Returns
- * whether the connection was closing.
+ * Handles another SYN of the connection. It is not counted, so that an entry without other packets stays half-open.
+ * Returns whether the connection was closing.
  */
 static __always_inline bool reopen_connection(struct connection *connection)
 {
@@ -289,12 +289,12 @@ static __always_inline void fill_connection(struct xdp_md *ctx, struct connectio
 								service_and_server);
 }
 
-/* Results of take_connection(): no free slot, or other CPUs were faster at each attempt. */
+/* Failures to take a slot. None was free, other CPUs were faster at each attempt, or the source is at its limit. */
 #define CONNECTION_TABLE_FULL -1
 #define CONNECTION_CONTENDED -2
 #define CONNECTION_SOURCE_LIMITED -3
 
-/* Takes and fills a free slot of the partition for a SYN. Returns the slot, or one of the results above. */
+/* Takes and fills a free slot of the partition for a SYN. Returns the slot, or one of the negative results above. */
 static __always_inline int take_connection_inlined(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
 						   __u32 service, __u32 server_id)
 {
@@ -325,7 +325,7 @@ static __always_inline int take_connection_inlined(struct xdp_md *ctx, const str
 	return CONNECTION_CONTENDED;
 }
 
-/* take_connection_inlined() for callers whose stacks are full. */
+/* take_connection_inlined() as a call, for callers with no stack left. */
 static __noinline int take_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, __u32 service,
 				      __u32 server_id)
 {
@@ -340,7 +340,7 @@ static __always_inline __u32 cookie_owner(__u32 cookie)
 	return cookie >> CONNECTION_SLOT_BITS & (MAX_OWNERS - 1);
 }
 
-/* Returns the TSecr of a forwarded SYN, by which the server gets owner and slot. */
+/* Returns TSecr of a forwarded SYN, which gives owner and slot to the server. */
 static __always_inline __u32 encode_syn_tsecr(__u32 owner, __u32 slot)
 {
 	return SYN_TSECR_HOLDS_COOKIE | COOKIE_KIND_BIT | owner << CONNECTION_SLOT_BITS | slot;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Decision about a packet of a service, by its mode (enum consistency) and contents: the table in docs/design.md,
- * "Consistency", and during a migration the one in docs/deployment.md.
+ * Decision about a packet of a service, by its mode (enum consistency) and contents. docs/design.md, "Consistency", has
+ * these decisions as a table, and docs/deployment.md those during a migration.
  */
 #ifndef COREWARD_LB_DECIDE_H
 #define COREWARD_LB_DECIDE_H
@@ -79,8 +79,9 @@ static __always_inline void decide_by_mode(struct xdp_md *ctx, const struct serv
 }
 
 /*
- * Decides a packet of the service with that number and the index `decision->service`. This is a global function, which
- * is verified once and not per call: otherwise kernel 6.1's verifier exceeds its instruction limit with all modes.
+ * Decides about a packet of the service with that number, and sets `decision->service` to its index. This is a global
+ * function, which is verified once and not per call. Otherwise kernel 6.1's verifier exceeds its instruction limit with
+ * all modes.
  */
 __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *packet, struct decision *decision)
 {
@@ -93,13 +94,13 @@ __noinline int decide(struct xdp_md *ctx, __u32 number, const struct packet *pac
 		decide_other_balancer(&service, decision);
 	else
 		decide_by_mode(ctx, &service, &lb_state.services[service.index], packet, decision);
-	/* The cookie may be a TSecr of a connection of the other load balancer, which can have any value. */
+	/* The packet may belong to the other load balancer's connection, whose TSecr can look like any cookie. */
 	if (has_other_balancer(&service) && decision->server_id != NO_SERVER && !(packet->flags & TCP_SYN))
 		decision->previous_server = other_balancer_id(&service);
 	return 0;
 }
 
-/* decide(), inlined, for a SYN with timestamps to a service with cookies that is not handed over. */
+/* Inlined decide() for a SYN with timestamps to a service with cookies that is not handed over. */
 static __always_inline void decide_new_connection(struct xdp_md *ctx, __u32 number, const struct packet *packet,
 						  struct decision *decision)
 {

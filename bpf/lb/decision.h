@@ -28,21 +28,21 @@ struct decision {
 	/* Index of the service, or LB_COUNTERS_NO_SERVICE. */
 	__u32 service;
 	__u64 destination;
-	/* Server of `destination`; NO_SERVER: all servers, or a load balancer. */
+	/* Server at `destination`, or NO_SERVER if that is all servers or a load balancer. */
 	__u32 server_id;
-	/* Previous server, for the packet's IP identification; or KEEP_IDENTIFICATION. */
+	/* Previous server for the packet's IP identification, or KEEP_IDENTIFICATION. */
 	__u32 previous_server;
-	/* New TSecr: in a SYN SYN_TSECR_HOLDS_COOKIE or 0, else the server's own time; or KEEP_TSECR. */
+	/* New TSecr (in a SYN SYN_TSECR_HOLDS_COOKIE or 0, else the server's own time), or KEEP_TSECR. */
 	__u32 tsecr;
 	/*
-	 * Counts by server, for policies. Forged packets must not count: a SYN to a bucket's or entry's server, a FIN
-	 * or RST without a cookie. (A forged SYN makes an entry.)
+	 * Counts by server, for policies. Packets that may be forged must not count, which are a SYN to a bucket's or
+	 * entry's server, and a FIN or RST without a cookie. (A forged SYN makes an entry.)
 	 */
 	bool opens; /* the placement rule has placed a new connection */
 	bool closes; /* the packet ends a connection that its cookie names */
 };
 
-/* Returns whether the outcome is forwarding. enum lb_counter has the order passed, forwarded, dropped. */
+/* Returns whether the outcome is forwarding. enum lb_counter lists first passed, then forwarded, then dropped. */
 static __always_inline bool is_forwarded(enum lb_counter outcome)
 {
 	return outcome > LB_COUNTER_PASSED_NOT_SERVICE && outcome < LB_COUNTER_DROP_MALFORMED_IPV4;
@@ -89,7 +89,7 @@ static __always_inline bool takes_new_connections(server_entry_t server)
 	return has_server_flag(server, TAKES_NEW_CONNECTIONS) && !is_server_down(server);
 }
 
-/* Returns whether the packet may go to its connection's server: a SYN only if the server takes new connections. */
+/* Returns whether the packet may go to its connection's server, which must take new connections if it is a SYN. */
 static __always_inline bool may_receive(server_entry_t server, bool syn)
 {
 	return syn ? takes_new_connections(server) : has_server_flag(server, SERVER_KNOWN);
@@ -100,11 +100,11 @@ static __always_inline bool is_server_known(__u32 service, __u32 id)
 	return has_server_flag(load_server_entry(service, id), SERVER_KNOWN);
 }
 
-/* Decides to broadcast within the rates (broadcast.h). `over_rate`: the outcome above the rates. */
+/* Decides to broadcast within the rates (broadcast.h). `over_rate` is the outcome above the rates. */
 static __always_inline void decide_broadcast(enum limited_kind reason, __u32 source, enum lb_counter over_rate,
 					     struct decision *decision)
 {
-	/* A broadcast ends at the first router, and in its VLAN. */
+	/* A broadcast ends at the first router, and stays in its VLAN. */
 	if (service_forwarding(decision->service) != FORWARDING_L2 || !has_broadcast_vlan(decision->service)) {
 		decision->outcome = LB_COUNTER_DROP_NOT_BROADCAST;
 		return;
@@ -146,7 +146,7 @@ static __always_inline void decide_by_flow(struct flow_table_entry entry, struct
 
 /*
  * Decides to forward to the bucket's server, and returns it with the previous server. A SYN goes only to a server that
- * takes new connections, otherwise the returned entry has NO_SERVER.
+ * takes new connections. Otherwise the outcome is LB_COUNTER_DROP_NO_ELIGIBLE_SERVER.
  */
 static __always_inline struct flow_table_entry decide_by_bucket(struct xdp_md *ctx, struct service_state *state,
 								const struct packet *packet, struct decision *decision)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The last step for a packet to a server: writes the frame by the service's kind of forwarding, and counts the packet.
- * No other step after the decision depends on the kind of forwarding.
+ * Last step for a packet to a server, which writes the frame by the service's method of forwarding, and counts the
+ * packet. No other step after the decision depends on that method.
  */
 #ifndef COREWARD_LB_EMIT_H
 #define COREWARD_LB_EMIT_H
@@ -20,7 +20,7 @@
 #include "stats.h"
 #include "vlan.h"
 
-/* emit() on the same segment: only MAC addresses change. */
+/* emit() on the same segment, where only MAC addresses change. */
 static __always_inline int emit_l2(struct xdp_md *ctx, server_entry_t server, __u32 service, __u32 id,
 				   enum lb_counter outcome)
 {
@@ -36,8 +36,8 @@ static __always_inline int emit_l2(struct xdp_md *ctx, server_entry_t server, __
 }
 
 /*
- * Sends the packet to the server `id`, whose entry is `server`. `ports`: as in struct packet. Returns an XDP action. If
- * no service encapsulates, the verifier removes the branch for outer headers.
+ * Sends the packet to the server `id`, whose entry is `server`. `ports` is as in struct packet. Returns an XDP action.
+ * If no service encapsulates, the verifier removes the branch for outer headers.
  */
 static __always_inline int emit(struct xdp_md *ctx, server_entry_t server, __u32 service, __u32 id,
 				enum lb_counter outcome, __u32 ports)
@@ -47,7 +47,7 @@ static __always_inline int emit(struct xdp_md *ctx, server_entry_t server, __u32
 	return emit_l2(ctx, server, service, id, outcome);
 }
 
-/* emit() for IPv4's fast path. 4in4 is inlined: a call's return costs 8 ns if returns are protected (retbleed). */
+/* emit() for IPv4's fast path. 4in4 is inlined, because a call's return costs 8 ns if it is protected (retbleed). */
 static __always_inline int emit_fast_path(struct xdp_md *ctx, server_entry_t server, __u32 service, __u32 id,
 					  enum lb_counter outcome, __u32 client_address, __u32 ports)
 {

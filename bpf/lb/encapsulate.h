@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Outer headers: IP-in-IP (4in4: RFC 2003; 6in4: RFC 4213; 4in6 and 6in6: RFC 2473) and GUE. The families of inner and
- * outer packet are independent. NICs choose the receive queue of IP-in-IP by the outer addresses alone, which are the
- * same for all packets from here to one server.
+ * Outer headers of IP-in-IP (4in4 by RFC 2003, 6in4 by RFC 4213, 4in6 and 6in6 by RFC 2473) and GUE. The families of
+ * inner and outer packet are independent. NICs choose the receive queue of IP-in-IP by the outer addresses alone, which
+ * are the same for all packets from here to one server.
  */
 #ifndef COREWARD_LB_ENCAPSULATE_H
 #define COREWARD_LB_ENCAPSULATE_H
@@ -39,7 +39,7 @@ static __always_inline __u32 encapsulation_overhead(const struct encapsulation *
 	return outer_header_length(form->forwarding, form->outer_ipv6);
 }
 
-/* Returns the inner packet's length. `data`: a frame whose IP header has moved back by `overhead` bytes. */
+/* Returns the inner packet's length. The IP header in the frame `data` has moved back by `overhead` bytes. */
 static __always_inline __u32 inner_length(const void *data, __u32 overhead, bool ipv6)
 {
 	if (ipv6)
@@ -62,7 +62,7 @@ static __always_inline __u8 outer_protocol(const struct encapsulation *form)
 	return form->inner_ipv6 ? IPPROTO_IPV6 : IPPROTO_IPIP;
 }
 
-/* Adds the outer header. `flow`: gue_source_port(). Returns false if the frame could not be extended. */
+/* Adds the outer header. `flow` is gue_source_port(). Returns false if the frame could not be extended. */
 static __always_inline bool push_outer_header(struct xdp_md *ctx, const struct encapsulation *form,
 					      server_entry_t next_hop, __u32 server_id, __u32 flow)
 {
@@ -129,7 +129,7 @@ static __always_inline int encapsulate_as(struct xdp_md *ctx, const struct encap
 	return transmit_to_server(server_id);
 }
 
-/* encapsulate_as() in the form of the service's kind of forwarding. */
+/* encapsulate_as() in the form that the service's method of forwarding requires. */
 static __always_inline int encapsulate(struct xdp_md *ctx, bool inner_ipv6, bool outer_ipv6, __u32 service,
 				       __u32 server_id, __u32 outcome, __u32 flow)
 {
@@ -147,7 +147,7 @@ static __always_inline int encapsulate(struct xdp_md *ctx, bool inner_ipv6, bool
 
 /*
  * Encapsulates and sends a packet, with any address families of packet and server. This is a global function, so that
- * it is verified once; it takes values and no struct for the same reason.
+ * it is verified once. For the same reason it takes values and no struct.
  */
 __noinline int emit_encapsulated(struct xdp_md *ctx, __u32 service, __u32 server_id, __u32 outcome, __u32 ports)
 {

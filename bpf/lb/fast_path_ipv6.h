@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* IPv6 frames of the fast path: the packets of is_fast_path_frame() (parse.h), in IPv6 without extension headers. */
+/* Fast path's frames in IPv6 without extension headers, otherwise as in is_fast_path_frame() (parse.h). */
 #ifndef COREWARD_LB_FAST_PATH_IPV6_H
 #define COREWARD_LB_FAST_PATH_IPV6_H
 
@@ -51,7 +51,7 @@ static __always_inline bool is_fast_path_ipv6(const void *data, const void *data
 	       is_fast_path_tcp_ipv6(data, data_end);
 }
 
-/* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
+/* Returns the offset of TSecr in a SYN of the fast path, or 0 for any other frame. */
 static __always_inline __u32 syn_tsecr_offset_ipv6(const void *data, const void *data_end)
 {
 	__u32 tsecr_at;

@@ -1,29 +1,30 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Flow table: servers of connections without a cookie. crates/model/src/lb/flow.rs is the same in Rust.
+ * Flow table, which has the servers of connections without a cookie. crates/model/src/lb/flow.rs is the same in Rust.
  *
- * 1. An array of sets of 8 entries (include/connections.h). The keyed hash of a connection selects the set and is the
- *    tag: a look-up reads one cache line, a hit a second one for its age. Two flows of one set with equal tags (31
- *    bits) share an entry: the second one goes to the first one's server.
+ * 1. Layout. The table is an array of sets of 8 entries (include/connections.h). The keyed hash of a connection selects
+ *    the set and is the tag. A look-up reads one cache line, and a hit reads a second one for the entry's age. Two
+ *    flows of one set with equal tags (31 bits) share an entry, so the second one goes to the first one's server.
  *
- * 2. Eviction is fair between services: in a full set the service with most entries, the new flow's included, loses its
- *    least recently used entry. So a flood at one service evicts only entries of that service. Hints are evicted first,
- *    and evict only hints. Then entries are evicted whose SYN-ACK the client has not acknowledged (HALF_OPEN_FLOW), as
- *    in a SYN flood.
+ * 2. Eviction is fair between services. In a full set the service with most entries, including the new flow's, loses
+ *    its least recently used entry. So a flood at one service evicts only that service's entries. Hints are evicted
+ *    first, and evict only hints. Then entries are evicted whose SYN-ACK the client has not acknowledged
+ *    (HALF_OPEN_FLOW), as in a SYN flood.
  *
- * 3. Entries: every flow of mode HASH_TABLE; with LB-side stamping every plain connection, once a reply has passed; and
- *    as hints other connections without timestamps. A hint can be forged, because no reply passes here. If the bucket's
- *    server takes no new connections, the SYN's server is stored as a full entry, since no other state finds it.
+ * 3. Entries. In mode HASH_TABLE every flow is stored. With LB-side stamping every plain (unstamped) connection is
+ *    stored once a reply has passed. Other connections without timestamps are stored as hints, which can be forged,
+ *    because no reply passes here. If the bucket's server takes no new connections, the SYN's server is stored as a
+ *    full entry, since no other state finds it.
  *
- * 4. An entry unused for FLOW_IDLE_* counts as free. The clock is the daemon's.
+ * 4. Time. An entry unused for FLOW_IDLE_* counts as free. The daemon sets the clock.
  *
  * 5. Filter. With LB-side stamping every packet needs a look-up, and few connections are plain. Bits of the hash select
  *    a bit in 16 KiB, which stay in the cache. While the bit is 0, no flow with these hash bits was ever stored, and
  *    the set need not be read. Only a new table clears the bits.
  *
- * 6. Concurrency. A decision depends on the word `flow` only, which is replaced by compare-and-swap: of two CPUs that
- *    select the same entry one selects again. `use` is written after `flow`: for some ns a new entry may look old and
- *    be evicted.
+ * 6. Concurrency. A decision depends only on the word `flow`, which is replaced by compare-and-swap. If two CPUs select
+ *    the same entry, one of them selects again. `use` is written after `flow`, so for some ns a new entry may look old
+ *    and be evicted.
  */
 #ifndef COREWARD_LB_FLOW_TABLE_H
 #define COREWARD_LB_FLOW_TABLE_H
@@ -39,7 +40,7 @@
 #include "state.h"
 #include "stats.h"
 
-/* Number of sets; fixed at load time. */
+/* Number of sets, fixed at load time. */
 const volatile __u32 flow_set_count;
 
 struct {
@@ -76,7 +77,7 @@ static __always_inline __u32 flow_tag(__u64 hash)
 	return hash >> 32 | 1;
 }
 
-/* Returns 1 if a number below 2^63 is 0, else 0. No branch: the verifier would follow both paths for each entry. */
+/* Returns 1 if a number below 2^63 is 0, else 0. The verifier would follow both paths of a branch for each entry. */
 static __always_inline __u64 is_zero(__u64 number)
 {
 	number--;
@@ -84,7 +85,7 @@ static __always_inline __u64 is_zero(__u64 number)
 	return number >> 63;
 }
 
-/* Returns the ticks since an entry was last used; 0 if another CPU's packet has stored a later tick since. */
+/* Returns the ticks since an entry's last use, or 0 if another CPU's packet has stored a later tick since. */
 static __always_inline __u64 flow_age(__u64 use)
 {
 	__s64 age = (__s32)(lb_state.clock - (__u32)use), negative = age >> 63;
@@ -101,8 +102,8 @@ static __always_inline __u64 is_flow_idle(__u64 use)
 }
 
 /*
- * Fills `entry` and returns true if the flow with this connection_hash() is known. The caller initialises `entry`:
- * clang may spill undefined values, which the verifier rejects.
+ * Fills `entry` and returns true if the flow with this connection_hash() is known. The caller initialises `entry`,
+ * because clang may spill undefined values, which the verifier rejects.
  */
 static __always_inline bool find_flow_by_hash(__u64 hash, struct flow_table_entry *entry)
 {
@@ -154,8 +155,8 @@ static __always_inline bool is_half_open(struct flow_table_entry entry)
 }
 
 /*
- * find_flow() for a service with LB-side stamping, of which most connections have no entry (section 5). Returns false
- * for a connection that is stamped despite its entry.
+ * find_flow() for a service with LB-side stamping, where most connections have no entry (section 5). Returns false for
+ * a connection that is stamped despite its entry.
  */
 static __always_inline bool find_unstamped_flow(__u32 service, const struct packet *packet,
 						struct flow_table_entry *entry)
@@ -171,14 +172,14 @@ static __always_inline __u32 flow_use_service(__u64 use)
 	return use >> FLOW_SERVICE_SHIFT & 0xffff;
 }
 
-/* Bits of flow_rank(): the order of replacement, most important first. */
+/* Bits of flow_rank() in the order of replacement, from the most important on. */
 #define FLOW_RANK_SAME_SHIFT 59 /* the entry is of the same flow */
 #define FLOW_RANK_FREE_SHIFT 58 /* the entry is free, or has expired */
 #define FLOW_RANK_HINT_SHIFT 57
-#define FLOW_RANK_COUNT_SHIFT 40 /* entries of its service in the set */
+#define FLOW_RANK_COUNT_SHIFT 40 /* number of its service's entries in the set */
 #define FLOW_RANK_OWN_SHIFT 39 /* the entry is of the flow's service */
 #define FLOW_RANK_HALF_OPEN_SHIFT 38
-/* The lower bits are the age of the entry, and its position. */
+/* The lower bits are the entry's age and its position. */
 #define FLOW_POSITION_BITS 3
 
 _Static_assert(FLOW_SET_ENTRIES == 1 << FLOW_POSITION_BITS, "a position fits its bits");
@@ -193,8 +194,8 @@ static __always_inline bool is_set_of_service(const struct flow_set *set, __u32 
 }
 
 /*
- * Returns the rank of an entry for replacement by a flow of `service` with `tag`: the highest is replaced (section 2).
- * `alone`: all entries of the set are of that service.
+ * Returns the rank of an entry for replacement by a flow of `service` with `tag`. The highest is replaced (section 2).
+ * `alone` is true if all entries of the set are of that service.
  */
 static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 position, __u32 tag, __u32 service, bool alone)
 {
@@ -213,7 +214,7 @@ static __always_inline __u64 flow_rank(const struct flow_set *set, __u32 positio
 	       flow_age(use);
 }
 
-/* Returns the highest rank in the set, with the position of its entry in the lowest bits (of equals the first). */
+/* Returns the highest rank in the set, with its entry's position in the lowest bits. Of equal ranks the first wins. */
 static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag, __u32 service, bool alone)
 {
 	__s64 highest = 0;
@@ -232,8 +233,9 @@ static __always_inline __s64 highest_rank(const struct flow_set *set, __u32 tag,
 #define FLOW_INSERT_ATTEMPTS 4
 
 /*
- * Stores a flow, or changes its entry. `entry`: server id, and `before` above it; `hint`: FLOW_HINT or 0. Returns
- * whether the flow is stored: a hint evicts no full entry. A global function, as decide() is.
+ * Stores a flow, or changes its entry. `entry` has the server's id, and the previous server above it. `hint` is
+ * FLOW_HINT or 0. Returns whether it is stored, which a hint is not if it would evict a full entry. A global function,
+ * as decide() is.
  */
 __noinline int store_flow(__u32 service, const struct packet *packet, __u32 entry, __u32 hint)
 {
@@ -286,7 +288,7 @@ static __always_inline void insert_flow(struct xdp_md *ctx, __u32 service, const
 		count_event(ctx, service, LB_EVENT_FLOW_INSERTED);
 }
 
-/* Marks the flow as open: the client has acknowledged the SYN-ACK. */
+/* Marks the flow as open, because the client has acknowledged the SYN-ACK. */
 static __always_inline void mark_flow_open(__u32 service, const struct packet *packet, struct flow_table_entry entry)
 {
 	store_flow(service, packet, flow_entry_word(entry.server_id, NO_SERVER), 0);

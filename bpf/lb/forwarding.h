@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Selection of enum forwarding by service. emit.h writes the frame. */
+/* Look-up of a service's enum forwarding. emit.h writes the frame. */
 #ifndef COREWARD_LB_FORWARDING_H
 #define COREWARD_LB_FORWARDING_H
 
@@ -10,12 +10,12 @@
 #include "intf.h"
 #include "state.h"
 
-/* Kinds in use, as bits 1 << enum forwarding; fixed at load time. */
+/* Methods in use, as bits 1 << enum forwarding, fixed at load time. */
 const volatile __u32 forwarding_in_use;
 
 #define FORWARDING_BIT(forwarding) (1u << (forwarding))
 
-/* Returns the kind of forwarding of a service. Reads no memory if all services have one kind. */
+/* Returns a service's method of forwarding. It reads no memory if all services have the same method. */
 static __always_inline enum forwarding service_forwarding(__u32 service)
 {
 	if (forwarding_in_use == FORWARDING_BIT(FORWARDING_L2))

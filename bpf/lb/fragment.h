@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Fragments of UDP datagrams: the first fragment has the ports and is forwarded like a whole datagram; later fragments
- * follow it. (TCP avoids fragments, and later fragments of ICMP have no receiver.)
+ * Fragments of UDP datagrams. The first fragment has the ports and is forwarded like a whole datagram, and later
+ * fragments follow it. (TCP avoids fragments, and later fragments of ICMP have no receiver.)
  *
  * A later fragment that overtakes the first is dropped and counted. User space enlarges the table by the entries that
- * CPUs reserve (crates/dataplane/src/lru.rs). The table is small: a flood of first fragments affects only other
- * fragmented datagrams, whose entries are needed for some ms.
+ * CPUs reserve (crates/dataplane/src/lru.rs). The table is small, because an entry is needed for some ms only, and a
+ * flood of first fragments affects only other fragmented datagrams.
  */
 #ifndef COREWARD_LB_FRAGMENT_H
 #define COREWARD_LB_FRAGMENT_H
@@ -63,7 +63,7 @@ static __always_inline void record_first_fragment(struct xdp_md *ctx, const stru
 	bpf_map_update_elem(&fragments, &key, &entry, BPF_ANY);
 }
 
-/* Decides a later fragment. Returns 0, or the end of parsing. */
+/* Decides about a later fragment. Returns 0, or an outcome from encode_parse_end(). */
 static __always_inline int decide_later_fragment(struct xdp_md *ctx, const struct packet *packet,
 						 struct decision *decision)
 {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * ICMP "fragmentation needed" (RFC 1191) to the sender of a packet that its outer header makes longer than the MTU.
+ * ICMP error "fragmentation needed" (RFC 1191) to the sender of a packet that its outer header makes longer than the
+ * MTU.
  *
- * Packets without DF get the error, too: the program cannot fragment them, and Linux then sends shorter fragments. The
- * error's source is the VIP, which the sender can reach; the sender may have no route to this host's address. ICMP,
+ * Packets without DF get the error, too, because the program cannot fragment them. Linux then sends shorter fragments.
+ * The error's source is the VIP, which the sender can reach, because it may have no route to this host's address. ICMP,
  * later fragments and sources that are no host get no error (RFC 1122, Sect. 3.2.2). Errors are limited by rates like
  * broadcasts (broadcast.h).
  */
@@ -28,13 +29,13 @@
 #define ICMP_UNREACHABLE 3
 #define ICMP_FRAGMENTATION_NEEDED 4
 #define ICMP_HEADER_LENGTH 8
-/* Bytes of the quoted packet: the longest IP header and 8 bytes (RFC 792), or a TCP header with 28 of options. */
+/* Number of quoted bytes. They hold the longest IP header and 8 bytes (RFC 792), or a TCP header with 28 of options. */
 #define QUOTED_LENGTH 68
 #define ICMP_ERROR_LENGTH (sizeof(struct iphdr) + ICMP_HEADER_LENGTH + QUOTED_LENGTH)
-/* 224.0.0.0 and above are multicast, reserved or broadcast. */
+/* First octet of addresses that are multicast, reserved or broadcast. */
 #define FIRST_NON_UNICAST_OCTET 224
 
-/* Returns whether an error may answer the packet. */
+/* Returns whether the packet may be answered by an error. */
 static __always_inline bool may_send_icmp_error(const void *data, const void *data_end)
 {
 	__u8 network;
@@ -47,7 +48,7 @@ static __always_inline bool may_send_icmp_error(const void *data, const void *da
 	       !(PACKET_U16(data, IP_FIELD_OFFSET(frag_off)) & bpf_htons(IP_FRAGMENT_OFFSET));
 }
 
-/* Turns the frame into an error to the sender of its packet. Returns false if the frame could not be resized. */
+/* Turns the frame into an error to its packet's sender. Returns false if the frame could not be resized. */
 static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
@@ -76,7 +77,7 @@ static __always_inline bool write_fragmentation_needed(struct xdp_md *ctx, __u32
 	return true;
 }
 
-/* Answers the packet with an error, within the rates. `mtu`: the longest packet that fits. */
+/* Answers the packet with an error, within the rates. `mtu` is the length of the longest packet that fits. */
 static __always_inline bool answer_fragmentation_needed(struct xdp_md *ctx, __u32 service, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* CONSISTENCY_HASH_TABLE: the flow table has every connection. */
+/* CONSISTENCY_HASH_TABLE, in which the flow table has every connection. */
 #ifndef COREWARD_LB_HASH_TABLE_H
 #define COREWARD_LB_HASH_TABLE_H
 
@@ -16,9 +16,10 @@
 #include "service_mode.h"
 
 /*
- * CONSISTENCY_HASH_TABLE: new flows are placed and stored. A datagram begins a new flow if it has no entry, or if the
- * entry's server is down. A SYN does if it has no entry with a server that takes new connections, so that a forged SYN
- * moves no open connection. Other TCP packets begin no flow, because forged packets would fill the table.
+ * Decides about a packet with CONSISTENCY_HASH_TABLE. New flows are placed and stored. A datagram begins a new flow if
+ * it has no entry, or if the entry's server is down. A SYN does if it has no entry with a server that takes new
+ * connections, so that a forged SYN moves no open connection. Other TCP packets begin no flow, because forged packets
+ * would fill the table.
  */
 static __always_inline void decide_by_hash_table(struct xdp_md *ctx, const struct service *service,
 						 struct service_state *state, const struct packet *packet,

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * ICMP errors to a VIP ("fragmentation needed" (RFC 1191), "port unreachable", "time exceeded" and others) about a
- * packet from a server to a client. Without these errors every connection stalls on a path whose MTU is smaller than
+ * ICMP errors to a VIP about a packet from a server to a client, such as "fragmentation needed" (RFC 1191), "port
+ * unreachable" and "time exceeded". Without these errors every connection stalls on a path whose MTU is smaller than
  * client and server assume.
  *
- * The error quotes the packet's IP header and at least 8 bytes after it (RFC 792; most routers quote more: RFC 1812,
- * Sect. 4.3.2.3), so it has VIP, client and both ports. If the quote has the TCP timestamp, the cookie in TSval names
- * the server or an entry of a connection table. Otherwise the flow table decides, or the error is broadcast, and the
- * server with the quoted connection accepts it (server.bpf.c). A quote may be forged: the server's kernel checks it
- * against its sockets.
+ * The error quotes the packet's IP header and at least 8 bytes after it (RFC 792), and most routers quote more (RFC
+ * 1812, Sect. 4.3.2.3). So it has VIP, client and both ports. If the quote has the TCP timestamp, the cookie in TSval
+ * names the server or an entry of a connection table. Otherwise the flow table decides, or the error is broadcast, and
+ * the server with the quoted connection accepts it (server.bpf.c). A quote may be forged, but the server's kernel
+ * checks it against its sockets.
  *
  * Errors that quote no service pass to the kernel, as does all other ICMP.
  */
@@ -40,7 +40,7 @@ struct icmp_header {
 	__be32 rest_of_header;
 };
 
-/* First bytes of every error. */
+/* First bytes of every ICMP error. */
 struct icmp_error {
 	struct icmp_header icmp;
 	struct iphdr quoted;
@@ -56,7 +56,7 @@ static __always_inline bool has_quoted_packet(__u8 type)
 
 /*
  * Fills `quoted` with the quoted packet, from VIP to client, as if it were the client's, with TSval in place of TSecr.
- * Returns 0, or the end of parsing.
+ * Returns 0, or an outcome from encode_parse_end().
  */
 static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *packet, struct packet *quoted)
 {
@@ -79,7 +79,7 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	if (error.quoted.version != 4 || header_length < sizeof(struct iphdr) ||
 	    quoted->transport_offset + MIN_QUOTED_PAYLOAD_BYTES > quoted->end_offset)
 		return encode_parse_end(LB_COUNTER_DROP_MALFORMED_ICMP);
-	/* The quote is of another VIP, or a later fragment, which has no ports. */
+	/* The quoted packet is another VIP's, or a later fragment, which has no ports. */
 	if (error.quoted.saddr != packet->vip_address || error.quoted.frag_off & bpf_htons(IP_FRAGMENT_OFFSET))
 		return encode_parse_end(LB_COUNTER_PASSED_NOT_SERVICE);
 	if (bpf_xdp_load_bytes(ctx, quoted->transport_offset, &ports, sizeof(ports)))
@@ -91,7 +91,7 @@ static __always_inline int parse_quote(struct xdp_md *ctx, const struct packet *
 	return 0;
 }
 
-/* Reads the TSval of a quoted TCP packet, if the quote is long enough. Returns 0, or the end of parsing. */
+/* Reads TSval of a quoted TCP packet, if the quote is long enough. Returns 0, or an outcome from encode_parse_end(). */
 static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct packet *quoted)
 {
 	struct timestamp_words words = {};
@@ -118,14 +118,14 @@ static __always_inline int parse_quoted_timestamp(struct xdp_md *ctx, struct pac
 	return 0;
 }
 
-/* Decides by the cookie in the quoted timestamp, by the flow table, or broadcasts. `source`: the error's sender. */
+/* Decides by the cookie in the quoted timestamp, by the flow table, or broadcasts. `source` is the error's sender. */
 static __always_inline void decide_icmp_error(struct xdp_md *ctx, const struct service *service, __u32 source,
 					      const struct packet *quoted, struct decision *decision)
 {
 	struct connection *connection;
 	struct flow_table_entry entry = {};
 
-	/* A plain connection's timestamp may look like any cookie: the flow table has the plain connections. */
+	/* An unstamped connection's timestamp may look like any cookie, but the flow table has these connections. */
 	if (quoted->has_timestamp && is_lb_stamped(service) && !find_flow(decision->service, quoted, &entry)) {
 		__u32 id = lb_stamped_id(ctx, quoted);
 

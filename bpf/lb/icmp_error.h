@@ -7,12 +7,12 @@
 #include <linux/if_ether.h>
 #include <bpf/bpf_helpers.h>
 
-/* Type of service and traffic class of errors: internetwork control (RFC 1812, Sect. 4.3.2.5). */
+/* Type of service or traffic class of errors, which is internetwork control (RFC 1812, Sect. 4.3.2.5). */
 #define ICMP_ERROR_TRAFFIC_CLASS 0xc0
 
 /*
  * Cuts the packet to `quoted` bytes and makes room before them for headers, so that it has `length` bytes. Returns the
- * frame, whose ETH_HLEN and `length` bytes are there, or NULL if it could not change.
+ * frame of ETH_HLEN and `length` bytes, or NULL if it could not be changed.
  */
 static __always_inline void *quote_packet(struct xdp_md *ctx, __u32 quoted, __u32 length)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * ICMPv6 errors to a VIP (RFC 4443: "destination unreachable", "packet too big", "time exceeded", "parameter problem")
- * about a packet from a server to a client: icmp.h in IPv6. They quote as much of the packet as fits (Sect. 3), so
- * usually the timestamp, too.
+ * ICMPv6 errors to a VIP about a packet from a server to a client, handled as in icmp.h. They are "destination
+ * unreachable", "packet too big", "time exceeded" and "parameter problem" (RFC 4443). They quote as much of the packet
+ * as fits (Sect. 3), so usually the timestamp, too.
  */
 #ifndef COREWARD_LB_ICMP_IPV6_H
 #define COREWARD_LB_ICMP_IPV6_H
@@ -30,8 +30,8 @@ static __always_inline bool is_same_address_ipv6(const void *address, const void
 }
 
 /*
- * Fills `quoted` with the quoted packet, from VIP to client, as if it were the client's. Returns 0, or the end of
- * parsing. A quoted packet with extension headers passes: servers send none.
+ * Fills `quoted` with the quoted packet, from VIP to client, as if it were the client's. Returns 0, or an outcome from
+ * encode_parse_end(). A quoted packet with extension headers passes, because servers send none.
  */
 static __always_inline int parse_quote_ipv6(const void *data, const void *data_end, struct packet *quoted)
 {
@@ -62,8 +62,8 @@ static __always_inline int parse_quote_ipv6(const void *data, const void *data_e
 }
 
 /*
- * Decides a packet of parse_ipv6() without extension headers. Returns 0, or the end of parsing. Not inlined: its stack
- * would count in every call of decide().
+ * Decides about a packet of parse_ipv6() without extension headers. Returns 0, or an outcome from encode_parse_end().
+ * It is not inlined, because its stack would count in every call of decide().
  */
 static __noinline int parse_and_decide_icmp_ipv6(struct xdp_md *ctx, const struct packet *packet,
 						 struct decision *decision)

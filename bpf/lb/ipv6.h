@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Processing of IPv6 packets: fast path and slow path. lb.bpf.c has both for IPv4. */
+/* Fast path and slow path of IPv6 packets. lb.bpf.c has both for IPv4. */
 #ifndef COREWARD_LB_IPV6_H
 #define COREWARD_LB_IPV6_H
 
@@ -21,7 +21,7 @@
 #include "reply.h"
 #include "service_mode.h"
 
-/* forward_fast_path_decided() of IPv6. */
+/* forward_fast_path_decided() for IPv6. */
 static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 number, __u32 tsecr_at)
 {
 	void *data = (void *)(long)ctx->data;
@@ -48,7 +48,7 @@ static __noinline int forward_fast_path_decided_ipv6(struct xdp_md *ctx, __u32 n
 	return apply_decision(ctx, &packet, &decision);
 }
 
-/* Forwards a SYN. Returns an XDP action, or -1: not of the fast path, or not for a service. */
+/* Forwards a SYN. Returns an XDP action, or -1 if it is not of the fast path, or not for a service. */
 static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -62,7 +62,7 @@ static __always_inline int forward_fast_path_syn_ipv6(struct xdp_md *ctx)
 	return is_service(number) ? forward_fast_path_decided_ipv6(ctx, number, tsecr_at) : -1;
 }
 
-/* forward_fast_path_by_index() of IPv6. */
+/* forward_fast_path_by_index() for IPv6. */
 static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, __u32 service, __u32 cookie)
 {
 	void *data = (void *)(long)ctx->data;
@@ -86,7 +86,7 @@ static __always_inline int forward_fast_path_by_index_ipv6(struct xdp_md *ctx, _
 	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, ports);
 }
 
-/* Forwards a packet of the fast path. Returns an XDP action, or -1: not for the fast path. */
+/* Forwards a packet of the fast path. Returns an XDP action, or -1 if the packet needs another path. */
 static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -116,7 +116,7 @@ static __always_inline int forward_fast_path_ipv6(struct xdp_md *ctx)
 	return emit(ctx, server, service.index, cookie, LB_COUNTER_ESTABLISHED, ports);
 }
 
-/* Reads the headers above IPv6 and decides. Returns 0, or the end of parsing. */
+/* Reads the headers above IPv6 and decides. Returns 0, or an outcome from encode_parse_end(). */
 static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, struct packet *packet,
 							   struct decision *decision)
 {
@@ -157,7 +157,7 @@ static __always_inline int parse_and_decide_transport_ipv6(struct xdp_md *ctx, s
 	return 0;
 }
 
-/* Reads the packet and fills `decision`. Returns 0, or the end of parsing. */
+/* Reads the packet and fills `decision`. Returns 0, or an outcome from encode_parse_end(). */
 static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
@@ -171,7 +171,7 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 	ended = parse_ipv6(ctx, data, data_end, packet);
 	if (ended)
 		return ended;
-	/* Errors have no extension headers in front. */
+	/* ICMPv6 errors have no extension headers in front. */
 	if (packet->protocol == NEXT_ICMPV6 && packet->transport_offset == IPV6_TRANSPORT_OFFSET)
 		return parse_and_decide_icmp_ipv6(ctx, packet, decision);
 	if (packet->protocol != IPPROTO_TCP && (!udp_in_use || packet->protocol != IPPROTO_UDP))
@@ -179,7 +179,7 @@ static __always_inline int parse_and_decide_ipv6(struct xdp_md *ctx, struct pack
 	return parse_and_decide_transport_ipv6(ctx, packet, decision);
 }
 
-/* Not inlined, as forward_slow_path() is not. */
+/* Not inlined, because its stack would count in every call of lb(). */
 static __noinline int forward_slow_path_ipv6(struct xdp_md *ctx)
 {
 	struct decision decision = UNDECIDED;

@@ -1,61 +1,61 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The load balancer: XDP on the device of clients' packets.
+ * The load balancer's XDP program, on the device of clients' packets.
  *
- * 1. Packets of the load balancer: TCP and UDP to a service (VIP, port, protocol) and to the device's own MAC address,
- *    of IPv4 and IPv6 (ipv6.h), and ICMP errors about packets of a service. All others pass to the kernel unchanged
- *    (XDP_PASS): other protocols, UDP without a UDP service, other ICMP to a VIP, frames of a VLAN
- *    that is not the VIPs' (vlan.h), and frames to a group address or another machine, so that no second load balancer
- *    on the wire takes the broadcasts of section 7.
+ * 1. Packets of the load balancer are TCP and UDP to a service (VIP, port, protocol) and to the device's own MAC
+ *    address. They are IPv4 and IPv6 (ipv6.h). ICMP errors about packets of a service belong to them. All others pass
+ *    to the kernel unchanged (XDP_PASS). These are other protocols, UDP without a UDP service, other ICMP to a VIP, and
+ *    frames of a VLAN that is not the VIPs' (vlan.h). Frames to a group address or another machine pass, too, so that
+ *    no second load balancer on the wire takes the broadcasts of section 7.
  *
  * 2. Forwarding. The frame gets the MAC addresses of a server (destination) and of this device (source), and is sent by
- *    the receiving device (XDP_TX). Except for sections 5 and 6 the packet above Ethernet stays unchanged: the server
+ *    the receiving device (XDP_TX). Except for sections 5 and 6 the packet above Ethernet stays unchanged. The server
  *    holds the VIP, answers the client directly and restores stamped timestamps (server.bpf.c). No checksum is
- *    verified, and changed checksums are updated by the difference: a damaged packet stays damaged, and its server
+ *    verified, and changed checksums are updated by the difference. So a damaged packet stays damaged, and its server
  *    drops it.
  *
- * 3. The fast path: established packets. TSecr has the cookie; the keyed hash of the 4-tuple (cookie.h) reveals the
- *    server's id, an index into `servers`. For any number of connections it reads the frame, one slot of the service
- *    directory, one key and one server entry, and writes one counter. These are global variables: no helper, no map
- *    look-up. FIN and RST leave this path, so that they are counted by server; packets and bytes by server are counted
- *    only if a policy uses them.
+ * 3. The fast path is for established packets. TSecr has the cookie, from which the keyed hash of the 4-tuple
+ *    (cookie.h) reveals the server's id, an index into `servers`. For any number of connections this path reads the
+ *    frame, one slot of the service directory, one key and one server entry, and writes one counter. These are global
+ *    variables, which need no helper and no map look-up. FIN and RST leave this path, so that they are counted by
+ *    server. Packets and bytes are counted by server only if a policy uses them.
  *
- * 4. New connections (SYN) follow the service's placement table: placement.h.
+ * 4. New connections (SYN) follow the service's placement table (placement.h).
  *
- * 5. Packets without a cookie (decide.h, flow_table.h): clients without timestamps, and services with timestamps off.
- *    The flow table has the server. Without an entry the bucket decides (a choice that changes only with the pool), and
- *    from the second packet on the flow table stores it as a hint, so a flood of SYNs does not fill the table. A SYN
- *    goes only to a server that takes new connections. Each of these packets names the bucket's previous server in its
- *    IP identification or IPv6 flow label, to which a server forwards packets without a socket (NO_SERVER: none). Other
- *    modes (enum consistency): HASH_TABLE (the flow table for all), NONE (each packet by the placement table), BEAMER
- *    (the bucket and its previous server, unless a SYN had to leave its bucket). The constant modes_in_use removes
- *    unused modes at load time. During a migration (SERVICE_ADOPTED, SERVICE_HANDED_OVER; docs/deployment.md) unknown
- *    packets go to the other load balancer, and packets to a server name it as the previous server, since TSecr of a
- *    foreign connection may look like a cookie. Fragments of UDP follow the first one (fragment.h). ICMP errors go to
- *    the server whose packet they quote (icmp.h).
+ * 5. Packets without a cookie (decide.h, flow_table.h) are those of clients without timestamps, and of services with
+ *    timestamps off. The flow table has the server. Without an entry the bucket decides, whose choice changes only with
+ *    the pool. From the second packet on the flow table stores it as a hint, so a flood of SYNs does not fill the
+ *    table. A SYN goes only to a server that takes new connections. Each of these packets names the bucket's previous
+ *    server, or NO_SERVER, in its IP identification or IPv6 flow label. To that server a server forwards packets
+ *    without a socket. The other modes (enum consistency) are HASH_TABLE (the flow table for all packets) and NONE
+ *    (each packet by the placement table). BEAMER uses the bucket and its previous server, unless a SYN had to leave
+ *    its bucket. The constant modes_in_use removes unused modes at load time. During a migration (SERVICE_ADOPTED,
+ *    SERVICE_HANDED_OVER; docs/deployment.md) unknown packets go to the other load balancer. Packets to a server then
+ *    name it as the previous server, since TSecr of a foreign connection may look like a cookie. Fragments of UDP
+ *    follow the first one (fragment.h). ICMP errors go to the server whose packet they quote (icmp.h).
  *
  * 6. Stateful services (connection_table.h). A SYN with timestamps takes an entry of the connection table. Its TSecr, 0
  *    on the wire, carries the entry's index to the server. Cookies then hold the slot and the owner number (kind 1),
- *    and the entry names the server and counts. Established packets stay on the fast path, with a second keyed hash and
- *    one cache line more. A packet whose cookie has an index of another load balancer's table is forwarded to that load
- *    balancer, or broadcast if it is lost. Without a free entry or an owner number a connection is treated like one of
- *    a stateless service.
+ *    and the entry names the server and counts packets. Established packets stay on the fast path, with a second keyed
+ *    hash and one cache line more. A packet whose cookie has an index of another load balancer's table is forwarded to
+ *    that load balancer, or broadcast if that one is lost. Without a free entry or an owner number a connection is
+ *    treated like one of a stateless service.
  *
- * 7. Broadcast fallback (broadcast.h): packets whose server is unknown go to the broadcast MAC address, and the server
+ * 7. Broadcast fallback (broadcast.h). Packets whose server is unknown go to the broadcast MAC address, and the server
  *    with the socket accepts them. These are bare resets and ICMP errors without a flow table entry, and cookies of no
  *    server or connection. Token buckets limit each kind per source, per service and in all.
  *
- * 8. Outcomes. Each packet has one, counted per service (enum lb_counter). Shorter than 34 bytes: passed. A broken IP
- *    header (TCP, UDP with a UDP service, or ICMP to a VIP): drop_malformed_ipv4 or drop_malformed_ipv6, for all ports
- *    of the VIP, as the port is unknown. Too long a chain of IPv6 extension headers: drop_extension_headers. Any
- *    fragment of TCP, and a UDP fragment before its first one: drop_fragment; fragments of ICMP pass. A truncated or
- *    contradictory TCP, UDP or ICMP header: drop_malformed_*; TCP options are read up to the timestamp. No MAC address
- *    of a connection's server: drop_server_unresolved. A SYN whose server cannot take it: 16 more members are tried,
- *    then drop_no_eligible_server. Above a rate of section 7: drop_unknown_cookie, drop_broadcast_rate_limited. States
- *    that cannot occur: drop_internal.
+ * 8. Outcomes. Each packet has one, counted per service (enum lb_counter). A frame shorter than 34 bytes passes. A
+ *    broken IP header (TCP, UDP with a UDP service, or ICMP to a VIP) gives drop_malformed_ipv4 or drop_malformed_ipv6.
+ *    This covers all ports of the VIP, as the port is unknown. Too long a chain of IPv6 extension headers gives
+ *    drop_extension_headers. Any fragment of TCP, and a UDP fragment before its first one, gives drop_fragment, while
+ *    fragments of ICMP pass. A truncated or contradictory TCP, UDP or ICMP header gives drop_malformed_*. TCP options
+ *    are read up to the timestamp. An unknown MAC address of a connection's server gives drop_server_unresolved. If a
+ *    SYN's server cannot take it, 16 more members are tried before drop_no_eligible_server. Rates of section 7 give
+ *    drop_unknown_cookie or drop_broadcast_rate_limited. States that cannot occur give drop_internal.
  *
- * 9. User space (crates/dataplane/src/lb.rs) writes all state through shared memory, in whole words, or in unread
- *    memory followed by a switch. State and link are pinned and outlive it.
+ * 9. User space (crates/dataplane/src/lb.rs) writes all state through shared memory, either in whole words, or in
+ *    memory that no packet reads, followed by a switch. State and link are pinned, and outlive user space.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -82,7 +82,7 @@
 
 /* ---- section 3, the fast path ---------------------------------------------------------------------------------- */
 
-/* Fills `packet` from a frame of the fast path; false: the frame is too short. `tsecr_at`: offset of TSecr. */
+/* Fills `packet` from a frame with TSecr at offset `tsecr_at`. Returns false if the frame is too short. */
 static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 tsecr_at, struct packet *packet)
 {
 	void *data = (void *)(long)ctx->data;
@@ -107,8 +107,8 @@ static __always_inline bool read_fast_path(struct xdp_md *ctx, __u32 tsecr_at, s
 }
 
 /*
- * Forwards a packet of the fast path that needs decide(): a packet without a cookie, or a SYN. Not inlined: its stack
- * would count in every call of lb(), and the kernel allows 512 bytes for a call chain.
+ * Forwards a packet of the fast path that needs decide(), which is a packet without a cookie, or a SYN. Not inlined,
+ * because its stack would count in every call of lb(), and the kernel allows 512 bytes for a call chain.
  */
 static __noinline int forward_fast_path_decided(struct xdp_md *ctx, __u32 number, __u32 tsecr_at)
 {
@@ -122,8 +122,8 @@ static __noinline int forward_fast_path_decided(struct xdp_md *ctx, __u32 number
 }
 
 /*
- * Forwards a SYN of a service with cookies: forward_fast_path_decided() with all calls inlined. A return costs 7 ns if
- * returns are protected (retbleed, SRSO). A global function, as decide() is.
+ * Forwards a SYN of a service with cookies, as forward_fast_path_decided() with all calls inlined. A return costs 7 ns
+ * if returns are protected (retbleed, SRSO). A global function, as decide() is.
  */
 __noinline int forward_new_connection(struct xdp_md *ctx, __u32 number, __u32 tsecr_at)
 {
@@ -136,7 +136,7 @@ __noinline int forward_new_connection(struct xdp_md *ctx, __u32 number, __u32 ts
 	return apply_decision(ctx, &packet, &decision);
 }
 
-/* Forwards a SYN. Returns an XDP action, or -1: not of the fast path, or not for a service. */
+/* Forwards a SYN. Returns an XDP action, or -1 if it is not of the fast path, or not for a service. */
 static __always_inline int forward_fast_path_syn(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -179,7 +179,7 @@ static __always_inline int forward_fast_path_by_index(struct xdp_md *ctx, __u32 
 	return emit(ctx, server, service, id, LB_COUNTER_CONNECTION_TABLE, PACKET_U32(data, FAST_PATH_TCP_OFFSET));
 }
 
-/* Forwards an established packet of a known flow of a service of CONSISTENCY_HASH_TABLE. */
+/* Forwards an established packet of a service with CONSISTENCY_HASH_TABLE, if its flow is known. */
 static __always_inline int forward_fast_path_by_flow(struct xdp_md *ctx, __u32 service, __u32 client_address,
 						     __u32 ports)
 {
@@ -196,7 +196,7 @@ static __always_inline int forward_fast_path_by_flow(struct xdp_md *ctx, __u32 s
 	return emit_fast_path(ctx, server, service, entry.server_id, LB_COUNTER_FLOW_TABLE, client_address, ports);
 }
 
-/* Forwards a packet of the fast path. Returns an XDP action, or -1: not for the fast path. */
+/* Forwards a packet of the fast path. Returns an XDP action, or -1 if the packet needs another path. */
 static __always_inline int forward_fast_path(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -229,7 +229,7 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 		return action < 0 ? forward_fast_path_decided(ctx, number, FAST_PATH_TSECR_OFFSET) : action;
 	}
 	cookie = decode_cookie(bpf_ntohl(PACKET_U32(data, FAST_PATH_TSECR_OFFSET)), client_address, vip_address, ports);
-	/* Pointers are read again: the hash needs all registers, and a spilled pointer costs more. */
+	/* Pointers are read again, because the hash needs all registers, and a spilled pointer costs more. */
 	barrier_var(ctx);
 	data = (void *)(long)ctx->data;
 	data_end = (void *)(long)ctx->data_end;
@@ -245,7 +245,6 @@ static __always_inline int forward_fast_path(struct xdp_md *ctx)
 
 /* ---- slow path ------------------------------------------------------------------------------------------------- */
 
-/* Parses a TCP packet to a VIP and decides. Returns 0, or the end of parsing. */
 static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
@@ -269,7 +268,6 @@ static __always_inline int parse_and_decide_tcp(struct xdp_md *ctx, struct packe
 	return 0;
 }
 
-/* Parses a UDP datagram to a VIP and decides. Returns 0, or the end of parsing. */
 static __always_inline int parse_and_decide_udp(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
@@ -300,7 +298,7 @@ static __always_inline bool is_balanced_protocol(__u8 protocol)
 	return protocol == IPPROTO_TCP || protocol == IPPROTO_ICMP || (udp_in_use && protocol == IPPROTO_UDP);
 }
 
-/* Reads the packet and fills `decision`. Returns 0, or the end of parsing. */
+/* Reads the packet and fills `decision`. Returns 0, or an outcome from encode_parse_end(). */
 static __always_inline int parse_and_decide(struct xdp_md *ctx, struct packet *packet, struct decision *decision)
 {
 	void *data = (void *)(long)ctx->data;
@@ -352,7 +350,7 @@ static __always_inline int forward(struct xdp_md *ctx)
 	return action < 0 ? forward_slow_path(ctx) : action;
 }
 
-/* Processes a frame of another VLAN than the VIPs': a server's reply, or a frame for the kernel. */
+/* Processes a frame of a VLAN other than the VIPs', which is a server's reply or a frame for the kernel. */
 static __noinline int forward_from_other_vlan(struct xdp_md *ctx)
 {
 	int action = timestamps_lb_in_use ? forward_reply(ctx) : -1;
@@ -363,7 +361,7 @@ static __noinline int forward_from_other_vlan(struct xdp_md *ctx)
 	return XDP_PASS;
 }
 
-/* forward() with steps before and after it: VLANs and capture. Inlined, as its stack would count in every call. */
+/* forward() with VLANs and capture before and after it. Inlined, because its stack would count in every call. */
 static __always_inline int forward_with_vlans_and_capture(struct xdp_md *ctx)
 {
 	bool is_ours = !vlans_in_use || pop_and_store_vlan_tag(ctx);
@@ -377,7 +375,7 @@ static __always_inline int forward_with_vlans_and_capture(struct xdp_md *ctx)
 	return vlans_in_use ? tag_frame(ctx, action) : action;
 }
 
-/* Whether VLANs or capture are in use; fixed at load time. One constant: the fast path loads each constant. */
+/* Whether VLANs or capture are in use, fixed at load time. The fast path would load two constants separately. */
 const volatile bool vlans_or_capture_in_use;
 
 SEC("xdp")

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* `timestamps = "lb"`: packets of clients. lb_cookie.h has the mechanism, reply.h the replies. */
+/* Decisions about clients' packets with `timestamps = "lb"`. lb_cookie.h has the mechanism, reply.h the replies. */
 #ifndef COREWARD_LB_LB_STAMPING_H
 #define COREWARD_LB_LB_STAMPING_H
 
@@ -15,8 +15,8 @@
 #include "placement.h"
 
 /*
- * Decides a SYN of a plain connection in the flow table: retransmitted, of a new connection of the same ports, or
- * forged. The SYN goes to the entry's server, because the flow table holds only one server per connection.
+ * Decides about a SYN of a plain connection in the flow table. The SYN is retransmitted, of a new connection of the
+ * same ports, or forged. It goes to the entry's server, because the flow table holds only one server per connection.
  */
 static __always_inline bool decide_unstamped_syn(const struct packet *packet, struct decision *decision)
 {
@@ -29,7 +29,7 @@ static __always_inline bool decide_unstamped_syn(const struct packet *packet, st
 	return true;
 }
 
-/* Returns whether the packet has TSecr of the SYN-ACK of a half-open entry. */
+/* Returns whether the packet's TSecr answers the SYN-ACK of a half-open entry. */
 static __always_inline bool answers_syn_ack(const struct packet *packet, struct flow_table_entry half_open)
 {
 	__u32 difference = (packet->tsecr >> HALF_OPEN_TIME_SHIFT) - half_open.previous_server;
@@ -38,8 +38,8 @@ static __always_inline bool answers_syn_ack(const struct packet *packet, struct 
 }
 
 /*
- * Returns whether the client's packet, not a SYN, is of a stamped connection despite its flow entry: its SYNs reached
- * two servers, and the client has answered the stamped SYN-ACK. Changes the entry then.
+ * Returns whether the client's packet, which is no SYN, is of a stamped connection despite its flow entry. Then its
+ * SYNs reached two servers, the client has answered the stamped SYN-ACK, and the entry is changed.
  */
 static __always_inline bool detect_stamped_flow(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						struct flow_table_entry entry)
@@ -56,7 +56,7 @@ static __always_inline bool detect_stamped_flow(struct xdp_md *ctx, __u32 servic
 }
 
 /*
- * Decides an established packet, or a SYN of a plain connection: by the flow table, or by the cookie, with TSecr
+ * Decides about an established packet, or a SYN without timestamps, by the flow table or by the cookie. TSecr is
  * restored (lb_cookie.h).
  */
 static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct service_state *state,
@@ -76,7 +76,7 @@ static __always_inline void decide_later_lb_stamped(struct xdp_md *ctx, struct s
 	}
 	if (!packet->has_timestamp && !(packet->flags & TCP_RST)) {
 		decide_by_bucket(ctx, state, packet, decision);
-		/* The SYN-ACK stores the connection. */
+		/* The SYN-ACK will store the connection. */
 		if (syn && decision->outcome == LB_COUNTER_DROP_NO_ELIGIBLE_SERVER)
 			decide_by_rule(ctx, state, packet, LB_COUNTER_NEW_CONNECTION, decision);
 		decision->previous_server = KEEP_IDENTIFICATION;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Services in migration, which another load balancer serves as well: docs/deployment.md. */
+/* Services in migration, which another load balancer serves as well (docs/deployment.md). */
 #ifndef COREWARD_LB_MIGRATION_H
 #define COREWARD_LB_MIGRATION_H
 
@@ -13,7 +13,7 @@
 #include "placement.h"
 #include "service_mode.h"
 
-/* Decides to forward to the other load balancer of a migration. NO_SERVER prevents that the packet is returned. */
+/* Decides to forward to the migration's other load balancer. NO_SERVER prevents that this one returns the packet. */
 static __always_inline void decide_other_balancer(const struct service *service, struct decision *decision)
 {
 	server_entry_t balancer = load_server_entry(decision->service, other_balancer_id(service));
@@ -26,7 +26,7 @@ static __always_inline void decide_other_balancer(const struct service *service,
 	decision->previous_server = NO_SERVER;
 }
 
-/* Decides a packet of an unknown connection. */
+/* Decides about a packet of an unknown connection. */
 static __always_inline void decide_unknown_connection(const struct service *service, __u32 source,
 						      struct decision *decision)
 {

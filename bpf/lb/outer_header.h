@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The outer IP header of IP-in-IP and GUE, in the family of the server's address.
+ * Outer IP header of IP-in-IP and GUE, in the family of the server's address.
  *
- * The type of service or traffic class is copied: DSCP, and ECN as RFC 6040 has it (normal mode). TTL and hop limit are
- * 64: one hop for the client. IPv4: DF is set and the identification 0 (RFC 6864, Sect. 4.1), so there are no
- * fragments. IPv6: the flow label is the flow's hash (RFC 6438).
+ * The type of service or traffic class is copied, with DSCP, and ECN as RFC 6040 has it (normal mode). TTL and hop
+ * limit are 64, so the tunnel is one hop for the client. IPv4 headers have DF and identification 0 (RFC 6864, Sect.
+ * 4.1), so there are no fragments. The flow label of IPv6 is the flow's hash (RFC 6438).
  */
 #ifndef COREWARD_LB_OUTER_HEADER_H
 #define COREWARD_LB_OUTER_HEADER_H
@@ -24,11 +24,11 @@
 #include "rewrite.h"
 #include "state.h"
 
-/* TTL of the kernel's own tunnels that do not inherit it. */
+/* TTL of the kernel's own tunnels that do not inherit the inner one. */
 #define OUTER_TTL 64
 #define IP_DONT_FRAGMENT 0x4000
 
-/* Outer headers of servers, for services that encapsulate. Aligned, so that an entry is one load. */
+/* Outer headers of servers, for services that encapsulate. They are aligned, so that one load reads an entry. */
 struct server_tunnels tunnels SEC(".bss.tunnels") __attribute__((aligned(16)));
 
 static __always_inline struct server_tunnel load_server_tunnel(__u32 server_id)
@@ -45,7 +45,7 @@ static __always_inline bool has_ipv6_tunnel(__u32 server_id)
 struct outer_header_fields {
 	/* Length in bytes after the Ethernet header. */
 	__u16 length;
-	/* IPv4: the type of service. */
+	/* Traffic class, or type of service in IPv4. */
 	__u8 traffic_class;
 	__u8 protocol;
 };
@@ -59,7 +59,7 @@ static __always_inline __u16 header_checksum(__u32 first, __u32 second, __u32 th
 	return ~fold_checksum(sum);
 }
 
-/* Writes an Ethernet header to `neighbour` and an IPv4 header. `data` has ETH_HLEN and 20 bytes. */
+/* Writes an Ethernet header to `neighbour` and an IPv4 header. `data` has room for ETH_HLEN and 20 bytes. */
 static __always_inline void write_headers(void *data, __u64 neighbour, const struct outer_header_fields *outer,
 					  __u32 source, __u32 destination)
 {
@@ -77,7 +77,7 @@ static __always_inline void write_headers(void *data, __u64 neighbour, const str
 	PACKET_U32(data, IP_FIELD_OFFSET(daddr)) = destination;
 }
 
-/* write_headers() for IPv6. `data` has ETH_HLEN and 40 bytes. Addresses are two words each. */
+/* write_headers() for IPv6. `data` has room for ETH_HLEN and 40 bytes. Addresses are two words each. */
 static __always_inline void write_headers_ipv6(void *data, __u64 neighbour, const struct outer_header_fields *outer,
 					       __u32 flow_label, const __u64 *source, const __u64 *destination)
 {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * ICMPv6 "packet too big" (RFC 4443, Sect. 3.2) to the sender of a packet that its outer header makes longer than the
- * MTU: fragmentation_needed.h in IPv6.
+ * ICMPv6 error "packet too big" (RFC 4443, Sect. 3.2) to the sender of a packet that its outer header makes longer than
+ * the MTU. fragmentation_needed.h has the same for IPv4.
  *
- * Only packets of more than 1280 bytes get an error: every IPv6 link has an MTU of at least 1280 bytes (RFC 8200, Sect.
- * 5), and hosts ignore a smaller MTU (RFC 8201, Sect. 4). ICMPv6 and sources that are no host get no error (RFC 4443,
- * Sect. 2.4). The quote is shorter than allowed, because bpf_csum_diff() takes at most 512 bytes.
+ * Only packets of more than 1280 bytes get an error, because every IPv6 link has an MTU of at least 1280 bytes (RFC
+ * 8200, Sect. 5), and hosts ignore a smaller MTU (RFC 8201, Sect. 4). ICMPv6 and sources that are no host get no error
+ * (RFC 4443, Sect. 2.4). The quote is shorter than allowed, because bpf_csum_diff() takes at most 512 bytes.
  */
 #ifndef COREWARD_LB_PACKET_TOO_BIG_H
 #define COREWARD_LB_PACKET_TOO_BIG_H
@@ -28,13 +28,13 @@
 #define ICMPV6_PACKET_TOO_BIG 2
 #define ICMPV6_HEADER_LENGTH 8
 #define IPV6_MIN_MTU 1280
-/* Bytes of the quoted packet: all headers that the program reads, and a TCP header with its options. */
+/* Number of quoted bytes. They hold all headers that the program reads, and a TCP header with its options. */
 #define QUOTED_IPV6_LENGTH 504
 #define ICMPV6_MESSAGE_LENGTH (ICMPV6_HEADER_LENGTH + QUOTED_IPV6_LENGTH)
 #define ICMPV6_TOO_BIG_LENGTH (sizeof(struct ipv6_header) + ICMPV6_MESSAGE_LENGTH)
 #define IPV6_MULTICAST_BYTE 0xff
 
-/* Returns whether an error may answer the packet. */
+/* Returns whether the packet may be answered by an error. */
 static __always_inline bool may_send_icmpv6_error(const void *data, const void *data_end)
 {
 	const void *source = data + IPV6_FIELD_OFFSET(source);
@@ -54,14 +54,14 @@ static __always_inline void write_too_big_message(void *data, __u32 mtu)
 
 	PACKET_U32(data, IPV6_TRANSPORT_OFFSET) = ICMPV6_PACKET_TOO_BIG;
 	PACKET_U32(data, IPV6_TRANSPORT_OFFSET + 4) = bpf_htonl(mtu < IPV6_MIN_MTU ? IPV6_MIN_MTU : mtu);
-	/* The pseudo-header: addresses, length and next header (RFC 8200, Sect. 8.1). */
+	/* The pseudo-header consists of addresses, length and next header (RFC 8200, Sect. 8.1). */
 	sum = bpf_csum_diff(0, 0, data + IPV6_FIELD_OFFSET(source), 2 * IPV6_ADDRESS_BYTES,
 			    bpf_htonl(ICMPV6_MESSAGE_LENGTH) + bpf_htonl(NEXT_ICMPV6));
 	sum = bpf_csum_diff(0, 0, data + IPV6_TRANSPORT_OFFSET, ICMPV6_MESSAGE_LENGTH, sum);
 	PACKET_U16(data, IPV6_TRANSPORT_OFFSET + 2) = ~fold_checksum(sum);
 }
 
-/* Turns the frame into an error to the sender of its packet. Returns false if the frame could not be resized. */
+/* Turns the frame into an error to its packet's sender. Returns false if the frame could not be resized. */
 static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;
@@ -87,7 +87,7 @@ static __always_inline bool write_packet_too_big(struct xdp_md *ctx, __u32 mtu)
 	return true;
 }
 
-/* Answers the packet with an error, within the rates. `mtu`: the longest packet that fits. */
+/* Answers the packet with an error, within the rates. `mtu` is the length of the longest packet that fits. */
 static __always_inline bool answer_packet_too_big(struct xdp_md *ctx, __u32 service, __u32 mtu)
 {
 	void *data = (void *)(long)ctx->data, *data_end = (void *)(long)ctx->data_end;

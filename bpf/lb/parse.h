@@ -2,11 +2,12 @@
 /*
  * Parsing of a frame.
  *
- * is_fast_path_frame() recognises the common form of an established packet by a few masked comparisons: Ethernet, IPv4
- * without options, TCP with ACK whose options begin with NOP NOP TIMESTAMP (98 to 99.9 % of the packets that Linux, the
- * BSDs and Windows send). parse_*() read everything else and check every field.
+ * is_fast_path_frame() recognises the common form of an established packet by a few masked comparisons. This form is
+ * Ethernet, IPv4 without options, and TCP with ACK whose options begin with NOP NOP TIMESTAMP. It covers 98 to 99.9 %
+ * of the packets that Linux, the BSDs and Windows send. parse_*() read everything else and check every field.
  *
- * Every parse_*() returns 0 to continue, or -1 - enum lb_counter ("the end of parsing") if the outcome is decided.
+ * Every parse_*() returns 0 to continue, or encode_parse_end() if the outcome is decided, which is -1 - enum
+ * lb_counter.
  */
 #ifndef COREWARD_LB_PARSE_H
 #define COREWARD_LB_PARSE_H
@@ -28,7 +29,7 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "parse.h is written for little-endian machines");
 
-/* Words in the packet's byte order. They may be unaligned: the supported CPUs read them in one access. */
+/* Words in the packet's byte order. They may be unaligned, because the supported CPUs read them in one access. */
 typedef __u64 __attribute__((may_alias)) packet_u64;
 typedef __u32 __attribute__((may_alias)) packet_u32;
 typedef __u16 __attribute__((may_alias)) packet_u16;
@@ -39,7 +40,7 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 
 #define IP_FIELD_OFFSET(field) (ETH_HLEN + __builtin_offsetof(struct iphdr, field))
 
-/* Mask of the fragment offset (RFC 8200, Sect. 4.5), above the reserved bits and "more fragments". */
+/* Mask of the fragment offset (RFC 8200, Sect. 4.5), which is above the reserved bits and "more fragments". */
 #define IPV6_FRAGMENT_OFFSET 0xfff8
 #define IPV6_ADDRESS_BYTES 16
 
@@ -50,27 +51,27 @@ typedef __u16 __attribute__((may_alias)) packet_u16;
 #define TCP_RST 0x04
 #define TCP_ACK 0x10
 
-/* Masks by which the verifier gets the bounds of offsets. */
+/* Masks that bound offsets for the verifier. */
 #define TRANSPORT_OFFSET_MASK 0x7f
 #define OPTION_OFFSET_MASK 0xff
 _Static_assert(ETH_HLEN + 60 + TCP_CHECKSUM_OFFSET <= TRANSPORT_OFFSET_MASK, "60 bytes are the longest IPv4 header");
 _Static_assert(TRANSPORT_OFFSET_MASK - TCP_CHECKSUM_OFFSET + 60 <= OPTION_OFFSET_MASK,
 	       "60 bytes are the longest TCP header");
 
-/* Fields of a packet for lb.bpf.c. Addresses and ports in the packet's byte order. */
+/* Fields of a packet for lb.bpf.c. Addresses and ports are in the packet's byte order. */
 struct packet {
-	/* IPv6: fold_client_address_ipv6(). */
+	/* IPv4 address, or fold_client_address_ipv6() of the IPv6 address. */
 	__u32 client_address;
 	union {
 		/* IPv4 address of the VIP. */
 		__u32 vip_address;
-		/* IPv6: cookie of a packet with timestamps. */
+		/* Cookie of an IPv6 packet with timestamps. */
 		__u32 cookie;
 	};
 	/* Source port in the low half, destination port in the high one. */
 	__u32 ports;
 	__u32 tsecr;
-	/* TCP flags; 0 for other protocols. */
+	/* TCP flags, or 0 for other protocols. */
 	__u8 flags;
 	__u8 has_timestamp;
 	__u8 protocol;
@@ -79,19 +80,19 @@ struct packet {
 	union {
 		/* IPv4 identification, in the packet's byte order. */
 		__u16 identification;
-		/* IPv6: offset in the frame of the client's address, next to which is the VIP. */
+		/* Offset in the frame of the client's IPv6 address, next to which is the VIP. */
 		__u16 client_offset;
 	};
-	/* Fragment offset and "more fragments" as in the packet; 0: the packet is no fragment. */
+	/* Fragment offset and "more fragments" as in the packet, or 0 if the packet is no fragment. */
 	__u16 fragment;
-	/* Offset of TSecr in the frame; 0: none. */
+	/* Offset of TSecr in the frame, or 0 without one. */
 	__u16 tsecr_offset;
 	/* Offsets in the frame of the transport header, and of the packet's end according to the IP header. */
 	__u16 transport_offset;
 	__u32 end_offset;
 };
 
-/* Whether a service has an IPv6 VIP; fixed at load time. */
+/* Whether a service has an IPv6 VIP, fixed at load time. */
 const volatile bool ipv6_in_use;
 
 static __always_inline bool is_ipv6(const struct packet *packet)
@@ -118,19 +119,19 @@ static __always_inline enum lb_counter decode_parse_end(int ended)
 
 #define FAST_PATH_TCP_OFFSET (ETH_HLEN + sizeof(struct iphdr))
 #define FAST_PATH_OPTIONS_OFFSET (FAST_PATH_TCP_OFFSET + sizeof(struct tcphdr))
-/* NOP NOP TIMESTAMP, TSval, TSecr. */
+/* The options are NOP NOP TIMESTAMP, TSval, TSecr. */
 #define FAST_PATH_LENGTH (FAST_PATH_OPTIONS_OFFSET + OPTIONS_ALIGNED_LENGTH)
 #define FAST_PATH_TSECR_OFFSET                                                                                         \
 	(FAST_PATH_OPTIONS_OFFSET + OPTIONS_ALIGNED_OFFSET + TIMESTAMP_WORDS_OFFSET +                                  \
 	 __builtin_offsetof(struct timestamp_words, tsecr))
 
-/* Ethertype IPv4, version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
+/* Ethertype IPv4, and version 4 with a header of five words. Big-endian in the packet: 08 00 45 (type of service). */
 #define FAST_PATH_ETHERTYPE_MASK 0x00ffffffu
 #define FAST_PATH_ETHERTYPE 0x00450008u
-/* No fragment; TCP: (fragment, 2 bytes) (time to live) (protocol). */
+/* TCP without fragments. The packet's bytes are: (fragment, 2 bytes) (time to live) (protocol). */
 #define FAST_PATH_PROTOCOL_MASK 0xff00ff3fu
 #define FAST_PATH_PROTOCOL 0x06000000u
-/* ACK without SYN, FIN and RST (which are counted apart); a data offset of 8 or more: its top bit is set. */
+/* ACK without SYN, FIN and RST (which are counted apart), and a data offset of 8 or more, whose top bit is set. */
 #define FAST_PATH_FLAGS_MASK 0x1780
 #define FAST_PATH_FLAGS 0x1080
 
@@ -139,8 +140,8 @@ static __always_inline enum lb_counter decode_parse_end(int ended)
 #define FAST_PATH_SYN_FLAGS 0x0200
 
 /*
- * First options of nearly all SYNs with timestamps, in the packet's byte order. Linux: MSS, SACK permitted, timestamps.
- * BSD and macOS: MSS, NOP, window scale, SACK permitted or two NOPs, timestamps.
+ * First options of nearly all SYNs with timestamps, in the packet's byte order. Linux sends MSS, SACK permitted,
+ * timestamps. BSD and macOS send MSS, NOP, window scale, then SACK permitted or two NOPs, then timestamps.
  */
 #define SYN_OPTIONS_MSS 0x0402u
 #define SYN_OPTIONS_LINUX 0x0a080204u
@@ -153,9 +154,7 @@ static __always_inline enum lb_counter decode_parse_end(int ended)
 #define SYN_BSD_TSECR_OFFSET (sizeof(struct tcphdr) + 16)
 #define FAST_PATH_SYN_HEADER_LENGTH (SYN_BSD_TSECR_OFFSET + sizeof(__u32))
 
-/*
- * Returns whether the frame, of at least FAST_PATH_LENGTH bytes, is IPv4 without options with a complete TCP segment.
- */
+/* Returns whether a frame of FAST_PATH_LENGTH bytes or more is IPv4 without options, with a whole TCP segment. */
 static __always_inline bool is_fast_path_tcp(const void *data, const void *data_end)
 {
 	__u32 ip_length, data_offset_byte;
@@ -181,8 +180,8 @@ static __always_inline bool is_fast_path_frame(const void *data, const void *dat
 }
 
 /*
- * Returns the offset of TSecr in the TCP header of a SYN with the first options above; 0 for any other segment. `tcp`
- * has FAST_PATH_SYN_HEADER_LENGTH bytes.
+ * Returns the offset of TSecr in the TCP header of a SYN with the first options above, or 0 for any other segment.
+ * `tcp` has FAST_PATH_SYN_HEADER_LENGTH bytes.
  */
 static __always_inline __u32 common_syn_tsecr_offset(const void *tcp)
 {
@@ -203,7 +202,7 @@ static __always_inline __u32 common_syn_tsecr_offset(const void *tcp)
 	return 0;
 }
 
-/* Returns the offset of TSecr in a SYN of the fast path; 0 for any other frame. */
+/* Returns the offset of TSecr in a SYN of the fast path, or 0 for any other frame. */
 static __always_inline __u32 syn_tsecr_offset(const void *data, const void *data_end)
 {
 	__u32 tsecr_at;
@@ -216,7 +215,7 @@ static __always_inline __u32 syn_tsecr_offset(const void *data, const void *data
 
 /* ---- any frame ------------------------------------------------------------------------------------------------- */
 
-/* Reads Ethernet and the fixed part of IPv4. */
+/* Checks that the frame is IPv4, and has the fixed part of the IPv4 header. */
 static __always_inline int parse_ethernet(const void *data, const void *data_end)
 {
 	if (data + ETH_HLEN + sizeof(struct iphdr) > data_end)
@@ -249,13 +248,12 @@ static __always_inline int parse_ipv4(const void *data, const void *data_end, st
 	return 0;
 }
 
-/* Returns the transport header's offset with a bound that the verifier sees. */
 static __always_inline __u32 bounded_transport_offset(const struct packet *packet)
 {
 	return packet->transport_offset & TRANSPORT_OFFSET_MASK;
 }
 
-/* Reads the ports of TCP and UDP. `malformed`: the outcome if the packet ends before the ports. */
+/* Reads the ports of TCP and UDP. `malformed` is the outcome if the packet ends before the ports. */
 static __always_inline int parse_ports(const void *data, const void *data_end, enum lb_counter malformed,
 				       struct packet *packet)
 {
@@ -273,19 +271,19 @@ static __always_inline int parse_ports(const void *data, const void *data_end, e
 
 /*
  * Finds the timestamp among `length` bytes of TCP options, `offset` bytes into the frame. Returns its offset among them
- * and fills `words` (which the caller initialises: clang may spill undefined values, which the verifier rejects); or
- * TIMESTAMP_NONE, TIMESTAMP_MALFORMED, TIMESTAMP_UNREADABLE.
+ * and fills `words`, or returns TIMESTAMP_NONE, TIMESTAMP_MALFORMED or TIMESTAMP_UNREADABLE. The caller initialises
+ * `words`, because clang may spill undefined values, which the verifier rejects.
  */
 static __always_inline int load_timestamp(struct xdp_md *ctx, __u32 offset, __u32 length, struct timestamp_words *words)
 {
-	/* A copy on the stack, where an offset may vary freely; only for the slow path. */
+	/* The options are copied to the stack, where an offset may vary freely. Only the slow path does this. */
 	struct tcp_options options = {};
 	__u32 last = length - 1;
 	int found;
 
 	if (length == 0)
 		return TIMESTAMP_NONE;
-	/* A mask that clang cannot remove: "not 0" gives kernel 6.1's verifier no bound. */
+	/* Clang cannot remove this mask. The comparison with 0 gives kernel 6.1's verifier no bound. */
 	barrier_var(last);
 	last &= 63;
 	if (last >= TCP_OPTIONS_MAX || bpf_xdp_load_bytes(ctx, offset, &options, last + 1))

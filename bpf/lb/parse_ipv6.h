@@ -2,8 +2,8 @@
 /*
  * Parsing of IPv6 frames, as parse.h does it for IPv4.
  *
- * Later steps do not read addresses: struct packet has a word for the client (fold_client_address_ipv6()) and, for
- * packets with timestamps, the cookie. Only the Toeplitz hash of a new connection reads the client's address again.
+ * Later steps do not read addresses, because struct packet has a word for the client (fold_client_address_ipv6()) and,
+ * for packets with timestamps, the cookie. Only the Toeplitz hash of a new connection reads the client's address again.
  *
  * Extension headers (RFC 8200, Sect. 4.1) are skipped within the frame's first TRANSPORT_OFFSET_MASK bytes. Packets
  * with longer extension headers are dropped and counted, as are fragments of TCP.
@@ -36,15 +36,15 @@ static __always_inline __u32 fold_address_ipv6(const struct cookie_key *key, __u
 	return hash >> 32;
 }
 
-/* Returns the client's word for hashes of this load balancer, by its secret key (connection_hash()). */
+/* Returns the client's word for this load balancer's hashes (connection_hash()), made with its secret key. */
 static __always_inline __u32 fold_client_address_ipv6(const void *address)
 {
 	return fold_address_ipv6(&lb_state.connection_key, PACKET_U64(address, 0), PACKET_U64(address, 8));
 }
 
 /*
- * Skips the extension headers, and fills protocol, transport and fragment. Returns 0, or the end of parsing. A fragment
- * that is the whole packet (RFC 6946) does not count as a fragment.
+ * Skips the extension headers, and fills protocol, transport and fragment. Returns 0, or an outcome from
+ * encode_parse_end(). A fragment that is the whole packet (RFC 6946) does not count as a fragment.
  */
 static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct packet *packet)
 {
@@ -73,7 +73,7 @@ static __always_inline int parse_extension_headers(struct xdp_md *ctx, struct pa
 	return 0;
 }
 
-/* Reads the IPv6 header of a frame that is_ipv6_frame() accepted. Returns 0, or the end of parsing. */
+/* Reads the IPv6 header of a frame that is_ipv6_frame() accepted. Returns 0, or encode_parse_end() of an outcome. */
 static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, const void *data_end, struct packet *packet)
 {
 	__u32 length;
@@ -92,7 +92,7 @@ static __always_inline int parse_ipv6(struct xdp_md *ctx, const void *data, cons
 	return parse_extension_headers(ctx, packet);
 }
 
-/* Returns the number of a service, or with port and protocol 0 of its VIP. */
+/* Returns the number of a service, or that of its VIP if port and protocol are 0. */
 static __always_inline __u32 find_service_at_vip_ipv6(const void *vip, __u16 port, __u8 protocol)
 {
 	struct service_key_ipv6 key = make_service_key_ipv6(vip, port, protocol);

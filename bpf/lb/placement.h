@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Placement of new connections: PlacementTable::choose() of crates/model/src/placement.rs, step by step, on the
- * service's table.
+ * Placement of new connections, which follows PlacementTable::choose() of crates/model/src/placement.rs step by step,
+ * on the service's table.
  *
- * place_connection() reads service_state.table_at once and then only that table: user space rewrites it only after an
- * RCU grace period, so a decision never mixes two tables.
+ * place_connection() reads service_state.table_at once and then only that table. User space rewrites a table only after
+ * an RCU grace period, so a decision never mixes two tables.
  */
 #ifndef COREWARD_LB_PLACEMENT_H
 #define COREWARD_LB_PLACEMENT_H
@@ -19,7 +19,7 @@
 #include "service_mode.h"
 #include "toeplitz.h"
 
-/* Rules of all tables, as bits; fixed at load time, so unused ones are removed. A change reloads the program. */
+/* Rules of all tables, as bits, fixed at load time, so that unused ones are removed. A change reloads the program. */
 const volatile __u32 rules_in_use;
 
 struct {
@@ -31,20 +31,20 @@ struct {
 	__uint(value_size, MIN_PLACEMENT_MEMORY + PLACEMENT_MEMORY_SLACK);
 } placement_memory SEC(".maps");
 
-/* Size of the memory without PLACEMENT_MEMORY_SLACK, minus 1; fixed at load time. */
+/* Size of the memory without PLACEMENT_MEMORY_SLACK, minus 1, fixed at load time. */
 const volatile __u32 placement_memory_mask;
 
-/* Aligned, so that an entry is one load. */
+/* Aligned, so that one load reads an entry. */
 struct server_entry servers[SERVER_ID_COUNT] SEC(".bss.servers") __attribute__((aligned(8)));
 __u64 membership[MAX_SERVICES * MEMBERSHIP_WORDS] SEC(".bss.members");
 __u64 recent_placements[RECENT_PLACEMENTS] SEC(".bss.recent");
 
-/* Server entry of a service: 48 bits of MAC address, 16 of flags. */
+/* A server's MAC address (48 bits), and its flags in a service (16 bits). */
 typedef __u64 __attribute__((may_alias)) server_entry_t;
 #define SERVER_FLAGS_SHIFT 48
 #define SERVER_MAC_MASK 0xffffffffffffull
 
-/* Number of members that are tried if the selected server cannot take a connection; then the packet is dropped. */
+/* Number of members that are tried if the selected server cannot take a connection, before the packet is dropped. */
 #define MAX_FALLBACK_MEMBERS 16
 
 static __always_inline server_entry_t load_server_entry(__u32 service, __u32 id)
@@ -88,7 +88,7 @@ static __always_inline bool has_rule(const struct placement_table *table, enum p
 	return rules_in_use == 1u << rule || table->rule == rule;
 }
 
-/* Returns the hash after MurmurHash3's 64-bit finaliser, as model's placement::mix() does. */
+/* Returns the hash mixed by MurmurHash3's 64-bit finaliser, as model's placement::mix() does. */
 static __always_inline __u64 mix_hash(__u32 hash)
 {
 	__u64 x = hash | 0x9e3779b9ull << 32;
@@ -111,7 +111,7 @@ static __always_inline const struct member *member_at(const struct placement *pl
 	return memory_at(placement, placement->table->members_offset + position * sizeof(struct member));
 }
 
-/* IPv6: reads the client's address from the frame. Not inlined: its stack would count in place_connection(). */
+/* Reads the client's IPv6 address from the frame. Not inlined, because its stack would count in place_connection(). */
 static __noinline __u32 source_hash_ipv6(struct xdp_md *ctx, const void *tables, __u16 client_port)
 {
 	const struct toeplitz_source_tables_ipv6 *source = tables;
@@ -142,26 +142,26 @@ static __always_inline __u32 toeplitz_hash(struct xdp_md *ctx, const struct plac
 _Static_assert(MAX_CANDIDATES * sizeof(struct candidate) <= PLACEMENT_MEMORY_SLACK, "a bucket fits behind the mask");
 _Static_assert((1 << 16) * sizeof(__u32) <= PLACEMENT_MEMORY_SLACK, "the counts of 16 bits of core slots, too");
 
-/* Returns the first candidate of a group's bucket. `position`: as in struct placement_table. */
+/* Returns the first candidate of a group's bucket. `position` is as in struct placement_table. */
 static __always_inline const struct candidate *candidates_at(const struct placement *placement, __u32 position)
 {
 	return memory_at(placement, placement->table->candidates_at + position * sizeof(struct candidate));
 }
 
-/* Returns the assigned connections by core slot. The verifier must see that atomic operations there are aligned. */
+/* Returns the assigned connections by core slot. The mask shows the verifier that atomic operations are aligned. */
 static __always_inline __u32 *assigned_counts(const struct placement *placement)
 {
 	return memory_at(placement, placement->table->assigned_offset & ~(__u32)(sizeof(__u32) - 1));
 }
 
-/* Bits below a candidate's cost, for group and number in the bucket. The cost has 58 bits; a load of 1.0 needs 20. */
+/* Bits below a candidate's cost for its group and number in the bucket. Costs have 58 bits, a load of 1.0 has 20. */
 #define CANDIDATE_NUMBER_BITS 3
 #define CANDIDATE_RANK_BITS 5
 #define MAX_COST (-1ull >> 1)
 _Static_assert(MAX_CANDIDATES == 1 << CANDIDATE_NUMBER_BITS, "a candidate's number fits its bits");
 _Static_assert(MAX_RSS_GROUPS *MAX_CANDIDATES == 1 << CANDIDATE_RANK_BITS, "group and number fit their bits");
 
-/* Returns the lesser of `least` and the cost and number of candidate `i`, if it exists. */
+/* Returns the lesser of `least` and the cost of candidate `i`, if it exists. The low bits of a cost are the number. */
 static __always_inline __s64 min_candidate_cost(__s64 least, const struct candidate *candidates, __u32 i, __u32 count,
 						const __u32 *assigned, __u64 cost_of_one)
 {
@@ -195,8 +195,9 @@ static __always_inline __s64 least_assigned_cost(const struct candidate *candida
 }
 
 /*
- * Returns the candidate of least cost over all groups, the first of equals; NULL: none. Rule TABLE compares the first
- * candidate of each group's bucket by load, LEAST_ASSIGNED all of them by load and assigned connections.
+ * Returns the candidate of least cost over all groups, the first of equals, or NULL if there is none. Rule TABLE
+ * compares the first candidate of each group's bucket by load, LEAST_ASSIGNED all of them by load and assigned
+ * connections.
  */
 static __always_inline const struct candidate *least_candidate(struct xdp_md *ctx, const struct placement *placement,
 							       __u32 first_hash, const struct packet *packet,
@@ -231,7 +232,7 @@ static __always_inline const struct candidate *least_candidate(struct xdp_md *ct
 	       (least & (MAX_CANDIDATES - 1));
 }
 
-/* Returns the server by the rule, even if it cannot take the connection; NO_SERVER: the table is unusable. */
+/* Returns the server by the rule, even if it cannot take the connection, or NO_SERVER if the table is unusable. */
 static __always_inline __u32 choose_by_rule(struct xdp_md *ctx, const struct placement *placement,
 					    struct service_state *state, __u32 service, __u32 hash,
 					    const struct packet *packet)
@@ -269,8 +270,9 @@ static __always_inline __u32 choose_by_rule(struct xdp_md *ctx, const struct pla
 }
 
 /*
- * Returns whether the choice is stored, so that a retransmitted SYN finds its server: rules with a state select another
- * server each time. UDP needs no stored choice: its flows are in the flow table, or each datagram is placed separately.
+ * Returns whether the choice is stored, so that a retransmitted SYN finds its server. Rules with a state would select
+ * another server each time. UDP needs no stored choice, because its flows are in the flow table, or each datagram is
+ * placed separately.
  */
 static __always_inline bool is_choice_stored(const struct placement_table *table, const struct packet *packet)
 {
@@ -301,7 +303,7 @@ static __always_inline bool find_table(const struct service_state *state, struct
 /*
  * Returns the next member that can take the connection, from a position drawn by hash, with any load. It is called if
  * the selected server has no known MAC address, or was removed and the next table has not come yet. This is a global
- * function: otherwise kernel 6.1 verifies the loop for each path into it.
+ * function, because kernel 6.1 would otherwise verify the loop for each path into it.
  */
 __noinline int choose_fallback(struct service_state *state, __u32 service, __u32 hash)
 {
@@ -364,7 +366,7 @@ __noinline int place_connection(struct xdp_md *ctx, struct service_state *state,
 	return state && packet ? place_connection_inlined(ctx, state, service, packet) : NO_SERVER;
 }
 
-/* Returns the bucket's server for a connection without a cookie, and its previous server; NO_SERVER: none. */
+/* Returns the bucket's server for a connection without a cookie, and its previous server. Each may be NO_SERVER. */
 static __always_inline struct flow_table_entry place_consistently(struct xdp_md *ctx, const struct service_state *state,
 								  const struct packet *packet)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Stamping of servers' replies by the load balancer: lb_cookie.h. The kernel routes the replies to the client. */
+/* Stamping of servers' replies by the load balancer (lb_cookie.h). The kernel routes the replies to the client. */
 #ifndef COREWARD_LB_REPLY_H
 #define COREWARD_LB_REPLY_H
 
@@ -23,8 +23,8 @@ typedef __u64 __attribute__((may_alias)) switch_word;
 _Static_assert(__builtin_offsetof(struct lb_state, keys.current) % 8 == 0, "current and switch_ms are one word");
 
 /*
- * Returns the stamping key by the packet's own time (ms), as on servers. `current` and `switch_ms` are one word,
- * because they change together.
+ * Returns the index of the key that stamps a packet of this time (ms), as on servers. `current` and `switch_ms` are one
+ * word, because they change together.
  */
 static __always_inline __u32 stamping_key_index(__u32 milliseconds)
 {
@@ -36,7 +36,7 @@ static __always_inline __u32 stamping_key_index(__u32 milliseconds)
 	return current & 1;
 }
 
-/* Returns TSval with the cookie; never 0, which would mean "no TSecr" (RFC 7323, Sect. 3.2). */
+/* Returns TSval with the cookie. It is never 0, which would mean "no TSecr" (RFC 7323, Sect. 3.2). */
 static __always_inline __u32 lb_stamped_tsval(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 					      struct lb_stamped_server *server, struct reply_time answer)
 {
@@ -51,7 +51,7 @@ static __always_inline __u32 lb_stamped_tsval(struct xdp_md *ctx, __u32 service,
 
 /*
  * Returns whether the connection has had a SYN-ACK of another server that takes new connections. Since SYNs go to that
- * server, this SYN-ACK is late: it answers a SYN from before the load balancer's restart.
+ * server, this SYN-ACK is late, which means that it answers a SYN from before the load balancer's restart.
  */
 static __always_inline bool is_syn_ack_of_second_server(__u32 service, const struct packet *packet, __u32 server_id)
 {
@@ -61,7 +61,7 @@ static __always_inline bool is_syn_ack_of_second_server(__u32 service, const str
 	       entry.server_id != server_id && takes_new_connections(load_server_entry(service, entry.server_id));
 }
 
-/* Returns whether this SYN-ACK's connection will be stamped, which never changes (lb_cookie.h, section 2). */
+/* Returns whether this SYN-ACK's connection will be stamped. This never changes later (lb_cookie.h, section 2). */
 static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						    struct lb_stamped_server *server, struct reply_time answer)
 {
@@ -75,7 +75,7 @@ static __always_inline bool is_stamped_from_syn_ack(struct xdp_md *ctx, __u32 se
 		if (can_be_stamped(server) && !plain)
 			return true;
 	}
-	/* A SYN-ACK without timestamps is stored, too: the SYN may have gone to another server than the bucket's. */
+	/* A SYN-ACK without timestamps is stored, too. Its SYN may have gone to another server than the bucket's. */
 	half_open.previous_server = HALF_OPEN_FLOW | answer.tsval_ms >> HALF_OPEN_TIME_SHIFT;
 	if (!plain || entry.server_id != half_open.server_id || entry.previous_server != half_open.previous_server)
 		insert_flow(ctx, service, packet, half_open, 0);
@@ -89,7 +89,7 @@ static __always_inline bool is_reply_stamped(struct xdp_md *ctx, __u32 service, 
 
 	if (packet->flags & TCP_SYN)
 		return is_stamped_from_syn_ack(ctx, service, packet, server, answer);
-	/* A server with an unstamped SYN-ACK sends data when the client has answered it, or by TCP Fast Open. */
+	/* A server with an unstamped SYN-ACK sends data once the client has answered it, or by TCP Fast Open. */
 	if (find_unstamped_flow(service, packet, &entry) &&
 	    (!is_half_open(entry) || entry.server_id == server->server_id))
 		return false;
@@ -103,7 +103,7 @@ static __always_inline bool is_reply_stamped(struct xdp_md *ctx, __u32 service, 
 	return true;
 }
 
-/* Handles a reply. `packet` has addresses and ports as in the client's packets. */
+/* Stamps a reply if its connection is stamped. `packet` has addresses and ports as in the client's packets. */
 static __always_inline enum lb_counter stamp_reply(struct xdp_md *ctx, __u32 service, const struct packet *packet,
 						   __u64 source_mac)
 {
@@ -158,7 +158,7 @@ static __always_inline __u32 parse_reply_ipv6(struct xdp_md *ctx, const void *da
 	return find_service_at_vip_ipv6(data + IPV6_FIELD_OFFSET(source), packet->ports >> 16, IPPROTO_TCP);
 }
 
-/* Processes a frame that may be a reply of a service. Returns an XDP action, or -1. Global, as decide() is. */
+/* Processes a frame that may be a service's reply. Returns an XDP action, or -1 if not. Global, as decide() is. */
 __noinline int forward_reply(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Rewriting of packets: MAC addresses; the IP identification or IPv6 flow label, for the bucket's previous server;
- * TSecr, for the index of a connection's entry or the server's own time. Checksums are updated by the difference.
+ * Rewriting of packets. The MAC addresses always change. The IP identification or IPv6 flow label can get the bucket's
+ * previous server, and TSecr the index of a connection's entry or the server's own time. Checksums are updated by the
+ * difference.
  */
 #ifndef COREWARD_LB_REWRITE_H
 #define COREWARD_LB_REWRITE_H
@@ -17,7 +18,7 @@
 #include "placement.h"
 #include "state.h"
 
-/* Writes new MAC addresses by two stores: 6 bytes of destination and 2 of source; 4 of source. */
+/* Writes new MAC addresses by two stores. The first has all of the destination and 2 bytes of the source. */
 static __always_inline void rewrite_mac(void *data, __u64 destination)
 {
 	__u64 own_shifted = lb_state.own_mac_shifted;
@@ -44,7 +45,7 @@ static __always_inline void rewrite_identification(void *data, __u16 identificat
 	PACKET_U16(data, IP_FIELD_OFFSET(check)) = ~fold_checksum(sum);
 }
 
-/* Writes the lower 16 bits of a new flow label, with 0 above them; no checksum covers it (RFC 8200, Sect. 8.1). */
+/* Writes the lower 16 bits of a new flow label, with 0 above them. No checksum covers it (RFC 8200, Sect. 8.1). */
 static __always_inline void rewrite_flow_label(void *data, __u16 label)
 {
 	__u32 first = PACKET_U32(data, ETH_HLEN);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Decoding of a service's number (intf.h, SERVICE_INDEX_MASK and others). The verifier removes modes that no service
+ * Decoding of a service's number (SERVICE_INDEX_MASK and others in intf.h). The verifier removes modes that no service
  * uses.
  */
 #ifndef COREWARD_LB_SERVICE_MODE_H
@@ -12,7 +12,7 @@
 
 #include "intf.h"
 
-/* Modes of all services, as bits 1 << enum consistency; fixed at load time. A change reloads the program. */
+/* Modes of all services, as bits 1 << enum consistency, fixed at load time. A change reloads the program. */
 const volatile __u32 modes_in_use;
 const volatile bool timestamps_off_in_use;
 const volatile bool timestamps_lb_in_use;
@@ -26,7 +26,7 @@ struct service {
 	/* Index in lb_state.services and in the counters. */
 	__u32 index;
 	enum consistency consistency;
-	/* Bits SERVICE_TIMESTAMPS_OFF and so on of the service's number. */
+	/* SERVICE_* bits of the service's number, such as SERVICE_TIMESTAMPS_OFF. */
 	__u32 flags;
 };
 
@@ -49,13 +49,11 @@ static __always_inline struct service decode_service(__u32 number)
 	};
 }
 
-/* lb_stamping.h */
 static __always_inline bool is_lb_stamped(const struct service *service)
 {
 	return timestamps_lb_in_use && service->flags & SERVICE_TIMESTAMPS_LB;
 }
 
-/* migration.h */
 static __always_inline bool has_other_balancer(const struct service *service)
 {
 	return other_balancer_in_use && service->flags & (SERVICE_ADOPTED | SERVICE_HANDED_OVER);
@@ -94,7 +92,7 @@ static __always_inline bool has_all_flows(const struct service *service)
 	return mode_in_use(CONSISTENCY_HASH_TABLE) && service->consistency == CONSISTENCY_HASH_TABLE;
 }
 
-/* Returns whether `cookie`, of a packet of the service, holds an index of a connection table. */
+/* Returns whether `cookie`, from a packet of the service, holds an index into a connection table. */
 static __always_inline bool has_table_index(const struct service *service, __u32 cookie)
 {
 	return is_stateful(service) && cookie & COOKIE_KIND_BIT;

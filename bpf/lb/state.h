@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * State of the load balancer that user space writes and that outlives its process (intf.h): a global variable, which a
- * packet reads without a map look-up.
+ * State of the load balancer that user space writes and that outlives its process (intf.h). It is a global variable,
+ * which a packet reads without a map look-up.
  */
 #ifndef COREWARD_LB_STATE_H
 #define COREWARD_LB_STATE_H

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * CONSISTENCY_STATEFUL: the cookie holds an index into the connection table of the load balancer that placed the
- * connection.
+ * CONSISTENCY_STATEFUL, in which the cookie holds an index into the connection table of the load balancer that placed
+ * the connection.
  */
 #ifndef COREWARD_LB_STATEFUL_H
 #define COREWARD_LB_STATEFUL_H
@@ -43,8 +43,8 @@ static __always_inline bool is_from_owner(struct xdp_md *ctx)
 }
 
 /*
- * Decides to forward the packet to the load balancer whose table has the cookie's index. If the owner is lost, or the
- * packet comes from a load balancer, it is broadcast, so that no packet circles.
+ * Decides to forward the packet to the load balancer whose table has the cookie's index. If that owner is lost, or the
+ * packet comes from a load balancer, the packet is broadcast, so that no packet circles.
  */
 static __always_inline void forward_to_owner(struct xdp_md *ctx, const struct service *service, __u32 source,
 					     __u32 owner, struct decision *decision)
@@ -63,7 +63,7 @@ static __always_inline void forward_to_owner(struct xdp_md *ctx, const struct se
 
 /*
  * Decides by the index in `cookie`, counted as `outcome`. Returns false if the entry is free or of another connection,
- * or its server was removed. `found`: the entry, if this load balancer's table has the index.
+ * or its server was removed. `found` is set to the entry if this load balancer's table has the index.
  */
 static __always_inline bool decide_by_index(struct xdp_md *ctx, const struct service *service, __u32 cookie,
 					    const struct packet *packet, enum lb_counter outcome,
@@ -90,7 +90,7 @@ static __always_inline bool decide_by_index(struct xdp_md *ctx, const struct ser
 
 struct connection_takes connection_takes SEC(".bss.takes");
 
-/* Returns the counter of entries of a source prefix (/24, in IPv6 /64). `address`: as in struct connection. */
+/* Returns a source prefix's counter of entries (/24, in IPv6 /64). `address` is as in struct connection. */
 static __always_inline __u64 *source_prefix_counter(const packet_u64 *address)
 {
 	bool ipv4 = !ipv6_in_use || (!address[0] && (__u32)address[1] == bpf_htonl(0xffff));
@@ -100,7 +100,6 @@ static __always_inline __u64 *source_prefix_counter(const packet_u64 *address)
 	return &connection_takes.entries_by_source[hash & (SOURCE_SHARDS - 1)];
 }
 
-/* Returns the counter of entries of the packet's source prefix. */
 static __always_inline __u64 *client_entry_counter(struct xdp_md *ctx, const struct packet *packet)
 {
 	packet_u64 address[2];
@@ -109,7 +108,7 @@ static __always_inline __u64 *client_entry_counter(struct xdp_md *ctx, const str
 	return source_prefix_counter(address);
 }
 
-/* Returns whether a prefix may hold another entry. Concurrent CPUs may exceed the limit by their number. */
+/* Returns whether a prefix may have another entry. Concurrent CPUs may exceed the limit by their number. */
 static __always_inline bool may_take_connection(const __u64 *held)
 {
 	__u64 limit = *(volatile __u64 *)&lb_state.entries_per_source;
@@ -117,7 +116,7 @@ static __always_inline bool may_take_connection(const __u64 *held)
 	return !limit || *(const volatile __u64 *)held < limit;
 }
 
-/* Returns the event for a new connection without an entry. `taken`: CONNECTION_TABLE_FULL and so on. */
+/* Returns the event for a new connection without an entry. `taken` is CONNECTION_TABLE_FULL or another reason. */
 static __always_inline enum lb_event allocation_failure_event(int taken)
 {
 	if (taken == CONNECTION_SOURCE_LIMITED)
@@ -133,12 +132,12 @@ static __always_inline void count_allocation(void)
 	connection_takes.by_row[row & (MAX_LB_COUNTER_ROWS - 1)].count++;
 }
 
-/* Returns whether the entry with that identity may be reused (connection_table.h, 2). */
+/* Returns whether the entry with that identity may be reused (connection_table.h, section 2). */
 static __always_inline bool is_expired(const struct connection *connection, __u64 identity)
 {
 	const struct connection_timers *timers = &lb_state.timers;
 	__u32 now = *(volatile __u32 *)&lb_state.clock;
-	/* The difference is below 0 if a packet came after the clock was read. */
+	/* The difference is negative if a packet came after the clock was read. */
 	__s32 idle = now - connection->last_seen;
 
 	if (!is_server_known(identity >> CONNECTION_SERVICE_SHIFT & CONNECTION_SERVICE_MASK, identity & COOKIE_ID_MASK))
@@ -150,7 +149,7 @@ static __always_inline bool is_expired(const struct connection *connection, __u6
 	return idle >= (__s32)(connection->flags & CONNECTION_CLOSING ? timers->closing : timers->idle);
 }
 
-/* Subtracts an entry from its source's count, unless user space has counted without the entry. */
+/* Subtracts an entry from its source's count, unless that is 0 because user space has not counted the entry. */
 static __always_inline void uncount_entry(const packet_u64 *client_address)
 {
 	__u64 *held = source_prefix_counter(client_address);
@@ -172,7 +171,7 @@ static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *
 
 	if (!packet || !stack)
 		return CONNECTION_TABLE_FULL;
-	/* Not atomic: if two packets find one entry, the exchange of the identity decides. */
+	/* Not atomic, because the exchange of the identity decides if two packets find the same entry. */
 	hand = *(volatile __u64 *)&stack->hand;
 	for (int probe = 0; probe < CONNECTION_HAND_PROBES; probe++) {
 		__u32 slot = hand & CONNECTION_SLOT_MASK;
@@ -199,7 +198,7 @@ static __noinline int reuse_connection(struct xdp_md *ctx, const struct packet *
 	return CONNECTION_TABLE_FULL;
 }
 
-/* Takes an entry for a new connection, or returns the reason why not. `inlined`: no call in the common case. */
+/* Takes an entry for a new connection, or returns the reason why not. With `inlined` the common case has no call. */
 static __always_inline int insert_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash,
 					     const struct decision *decision, bool inlined)
 {
@@ -217,7 +216,7 @@ static __always_inline int insert_connection(struct xdp_md *ctx, const struct pa
 	return taken;
 }
 
-/* Decides a retransmitted SYN by its entry in slot `recent`, if the server still takes new connections. */
+/* Decides about a retransmitted SYN by its entry in slot `recent`, if the server still takes new connections. */
 static __always_inline bool decide_repeated_syn(__u64 hash, int recent, struct decision *decision)
 {
 	__u32 owner = lb_state.owner, id;
@@ -237,7 +236,7 @@ static __always_inline bool decide_repeated_syn(__u64 hash, int recent, struct d
 
 /*
  * Takes an entry for a placed SYN, whose TSecr carries the index to the server. Without an entry TSecr becomes 0, and
- * the server stamps its id. `inlined`: as in insert_connection().
+ * the server stamps its id. `inlined` is as in insert_connection().
  */
 static __always_inline void open_connection(struct xdp_md *ctx, const struct packet *packet, __u64 hash, int recent,
 					    struct decision *decision, bool inlined)

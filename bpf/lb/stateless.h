@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* CONSISTENCY_STATELESS: the cookie holds the id of the server. */
+/* CONSISTENCY_STATELESS, in which the cookie holds the server's id. */
 #ifndef COREWARD_LB_STATELESS_H
 #define COREWARD_LB_STATELESS_H
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Counters of lb.bpf.c: by service, and by server for policies. Each receive queue or CPU has its own row, so counting
+ * Counters of lb.bpf.c by service, and by server for policies. Each receive queue or CPU has its own row, so counting
  * needs no atomic operation and no cache line moves between CPUs (LB_COUNTERS_PER_ROW). New and ended connections,
  * which policies sum up for as long as the maps live, are in the row of the CPU.
  */
@@ -13,16 +13,16 @@
 
 #include "intf.h"
 
-/* Native XDP: one CPU at a time polls a receive queue. Generic XDP: several CPUs may run for one queue. */
+/* True in generic XDP, where several CPUs may run for one queue. In native XDP one CPU at a time polls a queue. */
 const volatile bool counters_by_cpu;
 
-/* Whether a service is captured (capture.h); fixed at load time. */
+/* Whether a service is captured (capture.h), fixed at load time. */
 const volatile bool capture_in_use;
 
-/* Number of rows minus 1; fixed at load time. */
+/* Number of rows minus 1, fixed at load time. */
 const volatile __u32 counter_row_mask;
 
-/* A row of LB_COUNTERS_PER_ROW per receive queue or CPU; user space sets the size. */
+/* Counters of services, in one row per receive queue or CPU. User space sets the size. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);
@@ -36,13 +36,13 @@ static __always_inline __u32 counter_row(struct xdp_md *ctx)
 	return (counters_by_cpu ? bpf_get_smp_processor_id() : ctx->rx_queue_index) & counter_row_mask;
 }
 
-/* Returns this CPU's row, which has no other writer. On a bond two CPUs may serve queues of one number. */
+/* Returns this CPU's row, which has no other writer. On a bond two CPUs may serve queues with the same number. */
 static __always_inline __u32 cpu_row(void)
 {
 	return bpf_get_smp_processor_id() & counter_row_mask;
 }
 
-/* Returns a service's counters in a row. `service`: an index, or LB_COUNTERS_NO_SERVICE. */
+/* Returns a service's counters in a row. `service` is an index, or LB_COUNTERS_NO_SERVICE. */
 static __always_inline struct lb_counters *counters_at(__u32 row, __u32 service)
 {
 	__u32 position = row * LB_COUNTERS_PER_ROW + service;
@@ -87,10 +87,10 @@ static __always_inline void count_event(struct xdp_md *ctx, __u32 service, enum 
 
 /* ---- by server ------------------------------------------------------------------------------------------------- */
 
-/* Whether a policy uses packets and bytes per server; fixed at load time. */
+/* Whether a policy uses packets and bytes per server, fixed at load time. */
 const volatile bool traffic_in_use;
 
-/* Traffic by row and server id; user space sets the size. */
+/* Traffic by row and server id. User space sets the size. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(map_flags, BPF_F_MMAPABLE);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * VLANs (IEEE 802.1Q): frames of clients and of servers may have a tag.
+ * VLANs (IEEE 802.1Q), in which frames of clients and of servers may be tagged.
  *
  * The tag of a frame to this device is removed first, so that all other steps see untagged frames. The returned action
- * has the VLAN of the server, whose tag is inserted last. An action without a VLAN keeps the frame's tag: for packets
- * that pass, ICMP errors to senders, and packets to other load balancers, which are in the VIPs' VLAN.
+ * has the VLAN of the server, whose tag is inserted last. An action without a VLAN keeps the frame's tag. This applies
+ * to packets that pass, ICMP errors to senders, and packets to other load balancers, which are in the VIPs' VLAN.
  *
- * The driver must leave tags in frames (`ethtool -K DEVICE rxvlan off`): XDP cannot read a stripped tag.
+ * The driver must leave tags in frames (`ethtool -K DEVICE rxvlan off`), because XDP cannot read a stripped tag.
  */
 #ifndef COREWARD_LB_VLAN_H
 #define COREWARD_LB_VLAN_H
@@ -23,19 +23,19 @@
 #include "state.h"
 #include "stats.h"
 
-/* Whether the VIPs or a server are in a VLAN; fixed at load time. */
+/* Whether the VIPs or a server are in a VLAN, fixed at load time. */
 const volatile bool vlans_in_use;
-/* VLAN of clients' packets; 0: none. Fixed at load time. */
+/* VLAN of clients' packets, or 0 for none, fixed at load time. */
 const volatile __u16 vip_vlan;
 
 #define VLAN_TAG_LENGTH 4
 /* Parts of a tag (TCI): priority with drop eligibility, and the VLAN's id. */
 #define VLAN_PRIORITY_MASK 0xf000u
 #define VLAN_ID_MASK 0xfffu
-/* Bit above the TCI: the frame has a tag. */
+/* Bit above the TCI that marks a tagged frame. */
 #define VLAN_TAG_PRESENT 0x10000u
 
-/* Parts of a returned action: the XDP action, and the VLAN of the sent frame, if it is not that of the received. */
+/* Parts of a returned action, namely the XDP action, and the sent frame's VLAN if it is not the received frame's. */
 #define ACTION_MASK 0xff
 #define ACTION_HAS_VLAN 0x100
 #define ACTION_VLAN_SHIFT 16
@@ -45,7 +45,6 @@ static __always_inline int transmit_in_vlan(__u32 vlan)
 	return XDP_TX | ACTION_HAS_VLAN | (vlan & VLAN_ID_MASK) << ACTION_VLAN_SHIFT;
 }
 
-/* Returns the action for a frame to a server. */
 static __always_inline int transmit_to_server(__u32 id)
 {
 	if (!vlans_in_use)
@@ -59,19 +58,18 @@ static __always_inline __u64 broadcast_vlan(__u32 service)
 	return *(const volatile __u64 *)&lb_state.services[service & (MAX_SERVICES - 1)].broadcast_vlan;
 }
 
-/* Returns whether one frame can reach all servers of the service: they are in one VLAN. */
+/* Returns whether one frame can reach all servers of the service, because they are in one VLAN. */
 static __always_inline bool has_broadcast_vlan(__u32 service)
 {
 	return !vlans_in_use || broadcast_vlan(service) != NO_BROADCAST_VLAN;
 }
 
-/* Returns the action for a broadcast frame of the service. */
 static __always_inline int transmit_broadcast(__u32 service)
 {
 	return vlans_in_use ? transmit_in_vlan(broadcast_vlan(service)) : XDP_TX;
 }
 
-/* Tag of the present frame with VLAN_TAG_PRESENT; 0: untagged. It is in a map because lb() has no stack left. */
+/* Tag of the current frame with VLAN_TAG_PRESENT, or 0. It is in a map because lb() has no stack left. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 1);
@@ -86,7 +84,7 @@ static __always_inline __u32 *stored_frame_tag(void)
 	return bpf_map_lookup_elem(&frame_tag, &zero);
 }
 
-/* Removes the tag of a frame to this device. Returns the tag with VLAN_TAG_PRESENT; 0: the frame is unchanged. */
+/* Removes the tag of a frame to this device. Returns the tag with VLAN_TAG_PRESENT, or 0 if the frame is unchanged. */
 static __always_inline __u32 pop_vlan_tag(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data;
@@ -147,7 +145,7 @@ static __always_inline bool insert_tag(struct xdp_md *ctx, __u32 tag)
 }
 
 /*
- * Inserts the tag of the sent frame: that of the action's VLAN with the priority of the removed tag, or else the
+ * Inserts the tag of the sent frame. It is that of the action's VLAN with the removed tag's priority, or else the
  * removed tag. Returns the XDP action.
  */
 static __noinline int tag_frame(struct xdp_md *ctx, int action)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Packets without a cookie, by flow table and bucket; with CONSISTENCY_BEAMER all packets. */
+/* Decisions about packets without a cookie, by flow table and bucket. With CONSISTENCY_BEAMER these are all packets. */
 #ifndef COREWARD_LB_WITHOUT_COOKIE_H
 #define COREWARD_LB_WITHOUT_COOKIE_H
 
@@ -18,10 +18,10 @@
 #include "state.h"
 
 /*
- * Places a SYN without a cookie for which the flow table has no server that takes new connections. `found`: whether the
- * flow table has an entry, `stale`. The SYN goes to the bucket's server without an entry, as later packets follow the
- * same bucket. If that server takes no new connections, the placement rule selects another server, and the flow table
- * stores it. A server with an older connection of these ports becomes the previous server.
+ * Places a SYN without a cookie for which the flow table has no server that takes new connections. `found` is true if
+ * the flow table has an entry, whose server is `stale`. The SYN goes to the bucket's server without an entry, as later
+ * packets follow the same bucket. If that server takes no new connections, the placement rule selects another server,
+ * and the flow table stores it. A server with an older connection of these ports becomes the previous server.
  */
 static __always_inline void decide_syn_without_cookie(struct xdp_md *ctx, struct service_state *state,
 						      const struct packet *packet, bool found, __u32 stale,
@@ -49,8 +49,8 @@ static __always_inline void decide_syn_without_cookie(struct xdp_md *ctx, struct
 }
 
 /*
- * Decides a packet without a cookie: the client has no timestamps, the service has them off, or it is
- * CONSISTENCY_BEAMER. Then only a SYN stores a flow (has_flows), and everything else follows the bucket, also a reset.
+ * Decides about a packet without a cookie. The client has no timestamps, the service has them off, or it is
+ * CONSISTENCY_BEAMER. With BEAMER only a SYN stores a flow (has_flows), and all else follows the bucket, even a reset.
  */
 static __always_inline void decide_without_cookie(struct xdp_md *ctx, const struct service *service,
 						  struct service_state *state, const struct packet *packet,
@@ -93,7 +93,7 @@ static __always_inline void decide_without_cookie(struct xdp_md *ctx, const stru
 		return;
 	}
 	entry = decide_by_bucket(ctx, state, packet, decision);
-	/* The entry is a hint: replies, which would prove the connection, do not pass the load balancer. */
+	/* The entry is a hint, because replies, which would prove the connection, do not pass here. */
 	if (decision->outcome == LB_COUNTER_BUCKET_HASH)
 		insert_flow(ctx, decision->service, packet, entry, FLOW_HINT);
 }

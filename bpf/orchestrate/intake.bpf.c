@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * At the NIC of `coreward orchestrate`, in XDP: redirects requests to its AF_XDP sockets.
+ * Redirection of requests to the AF_XDP sockets of `coreward orchestrate`, in XDP at its NIC.
  *
- * 1. Requests. Frames to the device's MAC address with a UDP datagram over IPv4 to a listener's address and port,
+ * 1. Requests are frames to the device's MAC address with a UDP datagram over IPv4 to a listener's address and port,
  *    without VLAN tag, IP options or fragmentation. All other frames pass to the kernel.
  *
- * 2. Doubtful requests pass as well, and are counted by reason: the kernel delivers them to the daemon's UDP socket or
- *    drops them. If the source is a listener's address, the daemon would answer itself.
+ * 2. Doubtful requests pass as well, and are counted by reason. The kernel delivers them to the daemon's UDP socket or
+ *    drops them. A request from a listener's address is doubtful, because the daemon would answer itself.
  *
- * 3. Sockets. Each receive queue has one; a frame of a queue without a socket passes.
+ * 3. Sockets. Each receive queue has one. A frame of a queue without a socket passes.
  *
- * 4. Checksums. A sender on this machine (the other end of a veth) leaves the datagram's checksum to a NIC: the field
- *    then has the sum of the pseudo header, which counts as correct.
+ * 4. Checksums. A sender on this machine (the other end of a veth) leaves the datagram's checksum to a NIC. The field
+ *    then has the sum of the pseudo-header, which counts as correct.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -47,14 +47,14 @@ struct {
 	__type(value, __u64);
 } intake_counters SEC(".maps");
 
-/* Written before the program is loaded. */
+/* The device's MAC address, written before the program is loaded. */
 const volatile __u8 device_mac[ETH_ALEN] = {};
 
-/* First byte of an IPv4 header without options: version 4 and a length of five words. */
+/* First byte of an IPv4 header without options, with version 4 and a length of five words. */
 #define IPV4_WITHOUT_OPTIONS 0x45
 #define IPV4_WORDS 5
 #define CORRECT_CHECKSUM 0xffff
-/* Bytes that one step of the checksum adds. */
+/* Number of bytes that one iteration of the checksum's loop adds. */
 #define CHECKSUM_STEP_BYTES 64
 
 static __always_inline void count(__u32 counter)
@@ -80,7 +80,7 @@ static __always_inline bool is_for_device(const struct ethhdr *ethernet)
 	return true;
 }
 
-/* Returns `sum` plus `length` bytes, at most MAX_INTAKE_DATAGRAM; ends early at `data_end`. */
+/* Returns `sum` plus `length` bytes, at most MAX_INTAKE_DATAGRAM. The addition ends early at `data_end`. */
 static __always_inline __u64 add_to_checksum(__u64 sum, const void *cursor, __u32 length, const void *data_end)
 {
 #pragma clang loop unroll(disable)
@@ -143,7 +143,7 @@ static __always_inline bool is_length_valid(const struct iphdr *ip, const struct
 	       packet <= available;
 }
 
-/* Returns whether a client can have the source: not this network (0), loopback, multicast or reserved (RFC 6890). */
+/* Returns whether a client can have the source, which excludes network 0, loopback, multicast, reserved (RFC 6890). */
 static __always_inline bool is_client(const struct iphdr *ip, const struct udphdr *udp)
 {
 	__u32 network = bpf_ntohl(ip->saddr) >> 24;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Time part of the cookie: conversion from and to the server's own TSval, by the clock and by the PAWS clamp
+ * Time part of the cookie, converted from and to the server's own TSval by the clock and by the PAWS clamp
  * (server.bpf.c, "The clock" and "The PAWS clamp"). crates/model/src/tsval_clamp.rs has the same code for one
  * connection, with proofs.
  */
@@ -16,7 +16,7 @@
 #include "state.h"
 
 #define NANOSECONDS_PER_MS 1000000
-/* Limit of the age of a TSval on the plain clock in a packet without a socket (SYN cookies: 64 ms). */
+/* Maximum age of a TSval on the plain clock in a packet without a socket. SYN cookies need 64 ms. */
 #define MONOTONIC_CLOCK_WINDOW_MS 1000
 
 struct {
@@ -37,7 +37,7 @@ static __always_inline __u32 clock_ms(void)
 	return bpf_ktime_get_ns() / NANOSECONDS_PER_MS;
 }
 
-/* Returns whether a packet's TSval is CLOCK_MONOTONIC in ms, for packets that belong to no established socket. */
+/* Returns whether a packet's TSval is CLOCK_MONOTONIC in ms. Used for packets that belong to no established socket. */
 static __always_inline bool is_monotonic_clock(__u32 milliseconds)
 {
 	return clock_ms() + RESTORE_SLACK_MS - milliseconds < MONOTONIC_CLOCK_WINDOW_MS;
@@ -52,7 +52,7 @@ static __always_inline __u32 clamp_group(const struct flow_key *flow)
 }
 
 /*
- * Returns whether a packet of the group was clamped so recently that an entry may matter although TSecr is newer than
+ * Returns whether a packet of the group was clamped recently. Then an entry may matter although TSecr is newer than
  * MAX_STEP_MS (TSecr may have been restored to slightly after now). The comparison is signed, because another CPU's
  * clock may be a millisecond ahead.
  */
@@ -62,7 +62,7 @@ static __always_inline bool is_recently_clamped(__u32 group, __u32 milliseconds)
 }
 
 /*
- * Applies the PAWS clamp: replaces time->sent, for the server's own TSval `milliseconds`, when the client's last
+ * Applies the PAWS clamp, which replaces time->sent for the server's own TSval time->original_tsval. The client's last
  * TSecr was restored to `last_tsecr`.
  */
 static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 last_tsecr, struct time_part *time)
@@ -96,7 +96,7 @@ static __noinline void apply_tsval_clamp(const struct segment *segment, __u32 la
 
 /*
  * Returns the time part to send for the server's own TSval `milliseconds`. The client's last TSecr was restored to
- * `last_tsecr` (0: none).
+ * `last_tsecr`, or to 0 if there is none.
  */
 static __always_inline struct time_part select_time(const struct segment *segment, __u32 milliseconds, __u32 last_tsecr)
 {
@@ -104,7 +104,7 @@ static __always_inline struct time_part select_time(const struct segment *segmen
 	__u32 elapsed = milliseconds - last_tsecr;
 	__u32 group = clamp_group(&segment->flow);
 
-	/* A restored value is never ahead by more than the slack, so a TSecr that is was forged, and is ignored. */
+	/* A restored value is never ahead by more than the slack. A TSecr further ahead was forged and is ignored. */
 	if (last_tsecr && (__s32)(elapsed + RESTORE_SLACK_MS) >= 0 &&
 	    (elapsed >= MAX_STEP_MS || is_recently_clamped(group, milliseconds)))
 		apply_tsval_clamp(segment, last_tsecr, &time);
@@ -135,7 +135,7 @@ static __noinline __u32 restore_time_by_clamp(const struct segment *segment, __u
 		return held->original;
 	}
 	if (held->confirmed) {
-		/* The client has returned a TSval after the clamped one: the clock decides again. */
+		/* The client has returned a TSval after the clamped one, so the clock decides again. */
 		bpf_map_delete_elem(&held_timestamps, &segment->flow);
 		return restore_time_by_clock(time, now);
 	}
@@ -149,7 +149,7 @@ static __noinline __u32 restore_time_by_clamp(const struct segment *segment, __u
 	return restore_time_by_clock(time, now);
 }
 
-/* Returns the server's own TSval of a TSecr's time part. Never 0, which the kernel reads as "no TSecr". */
+/* Returns the server's own TSval of a TSecr's time part. It is never 0, which the kernel reads as "no TSecr". */
 static __always_inline __u32 restore_tsval(const struct segment *segment, __u16 time)
 {
 	__u32 now = clock_ms(), group = clamp_group(&segment->flow);

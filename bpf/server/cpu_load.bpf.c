@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Busy time of each CPU in ns: tasks, and the interrupts and softirqs that run while the CPU's task is idle.
+ * Busy time of each CPU in ns, by tasks, and by interrupts and softirqs while the CPU's task is idle.
  *
- * Interrupts and softirqs during a task count as its time: from one task switch to the next the CPU is busy. ksoftirqd
- * and threaded NAPI are tasks. Two kinds of time are not counted while idle: the local timer and interrupts between
- * CPUs, which have no generic tracepoint (about 1 us each), and the entry into the first handler and exit from it.
+ * Interrupts and softirqs during a task count as its time, because the CPU is busy from one task switch to the next.
+ * ksoftirqd and threaded NAPI are tasks. Two kinds of time are not counted while the CPU is idle. One is the local
+ * timer and interrupts between CPUs (about 1 us each), which have no generic tracepoint. The other is the entry into
+ * the first handler and the exit from it.
  *
  * Other sources are less exact. /proc/stat has ticks of 10 ms, samples at the timer interrupt on most kernels, and does
  * not separate softirqs during a task from softirqs while idle. /proc/schedstat is not in every kernel.
  *
- * The tracepoints fire up to a million times a second, so each program does little: it uses one cache line of this CPU,
+ * The tracepoints fire up to a million times a second, so each program does little. It uses one cache line of this CPU,
  * and reads the clock only when the CPU becomes busy or idle.
  *
- * Limits: at start a CPU counts as idle until its first switch between idle and a task. CPUs from MAX_CPUS on are not
+ * Limits. At start a CPU counts as idle until its first switch between idle and a task. CPUs from MAX_CPUS on are not
  * counted. A virtual CPU's stolen time counts as time of the task that it interrupts.
  */
 #include <linux/bpf.h>
@@ -21,7 +22,7 @@
 
 #include "intf.h"
 
-/* Fields of the kernel's struct that are read here; libbpf relocates them to the running kernel's layout. */
+/* Fields of the kernel's struct that are read here. libbpf relocates them to the running kernel's layout. */
 struct task_struct {
 	int pid;
 } __attribute__((preserve_access_index));
@@ -68,7 +69,7 @@ int task_switch(__u64 *arguments)
 
 /*
  * Begins an interrupt or softirq while the CPU is idle. Handlers nest, and only the outermost handler changes the busy
- * time: `depth` grows before the busy period begins, and a nested handler restores `depth` before it returns.
+ * time. For this, `depth` grows before the busy period begins, and a nested handler restores `depth` before it returns.
  */
 static __always_inline int begin_busy(void)
 {
@@ -83,7 +84,7 @@ static __always_inline int end_busy(void)
 {
 	struct cpu_busy_time *time = this_cpu();
 
-	/* Depth 0: the interrupt began before this program was attached. */
+	/* Depth 0 means that the interrupt began before this program was attached. */
 	if (time && !time->is_task_running && time->depth != 0 && --time->depth == 0)
 		set_busy(time, 0);
 	return 0;

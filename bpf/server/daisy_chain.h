@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Daisy chaining: packets of unknown connections go to the server that may have the connection (server.bpf.c, "Daisy
- * chaining").
+ * Daisy chaining, which forwards packets of unknown connections to the server that may have the connection
+ * (server.bpf.c, "Daisy chaining").
  */
 #ifndef COREWARD_SERVER_DAISY_CHAIN_H
 #define COREWARD_SERVER_DAISY_CHAIN_H
@@ -19,7 +19,7 @@
 #include "socket.h"
 #include "state.h"
 
-/* Returns whether the load balancer has written a previous server into the packet. `number`: number of the service. */
+/* Returns whether the load balancer has written a previous server into the packet of the service `number`. */
 static __always_inline bool has_previous_server(__u32 number, const struct segment *segment)
 {
 	return number & SERVER_NUMBER_CHAINED ||

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * At a server's NIC, in XDP: removes the outer header from packets of load balancers (bpf/lb/encapsulate.h).
+ * Removal of the outer header from packets of load balancers (bpf/lb/encapsulate.h), in XDP at a server's NIC.
  *
  * 1. Place. The program runs before tc, so that server.bpf.c gets packets as on a segment without routers. In native
  *    mode it also runs before GRO, which then merges inner TCP segments. In generic mode GRO runs first, and merges
  *    encapsulated segments.
  *
- * 2. Packets. IPv4 and IPv6, in IPv4 or IPv6, directly or in UDP to GUE_PORT. All other packets pass, also those with
- *    IP options or extension headers in the outer header. An encapsulated packet can carry any inner source past a
+ * 2. Packets are IPv4 and IPv6, in IPv4 or IPv6, directly or in UDP to GUE_PORT. All other packets pass, also those
+ *    with IP options or extension headers in the outer header. An encapsulated packet can carry any inner source past a
  *    firewall that reads outer addresses. So its source must be a configured load balancer, and its inner destination a
  *    VIP of this server. Other encapsulated packets are dropped and counted, as are fragments (load balancers set DF),
  *    packets whose lengths contradict each other, and packets with another tunnel inside.
@@ -63,10 +63,9 @@ struct {
 #define ECN_MASK 3
 #define ECN_CE 3
 
-/* Mask by which the verifier gets the bound of an outer header's length. */
+/* Mask that bounds an outer header's length for the verifier. */
 #define OVERHEAD_MASK 63
 
-/* Fields of an IP header of either family. */
 struct ip_fields {
 	struct address source;
 	struct address destination;
@@ -137,14 +136,14 @@ static __always_inline bool is_gue_port(struct xdp_md *ctx, __u32 udp_at)
 	       port == bpf_htons(GUE_PORT);
 }
 
-/* Returns the length of the outer header; 0: the packet is not encapsulated. */
+/* Returns the length of the outer header, or 0 if the packet is not encapsulated. */
 static __always_inline __u32 encapsulation_overhead(struct xdp_md *ctx, const struct ip_fields *outer)
 {
 	if (outer->header_length != ip_header_length(outer->ipv6))
 		return 0;
 	if (outer->protocol == IPPROTO_IPIP || outer->protocol == IPPROTO_IPV6)
 		return outer->header_length;
-	/* A later fragment passes, because it has no ports: the kernel never gets the first fragment. */
+	/* A later fragment passes for lack of ports. This is harmless, as the kernel never gets the first fragment. */
 	if (outer->protocol != IPPROTO_UDP || outer->fragment & IP_FRAGMENT_OFFSET ||
 	    !is_gue_port(ctx, ETH_HLEN + outer->header_length))
 		return 0;
@@ -165,7 +164,7 @@ static __always_inline bool read_inner(const void *inner, const void *data_end, 
 	return version == 6 && outer_protocol != IPPROTO_IPIP && read_ipv6(inner, data_end, fields);
 }
 
-/* Returns whether the lengths of both packets, of the datagram and of the frame agree. */
+/* Returns whether the lengths agree in both packets, the datagram and the frame. */
 static __always_inline bool are_lengths_valid(struct xdp_md *ctx, const struct ip_fields *outer,
 					      const struct ip_fields *inner, __u32 overhead)
 {
@@ -181,7 +180,7 @@ static __always_inline bool are_lengths_valid(struct xdp_md *ctx, const struct i
 	       bpf_ntohs(length) == outer->length - outer->header_length;
 }
 
-/* Skips the extension headers at `*at` that load balancers skip, and moves `*at`. Returns the next protocol. */
+/* Skips the extension headers at `*at` that load balancers skip, and moves `*at` on. Returns the next protocol. */
 static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 next, __u32 *at)
 {
 	struct extension_header header;
@@ -197,7 +196,7 @@ static __always_inline __u32 skip_extension_headers(struct xdp_md *ctx, __u32 ne
 	return next;
 }
 
-/* Returns whether the inner packet is encapsulated as well. `at`: offset of the inner header in the frame. */
+/* Returns whether the inner packet is encapsulated as well. `at` is the inner header's offset in the frame. */
 static __always_inline bool is_nested_tunnel(struct xdp_md *ctx, const struct ip_fields *inner, __u32 at)
 {
 	__u32 protocol = inner->protocol;
@@ -210,7 +209,7 @@ static __always_inline bool is_nested_tunnel(struct xdp_md *ctx, const struct ip
 	return protocol == IPPROTO_IPIP || protocol == IPPROTO_IPV6 || protocol == IPPROTO_GRE;
 }
 
-/* Fills `inner`, and returns 0 or the reason to drop the packet. `overhead`: length of the outer header. */
+/* Fills `inner`, and returns 0 or the reason to drop the packet. `overhead` is the length of the outer header. */
 static __always_inline __u32 check_encapsulation(struct xdp_md *ctx, const struct ip_fields *outer, __u32 overhead,
 						 struct ip_fields *inner)
 {
@@ -236,7 +235,7 @@ static __always_inline __u32 check_encapsulation(struct xdp_md *ctx, const struc
 	return 0;
 }
 
-/* Sets CE in the inner header; in IPv4 with its checksum (RFC 1624, Eqn. 3). */
+/* Sets CE in the inner header, and in IPv4 updates the header's checksum (RFC 1624, Eqn. 3). */
 static __always_inline void mark_congestion(void *ip, bool ipv6)
 {
 	struct iphdr *inner = ip;

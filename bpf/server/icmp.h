@@ -21,14 +21,14 @@
 #include "state.h"
 #include "service.h"
 
-/* RFC 792; linux/icmp.h needs a libc. */
+/* Numbers of RFC 792, because linux/icmp.h needs a libc. */
 #define ICMP_DESTINATION_UNREACHABLE 3
 #define ICMP_TIME_EXCEEDED 11
 #define ICMP_PARAMETER_PROBLEM 12
 #define ICMP_HEADER_LENGTH 8
 #define QUOTED_IPV6_OFFSET (IPV6_TRANSPORT_OFFSET + ICMP_HEADER_LENGTH)
 
-/* Returns whether this host has the socket that sent the quoted packet. `length`: length of the family's tuple. */
+/* Returns whether this host has the socket that sent the quoted packet. `length` is that of the family's tuple. */
 static __always_inline bool has_quoted_socket(struct __sk_buff *skb, __u8 protocol, struct bpf_sock_tuple *tuple,
 					      __u32 length)
 {
@@ -44,7 +44,6 @@ static __always_inline bool has_quoted_socket(struct __sk_buff *skb, __u8 protoc
 	return here;
 }
 
-/* Accepts a broadcast error if this host has the socket, and drops it otherwise. */
 static __always_inline int accept_if_socket_here(struct __sk_buff *skb, bool here)
 {
 	if (!here) {
@@ -56,7 +55,7 @@ static __always_inline int accept_if_socket_here(struct __sk_buff *skb, bool her
 	return TC_ACT_UNSPEC;
 }
 
-/* Returns the number of the service with that address (16 bytes), or of its VIP with port and protocol 0. */
+/* Returns the number of the service with that address (16 bytes), or that of its VIP if port and protocol are 0. */
 static __always_inline __u32 service_at(const void *address, __u16 port, __u8 protocol)
 {
 	struct service_key_ipv6 key = make_service_key_ipv6(address, port, protocol);
@@ -65,8 +64,8 @@ static __always_inline __u32 service_at(const void *address, __u16 port, __u8 pr
 }
 
 /*
- * accept_icmp_error() for IPv6. An error that quotes extension headers passes: servers send none, and the
- * load balancer does not broadcast it.
+ * accept_icmp_error() for IPv6. An error that quotes extension headers passes, because servers send none, and the load
+ * balancer does not broadcast it.
  */
 static __noinline int accept_icmpv6_error(struct __sk_buff *skb)
 {

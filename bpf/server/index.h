@@ -93,8 +93,9 @@ static __always_inline __u32 select_index(const struct segment *segment, struct 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
 /*
- * Returns whether this host may have stamped a TSecr with an index, which does not name the server. If the connection
- * is older than coreward, its TSval has another offset, or this host has no socket for it.
+ * Returns whether this host may have stamped a TSecr with an index, which does not name the server. This host has not
+ * if it has no socket for the connection, or if the connection's TSval has an offset, because it is older than
+ * coreward.
  */
 static __noinline bool may_have_stamped_index(struct __sk_buff *skb, const struct segment *segment)
 {
@@ -105,8 +106,8 @@ static __noinline bool may_have_stamped_index(struct __sk_buff *skb, const struc
 	if (!sk)
 		return false;
 	/*
-	 * With a listening socket the packet ends a handshake with a SYN cookie, or the kernel rejects it with any
-	 * TSecr.
+	 * A listening socket shows that the packet ends a handshake with a SYN cookie, or that the kernel rejects it
+	 * with any TSecr.
 	 */
 	plain = sk->state == SOCKET_REQUEST || sk->state == SOCKET_TIME_WAIT || sk->state == SOCKET_LISTEN;
 	if (!plain) {
@@ -117,7 +118,7 @@ static __noinline bool may_have_stamped_index(struct __sk_buff *skb, const struc
 	return plain;
 }
 
-/* Gives up an index that no load balancer knows any more: later packets carry the server's id. */
+/* Gives up an index that no load balancer has in its table, so that later packets carry the server's id. */
 static __noinline void give_up_index(struct __sk_buff *skb, const struct segment *segment, __u32 index)
 {
 	struct connection_index first = {.index = index, .newest_ms = clock_ms()}, *kept;

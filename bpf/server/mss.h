@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The MSS in SYN-ACKs of services whose packets arrive encapsulated: clients' segments need room for the outer header.
- * Replies have no outer header, so segments of the server are not limited.
+ * MSS in SYN-ACKs of services whose packets arrive encapsulated, because clients' segments need room for the outer
+ * header. Replies have no outer header, so segments of the server are not limited.
  */
 #ifndef COREWARD_SERVER_MSS_H
 #define COREWARD_SERVER_MSS_H
@@ -18,10 +18,10 @@
 #include "state.h"
 #include "tunnel.h"
 
-/* First bytes of the MSS option: kind 2, length 4 (RFC 9293, Sect. 3.2). */
+/* First bytes of the MSS option, which are kind 2 and length 4 (RFC 9293, Sect. 3.2). */
 #define MSS_OPTION 0x02040000u
 #define MSS_MASK 0xffffu
-/* Returns the length of all headers without options, with a GUE header. `number`: number of the service. */
+/* Returns the length of all headers without options, including a GUE header. `number` is the service's number. */
 static __always_inline __u32 encapsulated_header_length(const struct segment *segment, __u32 number)
 {
 	return outer_header_length(FORWARDING_GUE, number & SERVER_NUMBER_OUTER_IPV6) +
@@ -30,7 +30,7 @@ static __always_inline __u32 encapsulated_header_length(const struct segment *se
 
 /*
  * Limits the MSS of a SYN-ACK by the device's MTU. Linux writes this option first (tcp_options_write(),
- * net/ipv4/tcp_output.c); a SYN-ACK with another first option stays unchanged. Returns TC_ACT_SHOT if the packet could
+ * net/ipv4/tcp_output.c). A SYN-ACK with another first option stays unchanged. Returns TC_ACT_SHOT if the packet could
  * not be changed.
  */
 static __always_inline int clamp_mss(struct __sk_buff *skb, const struct segment *segment, __u32 number)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Check that the NIC's indirection table is in force: the predicted queue of SYNs, and of a few packets of open
- * connections, is compared with the actual one. NICs with a flow director (ixgbe, i40e) move open connections by
+ * Check that the NIC uses the indirection table that it reports. The predicted queue is compared with the actual one,
+ * for SYNs and a few packets of open connections. NICs with a flow director (ixgbe, i40e) move open connections by
  * themselves (ATR), while their SYNs go by the table.
  */
 #ifndef COREWARD_SERVER_RSS_H
@@ -32,7 +32,7 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	struct rss_sample *sample;
 
 	predicted = predict_segment_queue(segment, &hash);
-	/* skb_record_rx_queue() stores queue + 1; 0: no queue was recorded. */
+	/* skb_record_rx_queue() stores queue + 1, so 0 means that no queue was recorded. */
 	if (predicted == QUEUE_UNKNOWN || !skb->queue_mapping) {
 		count(SERVER_COUNTER_RSS_UNPREDICTED);
 		return;
@@ -52,7 +52,7 @@ static __noinline void sample_rss(struct __sk_buff *skb, const struct segment *s
 	__sync_lock_test_and_set(&sample->sequence, sequence + 1);
 }
 
-/* Counts a packet of an open connection, and compares the queue of one in RSS_ESTABLISHED_SAMPLING packets. */
+/* Compares the actual queue of a sampled packet of an open connection with the predicted one. */
 static __noinline void sample_established(struct __sk_buff *skb, const struct segment *segment)
 {
 	__u32 hash = 0, predicted;

@@ -13,8 +13,8 @@
 #define RSS_INPUT_IPV4_ADDRESS_BYTES (RSS_INPUT_IPV4_BYTES - RSS_INPUT_PORT_BYTES)
 
 /*
- * Applies a transform (RSS_INPUT_*) to `input`: source address, destination address, source port, destination port,
- * together `length` bytes.
+ * Applies a transform (RSS_INPUT_*) to `input`, which consists of source address, destination address, source port and
+ * destination port, together `length` bytes.
  */
 static __always_inline void transform_rss_input(__u32 transform, __u8 *input, __u32 length)
 {
@@ -33,7 +33,7 @@ static __always_inline void transform_rss_input(__u32 transform, __u8 *input, __
 	}
 }
 
-/* Returns the Toeplitz hash of the transformed input; `byte`: one table per position. */
+/* Returns the Toeplitz hash of the transformed input. `byte` has one table per input byte. */
 static __always_inline __u32 toeplitz_of_input(const __u32 (*byte)[256], const __u8 *input, __u32 length)
 {
 	__u32 hash = 0, i;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The server's RSS: the NIC's receive queue of a connection. The agent fills a map that two programs share:
+ * The server's RSS, which gives the NIC's receive queue of a connection. The agent fills a map that two programs share.
  * server.bpf.c compares the predicted with the actual queue, steer.bpf.c selects a socket by the predicted queue.
  */
 #ifndef COREWARD_SERVER_RSS_MAPPING_H
@@ -24,8 +24,8 @@ struct {
 #define QUEUE_UNKNOWN 0xffffffffu
 
 /*
- * Returns the receive queue of a connection to this server, and its Toeplitz hash; QUEUE_UNKNOWN while the table is
- * unknown. `input`: as in transform_rss_input(), which changes it.
+ * Returns the receive queue of a connection to this server, and fills its Toeplitz hash. Returns QUEUE_UNKNOWN while
+ * the table is unknown. `input` is as in transform_rss_input(), which changes it.
  */
 static __always_inline __u32 queue_of_input(__u8 *input, __u32 length, __u32 *hash)
 {
@@ -42,7 +42,7 @@ static __always_inline __u32 queue_of_input(__u8 *input, __u32 length, __u32 *ha
 	return rss->queue[entry];
 }
 
-/* Returns queue_of_input() of an IPv4 connection. `ports`: the start of the client's TCP header. */
+/* Returns queue_of_input() of an IPv4 connection. `ports` is the start of the client's TCP header. */
 static __always_inline __u32 predict_queue_ipv4(__u32 source_address, __u32 destination_address, __u32 ports,
 						__u32 *hash)
 {

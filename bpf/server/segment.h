@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* TCP packets in a tc program: parsing, the timestamp option, and rewriting one of its words. */
+/* Parsing of TCP packets in a tc program, and rewriting of a word in their timestamp option. */
 #ifndef COREWARD_SERVER_SEGMENT_H
 #define COREWARD_SERVER_SEGMENT_H
 
@@ -18,7 +18,7 @@
 #include "state.h"
 #include "timestamp.h"
 
-/* Mask of TCP header offsets: 14 bytes of Ethernet and 60 of IPv4, or 113 of IPv6 with extension headers. */
+/* Mask of TCP header offsets (14 bytes for Ethernet and 60 for IPv4, or 113 for IPv6 with extension headers). */
 #define TCP_OFFSET_MASK 0x7f
 /* Maximum length of all headers together. */
 #define MAX_HEADER_BYTES (TCP_OFFSET_MASK + 60)
@@ -40,9 +40,9 @@ struct segment {
 	__u32 timestamp_offset;
 	__be32 tsval;
 	__be32 tsecr;
-	/* Previous server: IP identification, or the lower 16 bits of the flow label. */
+	/* Previous server, from the IP identification or the lower 16 bits of the flow label. */
 	__u16 previous_server;
-	/* Address family: ADDRESS_FAMILY_*. */
+	/* Address family (ADDRESS_FAMILY_*). */
 	__u8 family;
 	__u8 syn;
 	__u8 ack;
@@ -58,7 +58,7 @@ enum segment_location {
 	LOCATED_BEYOND_LINEAR,
 };
 
-/* Returns the word at the start of the client's TCP header: the client's port, then the service's. */
+/* Returns the word at the start of the client's TCP header, which is the client's port, then the service's. */
 static __always_inline __u32 ports_of(const struct flow_key *flow)
 {
 	return flow->client_port | (__u32)flow->vip_port << 16;
@@ -111,8 +111,8 @@ static __always_inline enum segment_location locate_ipv4(struct __sk_buff *skb, 
 }
 
 /*
- * Returns the offset of the TCP header after an IPv6 header and the extension headers that the load balancer skips; 0:
- * another protocol, or a fragment. `next`: next header of the IPv6 header.
+ * Returns the offset of the TCP header after an IPv6 header and the extension headers that the load balancer skips.
+ * Returns 0 for another protocol, or a fragment. `next` is the IPv6 header's next header.
  */
 static __always_inline __u32 tcp_offset_ipv6(struct __sk_buff *skb, __u32 next)
 {
@@ -129,7 +129,7 @@ static __always_inline __u32 tcp_offset_ipv6(struct __sk_buff *skb, __u32 next)
 	return next == IPPROTO_TCP && at <= TCP_OFFSET_MASK ? at : 0;
 }
 
-/* Finds the TCP header of a whole IPv6 packet. Not inlined: IPv4 keeps the registers. */
+/* Finds the TCP header of a whole IPv6 packet. It is not inlined, so that the code for IPv4 keeps the registers. */
 static __noinline enum segment_location locate_ipv6(struct __sk_buff *skb, struct segment *segment,
 						    enum segment_direction direction)
 {
@@ -151,7 +151,6 @@ static __noinline enum segment_location locate_ipv6(struct __sk_buff *skb, struc
 	return LOCATED_TCP;
 }
 
-/* Reads the words of a timestamp option at `offset` of the options. */
 static __always_inline void read_timestamp(struct segment *segment, __u32 offset, const void *option)
 {
 	segment->timestamp_offset = sizeof(struct tcphdr) + offset + 2;
@@ -183,7 +182,7 @@ static __always_inline enum segment_location locate_timestamp(struct __sk_buff *
 		read_timestamp(segment, OPTIONS_ALIGNED_OFFSET, (void *)(tcp + 1) + OPTIONS_ALIGNED_OFFSET);
 		return LOCATED_TCP;
 	}
-	/* 12..40 by a mask: kernel 6.1's verifier loses the bounds when clang keeps a second copy of the length. */
+	/* This mask gives 12..40. Kernel 6.1's verifier loses bounds when clang keeps a second copy of the length. */
 	words = tcp->doff - OPTIONS_ALIGNED_LENGTH / 4 - sizeof(*tcp) / 4;
 	barrier_var(words);
 	length = (words & 7) * 4 + OPTIONS_ALIGNED_LENGTH;
@@ -195,7 +194,7 @@ static __always_inline enum segment_location locate_timestamp(struct __sk_buff *
 	return LOCATED_TCP;
 }
 
-/* Makes all headers linear. (The caller must read skb->data again: clang must not reuse the old values.) */
+/* Makes all headers linear. (The caller must read skb->data again, and clang must not reuse the old values.) */
 static __always_inline int pull_headers(struct __sk_buff *skb)
 {
 	int failed = bpf_skb_pull_data(skb, skb->len < MAX_HEADER_BYTES ? skb->len : MAX_HEADER_BYTES);
@@ -230,7 +229,7 @@ static __always_inline enum segment_location locate_timestamp_pulled(struct __sk
 	return segment_location;
 }
 
-/* Replaces one 32-bit word of the timestamp option and updates the checksum: both, or the packet is dropped. */
+/* Replaces a word of the timestamp option and updates the checksum. The packet is dropped if either fails. */
 static __always_inline int rewrite_timestamp_word(struct __sk_buff *skb, const struct segment *segment,
 						  __u32 option_offset, __be32 old, __be32 new)
 {
@@ -240,7 +239,7 @@ static __always_inline int rewrite_timestamp_word(struct __sk_buff *skb, const s
 		count(SERVER_COUNTER_DROP_NO_MEMORY);
 		return TC_ACT_SHOT;
 	}
-	/* The checksum adds 16-bit words: at an odd offset a byte counts in the other half (RFC 1071, Sect. 2 B). */
+	/* The checksum adds 16-bit words, so at an odd offset a byte counts in the other half (RFC 1071, Sect. 2 B). */
 	if (option_offset & 1) {
 		old = old << 8 | old >> 24;
 		new = new << 8 | new >> 24;

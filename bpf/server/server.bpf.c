@@ -1,80 +1,81 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * At a server's NIC: stamps the cookie into packets to clients, and removes it from the packets that clients return, so
- * that neither the server's TCP nor its applications see the cookie. (The bit diagram is at the head of intf.h.)
+ * Stamping at a server's NIC, which writes the cookie into packets to clients, and removes it from the packets that
+ * clients return. So neither the server's TCP nor its applications see the cookie. (The bit diagram is at the head of
+ * intf.h.)
  *
- * 1. Place: tc ingress and tc egress of the Ethernet device of a service's packets (direct server return: answers leave
- *    by the same device, not through the load balancer). As tcx links from kernel 6.6 on, as cls_bpf on a clsact qdisc
- *    before.
+ * 1. Place. The programs are at tc ingress and tc egress of the Ethernet device of a service's packets. With direct
+ *    server return, replies leave by the same device, not through the load balancer. The programs have tcx links from
+ *    kernel 6.6 on, and are cls_bpf on a clsact qdisc before.
  *
  * 2. Egress. TCP from a service's VIP and port with a timestamp option gets TSval' = time part | cookie. This needs
  *    only TSval and the 4-tuple, so SYN-ACKs, cookie SYN-ACKs (no socket), TIME-WAIT's ACKs and RSTs are also stamped.
- *    The fleet's keys hide the id and rotate; the time part is masked with the server's own key, so time continues at a
- *    rotation. The packet's own TSval selects the stamping key (switch_ms): packets of one millisecond are equal then,
+ *    The fleet's keys hide the id and rotate. The time part is masked with the server's own key, so time continues at a
+ *    rotation. The packet's own TSval selects the stamping key (switch_ms), so packets of one millisecond are equal,
  *    and later ones are larger. A clamped value keeps the key of its millisecond. So no client sees TSval decrease.
  *
  * 3. The clock (cookie_time.h). TSecr is restored by the clock, without state per connection. The kernel's TSval is
- *    skb_mstamp_ns / 10^6 (tcp_skb_timestamp_ts(), net/ipv4/tcp.h), and skb_mstamp_ns comes from ktime_get_ns():
- *    CLOCK_MONOTONIC, as in bpf_ktime_get_ns(). With pacing by the fq qdisc (EDT) it is the time of departure, which is
- *    ahead of now at egress, but not when TSecr arrives. The kernel adds an offset per connection, 0 only with
+ *    skb_mstamp_ns / 10^6 (tcp_skb_timestamp_ts(), net/ipv4/tcp.h). skb_mstamp_ns comes from ktime_get_ns(), which is
+ *    CLOCK_MONOTONIC as in bpf_ktime_get_ns(). With pacing by the fq qdisc (EDT) it is the time of departure, which is
+ *    ahead of now at egress, but not when TSecr arrives. The kernel adds an offset per connection, which is 0 only with
  *    net.ipv4.tcp_timestamps=2. A connection with another offset (older than the sysctl), or with microseconds (route
- *    feature tcp_usec_ts, kernel 6.7), is left alone and counted: it was never stamped, and a TSval that jumps would
- *    break it. SYN cookies hide options in the low 6 bits and so are up to 64 ms in the past: they are restored bit by
- *    bit, as the kernel's decoding needs.
+ *    feature tcp_usec_ts, kernel 6.7), is left alone and counted. It was never stamped, and a TSval that jumps would
+ *    break it. SYN cookies hide options in the low 6 bits, so their TSvals are up to 64 ms in the past. They are
+ *    restored bit by bit, as the kernel's decoding needs.
  *
- * 4. The PAWS clamp (cookie_time.h). The time part has 16 bits; a client takes a step of 2^15 ms or more for a step
+ * 4. The PAWS clamp (cookie_time.h). The time part has 16 bits. A client takes a step of 2^15 ms or more for a step
  *    back and drops the packet (PAWS, RFC 7323 Sect. 5). A connection idle for longer would jump so far. The client's
  *    last TSecr is a lower bound of its ts_recent, and the kernel keeps it (tp->rx_opt.rcv_tsecr). When the server's
- *    own TSval is too far ahead of it, the largest allowed step is sent until the client returns exactly that, which is
- *    then restored to the original TSval. Until the client returns something newer, rcv_tsecr (the restored one) is not
- *    the client's: the entry has the sent one. Normal traffic pays two comparisons for this. An entry matters only when
- *    the last TSecr is older than the largest step, or when a connection of its group (clamp_group()) was clamped so
- *    recently: if this connection's own clamp is older than that and was the last TSecr, then the last TSecr is old,
- *    too. Entries need no deletion: one that does not fit the last TSecr is ignored and overwritten. Losing one (LRU)
- *    costs a wrong round-trip sample, at worst a retransmission.
+ *    own TSval is too far ahead of it, the largest allowed step is sent until the client returns exactly that. The
+ *    returned value is then restored to the original TSval. Until the client returns something newer, rcv_tsecr is the
+ *    restored value, not the client's, which is in the entry. Normal traffic pays two comparisons for this. An entry
+ *    matters only when the last TSecr is older than the largest step, or when a connection of its group (clamp_group())
+ *    was clamped so recently. If this connection's own clamp is older than that and was the last TSecr, then the last
+ *    TSecr is old, too. Entries need no deletion, because one that does not fit the last TSecr is ignored and
+ *    overwritten. Losing one (LRU) costs a wrong round-trip sample, at worst a retransmission.
  *
  * 5. Ingress. TSecr's key bit selects the key. If the cookie has this server's id, TSecr is restored. Any other TSecr
- *    stays unchanged: its connection is older than coreward, or it was forged. SYNs carry no TSecr.
+ *    stays unchanged, because its connection is older than coreward, or it was forged. SYNs carry no TSecr.
  *
- * 6. The index (index.h; services with SERVER_NUMBER_STATEFUL). The load balancer writes the index of the connection's
- *    entry into the SYN's TSecr, 0 on the wire. This program removes it and keeps it in an LRU map until the connection
- *    has a socket, then with the socket (sk_storage). Stamped packets carry the index instead of the id. Without one
- *    (the table was full, or the map lost it in a flood) they carry the id, and the connection continues as a stateless
- *    one. A returned index looks like noise, so it is restored only if the socket's clock has no offset. A broadcast
- *    packet with an index shows that no load balancer has the entry: the index is dropped, and after one round trip the
- *    client returns the id. TSvals up to the last one stamped with the index still get it.
+ * 6. The index (index.h) is used for services with SERVER_NUMBER_STATEFUL. The load balancer writes the index of the
+ *    connection's entry into the SYN's TSecr, 0 on the wire. This program removes it and keeps it in an LRU map until
+ *    the connection has a socket, then with the socket (sk_storage). Stamped packets carry the index instead of the id.
+ *    Without one (the table was full, or the map lost it in a flood) they carry the id, and the connection continues as
+ *    a stateless one. A returned index looks like noise, so it is restored only if the socket's clock has no offset. A
+ *    broadcast packet with an index shows that no load balancer has the entry. Then the index is dropped, and after one
+ *    round trip the client returns the id. TSvals up to the last one stamped with the index still get it.
  *
  * 7. Broadcast packets. The load balancer broadcasts packets whose server it does not know (a bare RST has no
  *    timestamp). This program accepts such a packet, by turning it into a packet for this host, only if this host has a
  *    socket of exactly its 4-tuple. A listening socket does not count, or every server would answer. Other broadcast
  *    packets are dropped. ICMP errors are treated likewise (icmp.h), by the packet that they quote.
  *
- * 8. Daisy chaining (daisy_chain.h). Packets without a cookie follow the bucket, which may have changed hands since the
- *    connection began. The load balancer writes the previous server into the IP identification, or the IPv6 flow
+ * 8. Daisy chaining (daisy_chain.h). Packets without a cookie follow the bucket, whose server may have changed since
+ *    the connection began. The load balancer writes the previous server into the IP identification, or the IPv6 flow
  *    label. A packet without a socket here is forwarded to that server's MAC address by the same device, with NO_SERVER
- *    instead, so once at most. SYNs never are, nor is the end of a handshake with a SYN cookie: the kernel checks
- *    whether the cookie is its own. An unknown packet reaches the previous server, which rejects it. Without that one's
- *    MAC address the packet is dropped: a reset could end a connection that exists there. Forwarded services
- *    (forwarded.h): behind DNAT or a bridge a service's sockets are not of this host. A forwarded SYN-ACK shows it, and
- *    from then on the service's packets stay here: new connections work, and those of the previous server end. Such a
- *    connection carries the server's id instead of an index, which could neither be kept nor restored.
+ *    instead, so once at most. SYNs are never forwarded. Neither is the end of a handshake with a SYN cookie, because
+ *    the kernel checks whether the cookie is its own. An unknown packet reaches the previous server, which rejects it.
+ *    If that server's MAC address is unknown the packet is dropped, because a reset could end a connection that exists
+ *    there. Forwarded services (forwarded.h) have their sockets not on this host, but behind DNAT or a bridge. A
+ *    forwarded SYN-ACK shows this, and from then on the service's packets stay here. New connections work, and those of
+ *    the previous server end. Such a connection carries the server's id instead of an index, which could neither be
+ *    kept nor restored.
  *
  * 9. Stalls (stall.h). A firewall between client and server may drop stamped packets, whose TSvals look unusual.
  *    SYN-ACKs sent four times and segments sent five times are counted. The agent compares them with the handshakes.
  *
- * 10. RSS (rss.h). For each SYN, the queue that Toeplitz hash and table predict is compared with the actual queue,
+ * 10. RSS (rss.h). For each SYN, the actual queue is compared with the one that Toeplitz hash and table predict,
  *    because a NIC may not use the table that it reports.
  *
  * 11. MSS (mss.h). Packets of some services arrive with an outer header (decap.bpf.c), for which SYN-ACKs leave room.
  *
- * 12. IPv6. A dual-stack server has services of both families; only the parser (segment.h), the hash and look-ups
- *    differ. Extension headers are walked over as at the load balancer; a packet with more of them passes, as fragments
- *    do.
+ * 12. IPv6. A dual-stack server has services of both families. Only the parser (segment.h), the hash and look-ups
+ *    differ. Extension headers are skipped as at the load balancer. A packet with more of them passes, as fragments do.
  *
- * Errors: a header beyond the linear part is pulled in first. A contradictory TCP header is dropped and counted; a
+ * Errors. A header beyond the linear part is pulled in first. A contradictory TCP header is dropped and counted. A
  * malformed list of options ends at the fault, as in the kernel, and the packet passes. Fragments pass unchanged. A
  * rewrite changes option and checksum, or drops the packet. bpf_l4_csum_replace() without BPF_F_PSEUDO_HDR is right for
- * full, partial and hardware-verified checksums; one rewrite of a GSO packet's header covers its segments.
+ * full, partial and hardware-verified checksums. One rewrite of a GSO packet's header covers its segments.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -102,10 +103,10 @@
 typedef __u64 __attribute__((may_alias)) switch_word;
 _Static_assert(__builtin_offsetof(struct server_state, keys.current) % 8 == 0, "current and switch_ms are one word");
 
-/* 1: every TCP SYN is sampled, even without a service (for `coreward agent rss`). */
+/* Whether every TCP SYN is sampled, even without a service (for `coreward agent rss`). */
 const volatile __u8 sample_every_syn = 0;
 
-/* Not inlined: IPv4 keeps the registers. */
+/* Not inlined, so that the code for IPv4 keeps the registers. */
 static __noinline __u64 flow_hash_ipv6(const struct cookie_key *key, const struct segment *segment)
 {
 	const struct flow_key *flow = &segment->flow;
@@ -156,8 +157,8 @@ static __always_inline __u32 stamping_key_index(__u32 milliseconds)
 }
 
 /*
- * Returns `cookie`, kind and id or index, with its time part. Never 0: a client would read that as "no TSecr" (RFC
- * 7323, Sect. 3.2).
+ * Returns `cookie` (kind, and id or index) with its time part. It is never 0, which a client would read as "no TSecr"
+ * (RFC 7323, Sect. 3.2).
  */
 static __always_inline __u32 stamp_tsval(const struct segment *segment, __u32 cookie, struct time_part time)
 {
@@ -171,8 +172,8 @@ static __always_inline __u32 stamp_tsval(const struct segment *segment, __u32 co
 }
 
 /*
- * Returns the cookie's content for the server's own TSval `milliseconds`: kind, and id or index. `number`: number of
- * the service.
+ * Returns the cookie's content for the server's own TSval `milliseconds`, which is the kind, and an id or index.
+ * `number` is the service's number.
  */
 static __always_inline __u32 cookie_to_send(const struct segment *segment, __u32 number, struct tcp_sock *socket,
 					    __u32 milliseconds, bool forwarded)
@@ -219,7 +220,7 @@ int server_egress(struct __sk_buff *skb)
 	sk = skb->sk;
 	/*
 	 * SYN-ACKs belong to a request or to no socket. The kernel's socket for answers without one (TIME-WAIT before
-	 * 6.13) has TCP as its protocol, but is raw: only its state, CLOSE, shows this.
+	 * 6.13) has TCP as its protocol, but is raw, which only its state CLOSE shows.
 	 */
 	if (sk && !segment.syn && sk->state != SOCKET_CLOSE)
 		socket = bpf_skc_to_tcp_sock(sk);
@@ -249,7 +250,7 @@ int server_egress(struct __sk_buff *skb)
 
 /* ---- ingress --------------------------------------------------------------------------------------------------- */
 
-/* Returns whether a TSecr with `cookie` (kind, and id or index) was stamped by this host. */
+/* Returns whether this host has stamped a TSecr with `cookie` (kind, and id or index). */
 static __always_inline bool is_stamped_here(struct __sk_buff *skb, const struct segment *segment, __u32 number,
 					    __u32 cookie)
 {
@@ -279,7 +280,6 @@ static __always_inline int restore_tsecr(struct __sk_buff *skb, const struct seg
 		bpf_htonl(restore_tsval(segment, (tsecr >> COOKIE_TIME_SHIFT) - cookie_time_addend(time_hash))));
 }
 
-/* Processes TCP for a service. */
 static __always_inline int accept_segment(struct __sk_buff *skb, struct segment *segment, __u64 word, __u32 number,
 					  bool is_broadcast)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Sockets of this host: fields of the kernel's structs, and look-ups. */
+/* Look-ups of this host's sockets, and fields of the kernel's structs that they read. */
 #ifndef COREWARD_SERVER_SOCKET_H
 #define COREWARD_SERVER_SOCKET_H
 
@@ -21,7 +21,7 @@ enum {
 	SOCKET_REQUEST = 12,
 };
 
-/* Fields of the kernel's structs that are read here; libbpf relocates them to the running kernel's layouts. */
+/* Fields of the kernel's structs that are read here. libbpf relocates them to the running kernel's layouts. */
 struct tcp_options_received {
 	__u32 rcv_tsecr;
 } __attribute__((preserve_access_index));
@@ -75,8 +75,8 @@ static __always_inline struct bpf_sock *find_socket(struct __sk_buff *skb, const
 }
 
 /*
- * Returns whether this host has a socket of exactly this 4-tuple: established, half-open or in TIME-WAIT. Listening
- * sockets do not count.
+ * Returns whether this host has a socket of exactly this 4-tuple, which is established, half-open or in TIME-WAIT.
+ * Listening sockets do not count.
  */
 static __noinline bool has_socket(struct __sk_buff *skb, const struct segment *segment)
 {

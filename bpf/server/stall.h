@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Stalled stamped connections, which a firewall may cause (server.bpf.c, "Stalls"). */
+/* Detection of stalled stamped connections, which a firewall may cause (server.bpf.c, "Stalls"). */
 #ifndef COREWARD_SERVER_STALL_H
 #define COREWARD_SERVER_STALL_H
 

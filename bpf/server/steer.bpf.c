@@ -1,23 +1,24 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Steering (sk_reuseport): selection of the listening socket for a new connection at a server.
+ * Steering (sk_reuseport), which selects the listening socket for a new connection at a server.
  *
  * 1. Calls. The kernel calls this program once per SYN, and once per handshake that a SYN cookie completes, to select a
  *    socket of a SO_REUSEPORT group. Without the program a hash selects, so that any worker may serve a connection
- *    whose packets RSS delivers to core 2. Then two cores work for the connection, and the load of core 2 does not
- *    include all of its work.
+ *    whose packets RSS delivers, for example, to core 2. Then two cores work for the connection, and the load of core 2
+ *    does not include all of its work.
  *
- * 2. Decision. The Toeplitz hash of the 4-tuple and the NIC's indirection table give the receive queue (rss_mapping.h;
- *    server.bpf.c verifies the same map); `socket_of_queue` gives the slot of the socket whose worker runs on the
- *    queue's CPU. ctx->hash is not the NIC's hash, and the context lacks the receive queue, so the queue is computed.
+ * 2. Decision. The Toeplitz hash of the 4-tuple and the NIC's indirection table give the receive queue (rss_mapping.h,
+ *    a map that server.bpf.c verifies). `socket_of_queue` gives the slot of the socket whose worker runs on the queue's
+ *    CPU. The queue is computed, because ctx->hash is not the NIC's hash, and the context lacks the receive queue.
  *
  * 3. Both packets of a SYN-cookie handshake get the same answer, since it depends on the 4-tuple alone.
  *
  * 4. Errors. If the RSS configuration is unknown, the queue has no socket, or the socket was closed, the connection is
  *    counted, and the kernel selects the socket. No connection is rejected here.
  *
- * 5. The agent fills `workers` and `socket_of_queue` (crates/dataplane/src/steer.rs); the kernel removes closed sockets
- *    from `workers`. A program of this type has no link: it lives with its group of sockets, also without the agent.
+ * 5. The agent fills `workers` and `socket_of_queue` (crates/dataplane/src/steer.rs), and the kernel removes closed
+ *    sockets from `workers`. A program of this type has no link. It lives as long as its group of sockets, even without
+ *    the agent.
  */
 #include <linux/bpf.h>
 #include <linux/in.h>

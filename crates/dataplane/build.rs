@@ -1,5 +1,5 @@
-//! Compiles every `bpf/*/*.bpf.c` and generates its skeleton: `skeleton::<file name>` in the crate. A new file there
-//! needs no change here.
+//! Compiles every `bpf/*/*.bpf.c` and generates its skeleton as the module `skeleton::<file name>` of the crate. New
+//! files there need no change here.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -50,12 +50,13 @@ fn find_program_sources(sources: &Path) -> BTreeMap<String, PathBuf> {
     source_files.filter_map(|path| Some((program_name(&path)?, path))).collect()
 }
 
-/// `-mcpu=v3` (32-bit operations and jumps) is the newest instruction set that kernel 6.1 knows.
+/// Returns clang's arguments, of which `-mcpu=v3` (32-bit operations) is the newest instruction set that kernel 6.1
+/// knows.
 fn clang_arguments(sources: &Path) -> Vec<String> {
     let target_architecture = std::env::var("CARGO_CFG_TARGET_ARCH").unwrap();
     let mut arguments: Vec<String> = ["-mcpu=v3", "-Wall", "-Wextra", "-Werror"].map(String::from).to_vec();
     arguments.push(format!("-I{}", sources.join("include").display()));
-    // clang for target bpf does not look into Debian's directory for one architecture, where asm/types.h is.
+    // clang for the target bpf does not search Debian's directory for one architecture, which contains asm/types.h.
     arguments.push(format!("-idirafter/usr/include/{target_architecture}-linux-gnu"));
     arguments
 }

@@ -1,5 +1,5 @@
-//! Turns `bpf/include/intf.h` into Rust: the layouts by bindgen, and for each enum the list of its variants' names, so
-//! that metrics and `coreward status` name a counter added in C.
+//! Generates Rust code from `bpf/include/intf.h`. bindgen makes the layouts, and each enum gets a list of its variants'
+//! names. So metrics and `coreward status` know the names of counters that are added in C.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use bindgen::callbacks::{DeriveInfo, EnumVariantCustomBehavior, EnumVariantValue, ParseCallbacks};
 
-/// Enums whose variants become a list of names, each with its prefix that the names lose.
+/// Enums for which a list of variant names is generated. Each has the prefix that names lose, and the list's name.
 const ENUMS_WITH_NAMES: [(&str, &str, &str); 10] = [
     ("lb_counter", "LB_COUNTER_", "LB_COUNTER_NAMES"),
     ("server_counter", "SERVER_COUNTER_", "SERVER_COUNTER_NAMES"),

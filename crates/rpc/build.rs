@@ -1,4 +1,4 @@
-//! Generates the services of `proto/coreward.proto`; `coreward-wire` has the messages.
+//! Generates the gRPC services of `proto/coreward.proto`, whose messages are in `coreward-wire`.
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo::rerun-if-changed=../wire/proto");

@@ -1,5 +1,5 @@
-//! Makes the header from the source, for the test that compares it with the committed one. Paths are relative: cargo
-//! runs it in the package, wherever that was compiled.
+//! Generates the header from the source, for the test that compares it with the committed one. Paths are relative,
+//! because cargo runs this program in the package's directory, wherever it was compiled.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! Compiles the bench's BPF programs and generates their skeletons. The programs call the measured ones, or are the
-//! baseline.
+//! Compiles the bench's BPF programs, which either call the measured programs or are baselines, and generates their
+//! skeletons.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use libbpf_cargo::SkeletonBuilder;
 fn main() {
     let crate_directory = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
     let bpf_directory = crate_directory.join("../../bpf");
-    // Debian keeps asm/types.h in a directory of the architecture, which clang does not search for the BPF target.
+    // Debian keeps asm/types.h in an architecture's directory, which clang does not search for the BPF target.
     let architecture_headers = format!("/usr/include/{}-linux-gnu", std::env::var("CARGO_CFG_TARGET_ARCH").unwrap());
     let include_options =
         [bpf_directory.clone(), bpf_directory.join("include")].map(|folder| format!("-I{}", folder.display()));
@@ -17,7 +17,7 @@ fn main() {
     for folder in [&bpf_directory, &crate_directory.join("bpf")] {
         println!("cargo::rerun-if-changed={}", folder.display());
     }
-    // target/PROFILE/build/coreward-bench-HASH/out
+    // OUT_DIR is target/PROFILE/build/coreward-bench-HASH/out.
     let profile =
         out_directory.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
     println!("cargo::rustc-env=COREWARD_PROFILE={}", profile.to_string_lossy());

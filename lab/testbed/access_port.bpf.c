@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Access ports of a switch (IEEE 802.1Q). A frame from the port's host gets the tag of the port's VLAN, and one to it
- * loses its tag. The bridge ignores tags, so it is also a router between VLANs. But frames that come from a trunk
- * reach a host in their own VLAN only.
+ * Access ports of a switch (IEEE 802.1Q). A frame from the port's host gets the tag of the port's VLAN, and a frame to
+ * the host loses its tag. The bridge ignores tags, so it is also a router between VLANs. But frames that come from a
+ * trunk reach only hosts in their own VLAN.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -11,7 +11,7 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
-/* 0: none. Fixed at load time. */
+/* VLAN id of the port, or 0 for none. Fixed at load time. */
 const volatile __u16 vlan;
 
 #define MARK_FROM_TRUNK 0x7c1

@@ -11,7 +11,7 @@ const BPF_PROGRAM_NAMES: [&str; 5] = ["rss_emulation", "xdp_pass", "receive_queu
 fn main() {
     let manifest_directory = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").unwrap());
     let output_directory = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
-    // target/PROFILE/build/coreward-testbed-HASH/out: the demo's text names the profile.
+    // The output directory is target/PROFILE/build/coreward-testbed-HASH/out. The demo prints the profile's name.
     let profile_name =
         output_directory.ancestors().nth(3).and_then(|directory| directory.file_name()).expect("cargo's directory");
     println!("cargo::rustc-env=COREWARD_PROFILE={}", profile_name.to_string_lossy());

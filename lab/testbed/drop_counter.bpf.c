@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Counts the datagrams that wait at a UDP socket of one port and network namespace when it is closed: those that are
- * lost with a worker. No counter of the kernel has them. For the dispatch soak only; every close passes.
+ * Counts the datagrams that wait at a UDP socket of one port and network namespace when it is closed. They are lost
+ * with a worker, and no counter of the kernel includes them. The program is only for the dispatch soak test, and lets
+ * every close pass.
  *
- * The socket can still be found for some microseconds: datagrams received then are not counted.
+ * Datagrams that arrive in the next few microseconds are not counted, because the socket can still be found then.
  */
 #include <linux/bpf.h>
 #include <linux/in.h>
@@ -13,7 +14,7 @@
 
 #include "dispatch/queue.h"
 
-/* More than the kernel's struct udp_sock has. */
+/* Larger than the kernel's struct udp_sock. */
 #define SOCKET_BYTES 4096
 
 /* Written before the program is loaded. */
@@ -31,7 +32,7 @@ struct {
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
 
-/* More of the kernel's struct than dispatch/queue.h has; libbpf drops what follows ___. */
+/* Another part of the kernel's struct than dispatch/queue.h declares. libbpf ignores the suffix from ___ on. */
 struct sock_common___port {
 	__u16 skc_num;
 };
@@ -53,10 +54,10 @@ int release(struct bpf_sock *ctx)
 	if (ctx->protocol != IPPROTO_UDP || bpf_get_netns_cookie(ctx) != network_namespace)
 		return 1;
 	copy = bpf_map_lookup_elem(&copies, &zero);
-	/* The context is the kernel's own struct. */
+	/* The context is the kernel's own struct, which is read into the copy. */
 	if (!copy || end > SOCKET_BYTES || bpf_probe_read_kernel(copy, end, ctx))
 		return 1;
-	/* struct sock begins with it. */
+	/* struct sock begins with struct sock_common. */
 	port_at = bpf_core_field_offset(struct sock_common___port, skc_num);
 	if (port_at > SOCKET_BYTES - sizeof(__u16) || *(__u16 *)(copy + port_at) != port)
 		return 1;

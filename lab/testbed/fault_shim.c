@@ -1,7 +1,8 @@
-// Faults for one process by LD_PRELOAD: a wall clock of its own (CLOCK_REALTIME is not namespaced, and a test must not
-// set the machine's), and a disk on which no write succeeds. (A file system that never overwrites refuses every write
-// when it is full; a tmpfs only those that need another page.) The file that COREWARD_FAULTS names has the faults, and
-// may change at any time. For the testbed only.
+// Library that injects faults into one process by LD_PRELOAD, for the testbed only. It gives the process its own wall
+// clock, because CLOCK_REALTIME is not namespaced and a test must not set the machine's clock. It also emulates a disk
+// on which no write succeeds. Otherwise a full tmpfs would refuse only those writes that need another page, unlike a
+// file system that never overwrites data. The file that COREWARD_FAULTS names contains the faults, and may change at
+// any time.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -17,11 +18,11 @@
 
 #define SECOND_NS 1000000000LL
 
-// As lab/testbed/src/preload.rs writes it.
+// Contents of the faults file, which lab/testbed/src/preload.rs writes.
 struct faults {
-	// Added to the wall clock (ns).
+	// Time added to the wall clock (ns).
 	_Atomic int64_t clock_offset_ns;
-	// Not 0: writes at a position of a regular file fail with ENOSPC, as does making it longer.
+	// If not 0, writes at a position of a regular file fail with ENOSPC, as does making it longer.
 	_Atomic int64_t disk_full;
 };
 
@@ -74,7 +75,7 @@ int ftruncate64(int file, off64_t length)
 	return real_ftruncate64(file, length);
 }
 
-// With a 64-bit off_t programs use either name.
+// Programs use either name, because off_t has 64 bits.
 int ftruncate(int file, off_t length)
 {
 	return ftruncate64(file, length);
@@ -87,7 +88,7 @@ ssize_t pwrite(int file, const void *bytes, size_t count, off_t position)
 
 int clock_gettime(clockid_t clock, struct timespec *now)
 {
-	// Another library's constructor may ask before ours has run.
+	// Another library's constructor may call this function before ours has run.
 	if (!real_clock_gettime)
 		find_real();
 	int outcome = real_clock_gettime(clock, now);

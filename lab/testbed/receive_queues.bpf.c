@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Writes down on which receive queue, and with which hash, each flow arrived: how the tests see what the emulated RSS
- * really did. Attached at tc ingress of a server's device by the tests only, never by the demo.
+ * Records on which receive queue, and with which hash, each flow arrived, so that the tests see what the emulated RSS
+ * really did. Only the tests attach it, at tc ingress of a server's device, and never the demo.
  *
- * Every frame passes unchanged. IPv4 and IPv6 with ports leave one entry per flow, the last frame's; the oldest flows
- * are evicted when the map is full.
+ * Every frame passes unchanged. Each IPv4 or IPv6 flow with ports has one entry, which describes its last frame. The
+ * oldest flows are evicted when the map is full.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -21,7 +21,7 @@
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 65536);
-	/* Input of RSS; behind that of IPv4 zeros. */
+	/* Input of RSS. The input of IPv4 is shorter, and zeros follow it. */
 	__type(key, __u8[RSS_INPUT_IPV6_BYTES]);
 	__type(value, struct received_flow);
 } received_flows SEC(".maps");
@@ -62,11 +62,11 @@ int receive_queues(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC;
 	if (skb->protocol == bpf_htons(ETH_P_IP) ? read_ipv4(skb, flow) : read_ipv6(skb, flow))
 		return TC_ACT_UNSPEC;
-	/* The kernel keeps queue + 1; 0 means that no queue was recorded. */
+	/* The kernel stores queue + 1, and 0 means that no queue was recorded. */
 	received.recorded_queue = skb->queue_mapping;
 	received.hash = skb->hash;
 	bpf_map_update_elem(&received_flows, flow, &received, BPF_ANY);
-	/* Not TC_ACT_OK: that would end the chain before programs attached after this one. */
+	/* TC_ACT_OK would end the chain before programs that are attached after this one. */
 	return TC_ACT_UNSPEC;
 }
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * EMULATION of receive-side scaling (RSS) for the testbed's virtual Ethernet. No coreward process needs this program;
- * on a real server the NIC does its work.
+ * EMULATION of receive-side scaling (RSS) for the testbed's virtual Ethernet. No coreward process needs this program,
+ * because on a real server the NIC does its work.
  *
- * Runs at tc egress of the switch's port toward one server, the last hop before that server. (Not on the load
- * balancer's own device: XDP_TX skips tc. This is why a bridge connects load balancer and servers.)
+ * It runs at tc egress of the switch's port toward one server, which is the last hop before that server. It cannot run
+ * on the load balancer's own device, because XDP_TX skips tc. This is why a bridge connects load balancer and servers.
  *
  * Every frame reaches the server unchanged. For IPv4 and IPv6 the program computes the Toeplitz hash over addresses and
  * ports (TCP and UDP) or over addresses only (other protocols, and all fragments, as NICs do), looks up the indirection
@@ -12,17 +12,18 @@
  * Everything else goes to queue 0.
  *
  * Why + 2: netdev_pick_tx() (net/core/dev.c) takes queue_mapping as receive queue + 1 and makes queue_mapping - 1 the
- * port's transmit queue; veth_xmit() (drivers/net/veth.c) leaves that number in place, and since Linux 5.17 does not
- * call skb_record_rx_queue() itself. So what we write arrives less 1. The port has one transmit queue more than the
- * server has receive queues, so that the last one still fits. If the server has rings (TestbedOptions::rings), its
- * device has one receive queue more, too: veth_xmit() takes the number for a ring's, and ring 0 is never used.
+ * port's transmit queue. veth_xmit() (drivers/net/veth.c) does not change that number, and since Linux 5.17 does not
+ * call skb_record_rx_queue() itself. So the number that we write arrives reduced by 1. The port has one more transmit
+ * queue than the server has receive queues, so that the last one still fits. If the server has rings
+ * (TestbedOptions::has_rings), its device also has one more receive queue, because veth_xmit() takes the number for
+ * that of a ring, and ring 0 is never used.
  *
- * Limits: the kernel folds a queue that the device does not have modulo the number of queues (skb_tx_hash()). While the
- * agent writes new registers some frames may meet a mixture of old and new, as on a real NIC. "Registers" that were
- * never written (entry_count 0) send everything to queue 0.
+ * Limits: The kernel takes a queue that the device does not have modulo the number of queues (skb_tx_hash()). While the
+ * agent writes new registers, some frames may meet a mixture of old and new ones, as on a real NIC. "Registers" that
+ * were never written (entry_count 0) send everything to queue 0.
  *
- * The hash is the XOR of one table entry per byte of input: Toeplitz is linear. A loop over the input's bits would make
- * the verifier fork at every bit, beyond its limit of a million instructions.
+ * The hash is the XOR of one table entry per byte of input, which is possible because Toeplitz is linear. A loop over
+ * the input's bits would make the verifier fork at every bit, beyond its limit of a million instructions.
  */
 #include <stdbool.h>
 #include <linux/bpf.h>
@@ -39,7 +40,7 @@
 
 #define TCP_FLAGS_OFFSET 13
 #define TCP_SYN 0x02
-#define IPV4_FRAGMENT_BITS 0x3fff /* "more fragments" and the offset; not "don't fragment" */
+#define IPV4_FRAGMENT_BITS 0x3fff /* "more fragments" and the offset, without "don't fragment" */
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -48,7 +49,10 @@ struct {
 	__type(value, struct emulated_rss);
 } registers SEC(".maps");
 
-/* For a frame of an open TCP connection: the shift of its entry. `transport`: offset of the header above IP. */
+/*
+ * Returns the shift of a frame's table entry, which only frames of open TCP connections have. `transport` is the offset
+ * of the header above IP.
+ */
 static __always_inline __u32 established_shift(struct __sk_buff *skb, const struct emulated_rss *rss, __u8 protocol,
 					       __u32 transport)
 {
@@ -71,7 +75,7 @@ static __always_inline bool has_ports(__u8 protocol)
 	return protocol == IPPROTO_TCP || protocol == IPPROTO_UDP;
 }
 
-/* Sets hash and queue of a frame. Without ports the last bytes of `input` are 0, which add nothing to the hash. */
+/* Sets a frame's hash and queue. Without ports the last bytes of `input` are 0, which does not affect the hash. */
 static __always_inline int assign_receive_queue(struct __sk_buff *skb, const struct emulated_rss *rss, __u8 *input,
 						__u32 length, __u32 shift)
 {
@@ -101,7 +105,7 @@ static __always_inline int receive_ipv4(struct __sk_buff *skb, const struct emul
 				    established_shift(skb, rss, ip.protocol, transport));
 }
 
-/* Behind extension headers NICs differ: here such a frame counts as one without ports. */
+/* NICs differ for frames with extension headers. Here such a frame counts as one without ports. */
 static __always_inline int receive_ipv6(struct __sk_buff *skb, const struct emulated_rss *rss)
 {
 	__u8 input[RSS_INPUT_IPV6_BYTES] = {};

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * Lets everything pass. Attached to the switch's port toward the load balancer, the peer of the device on which
- * lb.bpf.c answers XDP_TX: veth hands frames sent by XDP_TX to the peer's NAPI, and wakes that only with an XDP
- * program there (veth_xdp_flush() in drivers/net/veth.c). Without it every such frame is dropped, or waits.
+ * Lets all frames pass. It is attached to the switch's port toward the load balancer, which is the peer of the device
+ * on which lb.bpf.c sends by XDP_TX. veth hands such frames to the peer's NAPI, and wakes that only if the peer has an
+ * XDP program (veth_xdp_flush() in drivers/net/veth.c). Without this program every such frame is dropped, or waits.
  */
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>

@@ -1,4 +1,4 @@
-//! The agent: inputs, configuration and reports. [`crate::daemon`] calls it periodically.
+//! The agent's state, configuration and reports. [`crate::daemon`] calls it periodically.
 
 mod metrics;
 
@@ -47,23 +47,24 @@ use crate::steering::{self, Steering};
 use crate::unstamped_syn_acks::{self, UnstampedSynAckMonitor};
 use crate::{connections, dispatch, timestamps};
 
-/// Interval between two reports until the controller sets another one.
+/// Interval between two reports, unless the controller sets another one.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Lifetime of a report, in report intervals.
 const REPORT_LIFETIME_IN_INTERVALS: u32 = 5;
-/// Minimum lifetime of a report: it must outlast the delays of a busy machine.
+/// Minimum lifetime of a report, so that reports do not expire while a busy machine delays them.
 const MIN_REPORT_LIFETIME: Duration = Duration::from_millis(500);
 const RSS_CONFLICT_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
     config: Config,
-    /// Name of the device with the receive queues: the configured interface, or the device below a VLAN interface.
+    /// Name of the device with the receive queues, either the configured interface or the device below a VLAN
+    /// interface.
     nic_name: String,
     saved_settings: SettingsStore,
     bpf_programs: ServerPrograms,
     rss_manager: RssManager,
     syn_rss_verifier: RssVerifier,
-    /// Verifier for packets of established connections, which a NIC's flow director moves to other queues.
+    /// Verifier of established connections' receive queues, which a NIC's flow director may change.
     established_rss_verifier: RssVerifier,
     input_transform_search: TransformSearch,
     load_source: Box<dyn LoadSource>,
@@ -74,7 +75,7 @@ pub struct Agent {
     unstamped_syn_acks: UnstampedSynAckMonitor,
     cpu_of_queue: Vec<usize>,
     applied_configuration: Option<AgentConfiguration>,
-    /// Parts of the newest configuration that the agent rejects.
+    /// Parts of the newest configuration that the agent rejected.
     refused_updates: Vec<v1::RefusedUpdate>,
     /// Generation of the newest configuration that the agent accepted in this stream, or 0 if there is none.
     accepted_config_generation: u64,
@@ -88,7 +89,7 @@ pub struct Agent {
     connection_counter: ConnectionCounter,
 }
 
-/// Returns the index of a network device. Fails when this network namespace has no device of that name.
+/// Returns the index of a network device, or an error if this network namespace has no device with that name.
 fn interface_index(interface: &str) -> anyhow::Result<u32> {
     nix::net::if_::if_nametoindex(interface)
         .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
@@ -102,8 +103,8 @@ fn rss_device(config: &Config, nic: &str) -> Box<dyn RssDevice> {
 }
 
 impl Agent {
-    /// Attaches the BPF programs, or takes over those of an earlier process, and reads the settings for the first time.
-    /// Fails when the interface does not exist or the kernel rejects a program.
+    /// Attaches the BPF programs or takes over those of an earlier process, and reads the NIC's settings. Fails when
+    /// the interface does not exist or the kernel rejects a program.
     pub fn start(config: Config) -> anyhow::Result<Self> {
         let interface_index = interface_index(&config.interface)?;
         let nic_name = vlan_device::underlying_nic(&config.interface);
@@ -165,7 +166,7 @@ impl Agent {
         &self.config.server
     }
 
-    /// Returns the RSS key, input transform and indirection table of the NIC, or `None` if they are unknown.
+    /// Returns the NIC's RSS key, input transform and indirection table, or `None` if they are unknown.
     pub fn rss(&self) -> Option<&RssConfig> {
         self.rss_manager.known_rss()
     }
@@ -182,7 +183,7 @@ impl Agent {
         &self.config.controllers
     }
 
-    /// Returns the warnings of the last maintenance run, as text for `coreward status`.
+    /// Returns the warnings that the last maintenance run found, as text for `coreward status`.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
@@ -193,21 +194,22 @@ impl Agent {
             .map_or(DEFAULT_REPORT_INTERVAL, |configuration| configuration.report_interval)
     }
 
-    /// Begins a stream to a controller. Forgets the generations of earlier streams, which may be of another controller.
+    /// Starts a stream to a controller. Forgets earlier streams' generations, which another controller may have set.
     pub fn begin_stream(&mut self) {
         self.accepted_config_generation = 0;
         self.connection_counter.begin_stream();
     }
 
-    /// Returns the generation to confirm, or 0. A configuration is confirmed once its keys are in force: until then
-    /// packets are stamped with the other key, which the controller may overwrite after all confirmations.
+    /// Returns the configuration generation to confirm to the controller, or 0 if there is none. A configuration is
+    /// confirmed only after the server has switched to its cookie key. Until then, packets are stamped with the other
+    /// key, which the controller may overwrite once all servers have confirmed.
     fn confirmed_generation(&self) -> u64 {
         let (_, switch_ms) = self.bpf_programs.keys_and_switch_ms();
         let is_new_key_in_force = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
         if is_new_key_in_force { self.accepted_config_generation } else { 0 }
     }
 
-    /// Applies a configuration. If this fails, the failure is logged and the previous configuration stays in force.
+    /// Applies a configuration. On failure, logs the error and keeps the previous configuration.
     pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[UnusableService]) {
         let generation = configuration.generation;
         for service in refused {
@@ -219,7 +221,7 @@ impl Agent {
                 "the agent rejects the service's configuration: the service's previous configuration stays in force"
             );
         }
-        // Rejected services keep their previous configuration.
+        // Services with a rejected configuration keep their previous one.
         let previous_services = self.applied_configuration.iter().flat_map(|before| &before.services);
         let is_refused = |service: &&AgentService| refused.iter().any(|refused| refused.name == service.name);
         let has_free_address =
@@ -250,7 +252,7 @@ impl Agent {
         self.run_maintenance();
     }
 
-    /// Records that a whole configuration is rejected, and the reason.
+    /// Records that the agent rejects the whole configuration, and why.
     pub fn refuse_all(&mut self, generation: u64, reason: String) {
         self.refused_updates.retain(|refused| !refused.service.is_empty());
         self.refused_updates.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
@@ -275,7 +277,7 @@ impl Agent {
             new.address.into_iter().for_each(|address| self.bpf_programs.set_outer_address_family(address));
             self.bpf_programs.set_services(&services_with_ids_and_modes)?;
             self.decapsulator.set_services(&new.services)?;
-            // Steering needs listening sockets, which only TCP has.
+            // Only TCP services are steered, because only they have listening sockets.
             let tcp_services = new.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
             let tcp_service_addresses: Vec<_> = tcp_services.map(|service| service.address).collect();
             self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map())?;
@@ -288,8 +290,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Reads settings that other programs change: the NIC's RSS, the CPUs of its queues, the workers. Called about once
-    /// a second.
+    /// Rereads settings that other programs may change, which are the NIC's RSS, its queues' CPUs, and the workers.
+    /// Called about once a second.
     pub fn run_maintenance(&mut self) {
         if self.rss_manager.sync_with_nic(&mut self.saved_settings) {
             self.on_rss_changed();
@@ -327,7 +329,7 @@ impl Agent {
         self.warnings.extend(self.rss_conflicts.iter().cloned());
     }
 
-    /// Renews the 32-bit times in BPF maps. They are compared by their difference, which wraps for old times.
+    /// Renews the 32-bit times in BPF maps before they become so old that the difference to the current time wraps.
     fn renew_times_in_maps(&mut self) {
         let (keys, switch_ms) = self.bpf_programs.keys_and_switch_ms();
         let renewed_switch_ms = key_activation::renew_activation_time_ms(switch_ms, monotonic_ms());
@@ -391,8 +393,8 @@ impl Agent {
         )
     }
 
-    /// Returns which of the queried connections still have a socket on this server; all, if the service's sockets are
-    /// not visible. Fails when the service does not use TCP, or the kernel does not answer.
+    /// Returns which of the queried connections still have a socket on this server. Reports all as open if the
+    /// service's sockets are not visible here. Fails when the service does not use TCP or the kernel does not answer.
     pub fn answer_socket_query(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
         let to_four_tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
@@ -404,7 +406,7 @@ impl Agent {
         Ok(query.answer(are_open))
     }
 
-    /// Returns all warnings for `coreward status`, including those in `more` about the connection to the controller.
+    /// Returns all warnings for `coreward status`, including `more` warnings about the connection to the controller.
     fn all_warnings(&self, more: &[String]) -> Vec<String> {
         let describe_refused_update = |refused: &v1::RefusedUpdate| {
             format!(
@@ -416,7 +418,7 @@ impl Agent {
         [&self.warnings[..], more, &refusal_warnings].concat()
     }
 
-    /// Returns the next report, without the parts that `sent` records, or `None` while the cores' load is unknown.
+    /// Returns the next report without the parts that were already `sent`, or `None` while the cores' load is unknown.
     pub fn report(&mut self, sent: &ReportState, more_warnings: &[String]) -> Option<v1::Report> {
         self.core_busy_ns.clear();
         let measured_ns = monotonic_ns();
@@ -441,7 +443,7 @@ impl Agent {
             return None;
         }
         self.report_sequence_number += 1;
-        // Not at the next poll: packets for a new server are kept until its address is known.
+        // This does not wait for maintenance, because packets for a server are dropped until its MAC address is known.
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
         self.connection_counter.poll(self.applied_configuration.as_ref());
         let rss_generation = self.rss_manager.generation();
@@ -477,8 +479,8 @@ impl Agent {
         Some(reduce_oversized_report(report.into()))
     }
 
-    /// Applies `[dispatch]` of the changed `file`; other changes need a restart. Fails when the kernel rejects
-    /// something, and then keeps the previous state.
+    /// Applies the `[dispatch]` section of the changed `file` and logs that other changes need a restart. On failure,
+    /// for example when the kernel rejects something, the previous state remains.
     pub fn reload(&mut self, file: &Path, config: Config) -> anyhow::Result<()> {
         if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
             tracing::warn!(
@@ -499,14 +501,14 @@ impl Agent {
         Ok(())
     }
 
-    /// Stops dispatching, so that the kernel selects the worker again.
+    /// Stops the dispatch of requests, so that the kernel selects the worker for each request again.
     fn stop_dispatch(&mut self) -> anyhow::Result<()> {
         self.dispatcher = None;
         self.config.dispatch.take().map_or(Ok(()), |before| dispatcher::detach(&before))
     }
 
-    /// Restores the NIC's RSS at an orderly shutdown. Programs and sysctl remain while services are stamped: without
-    /// them every stamped connection would break.
+    /// Restores the NIC's RSS at an orderly shutdown. The BPF programs and the sysctl remain while services are
+    /// stamped, because every stamped connection would break without them.
     pub fn shut_down(mut self) -> anyhow::Result<()> {
         self.rss_manager.restore(&mut self.saved_settings);
         self.on_rss_changed();
@@ -533,12 +535,12 @@ impl Agent {
     }
 }
 
-/// Returns whether any service is stamped, which requires TSvals without a random offset per connection.
+/// Returns whether the servers stamp any service, which requires TSvals without a random offset per connection.
 fn has_stamped_services(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.is_stamped_by_servers())
 }
 
-/// Returns whether new connections are stamped. A handover to another load balancer covers all services of a server.
+/// Returns whether new connections are stamped, which they are not during a handover to another load balancer.
 fn stamps_new_connections(configuration: &AgentConfiguration) -> bool {
     configuration.services.iter().any(|service| service.mode.servers_stamp_new_connections())
 }
@@ -554,7 +556,7 @@ fn handshake_counters(bpf_programs: &ServerPrograms) -> HandshakeCounters {
 
 fn counters_by_name(counters: &[u64; server::COUNTER_COUNT], steering: &Steering) -> Vec<(String, u64)> {
     let server_counters = server::COUNTER_NAMES.into_iter().zip(*counters);
-    // Sums over all services. A counter name in two programs would be added up.
+    // Values are sums over all services. If two programs used the same counter name, their values would be added up.
     let mut value_by_name: HashMap<&str, u64> = HashMap::new();
     server_counters
         .chain(steering.counters())

@@ -1,4 +1,4 @@
-//! The agent's file; docs/config.md is the reference for users.
+//! The agent's configuration file. Users find its reference in docs/config.md.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use coreward_config::{AbsolutePath, InterfaceName, Name, config_enum, config_fil
 use coreward_daemon::Controllers;
 
 config_struct! {
-    /// Configuration of the daemon. Services, ids and keys come from the controller.
+    /// Configuration of the agent. Services, ids and keys come from the controller.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub struct Config {
         /// This server's name in the fleet's file.
@@ -16,13 +16,13 @@ config_struct! {
         pub controllers as "controller": Controllers,
         /// Ethernet device that receives and sends the services' packets.
         pub interface: String as InterfaceName,
-        /// Directory of the data plane in a BPF file system, created if missing; one per agent.
+        /// Directory for pinned programs and maps in a BPF file system, created if missing; one per agent.
         pub pin_directory: PathBuf as AbsolutePath,
         /// Whether the agent sets the fleet's RSS key and a balanced indirection table, or only reads the NIC's.
         pub manage_rss: bool = false,
         /// Whether the agent sets net.ipv4.tcp_timestamps=2 for stamped services; otherwise the operator must.
         pub manage_timestamps: bool = true,
-        /// Selection of the worker for connections of receive queue k.
+        /// How a worker is selected for connections of receive queue k.
         pub steer: Steer = Steer::Affinity,
         /// Source of the cores' load.
         pub load: Load = Load::Cpu {},
@@ -39,7 +39,7 @@ config_struct! {
     }
 }
 
-/// Selection of the worker for the connections that RSS sends to core k.
+/// How a worker is selected for the connections that RSS sends to core k.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Steer {
     /// The worker that may run on the CPU of core k and on no other CPU.

@@ -1,5 +1,5 @@
-//! Counts of the services' connections, in a thread of its own: the kernel lists 100,000 sockets for so long that
-//! reports would be late.
+//! Counts the open connections of each service. This runs in a separate thread, because the kernel takes so long to
+//! list 100,000 sockets that reports would be late.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -15,10 +15,10 @@ use coreward_wire::{AgentConfiguration, CountedConnections};
 const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval between the starts of two connection counts while a server drains.
 const DRAINING_COUNT_INTERVAL: Duration = Duration::from_secs(1);
-/// Minimum pause after a count as a multiple of its duration, so that counting uses at most a twentieth of one CPU.
+/// Minimum pause after a count, as a multiple of its duration, so that counting uses at most 1/20 of a CPU.
 const PAUSE_FACTOR: u32 = 20;
 
-/// Counter of the services' open connections, with its newest result and the count in progress.
+/// Counter of each service's open connections. It holds the newest result and the thread of the count in progress.
 #[derive(Default)]
 pub struct ConnectionCounter {
     newest_count: Option<ConnectionCount>,
@@ -35,7 +35,7 @@ struct ConnectionCount {
 }
 
 impl ConnectionCounter {
-    /// Collects a finished count, and starts the next one when it is due.
+    /// Collects the result of a finished count, and starts the next count when it is due.
     pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
         if let Some(ended) = self.counting_thread.take_if(|thread| thread.is_finished()) {
             let count_result = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
@@ -92,7 +92,7 @@ impl ConnectionCounter {
         self.newest_count = outcome.ok();
     }
 
-    /// Begins a stream to a controller. Discards older counts, which refer to configurations of the previous stream.
+    /// Starts a stream to a controller. Discards older counts, which refer to the previous stream's configurations.
     pub fn begin_stream(&mut self) {
         *self = Self { count_problem: self.count_problem.take(), ..Self::default() };
     }
@@ -105,7 +105,7 @@ impl ConnectionCounter {
         })
     }
 
-    /// Returns the reason why there is no connection count, as text for `coreward status`.
+    /// Returns why the connections could not be counted, as text for `coreward status`, or `None` if they could.
     pub fn warning(&self) -> Option<String> {
         self.count_problem.clone()
     }

@@ -1,14 +1,14 @@
-//! Number of open TCP connections in this network namespace.
+//! Counts the open TCP connections in this network namespace.
 
 use std::fs;
 
-// Not /proc/self, which shows the namespace of the process's first thread.
+// /proc/self would show the network namespace of the process's first thread, which may differ from this thread's.
 const SOCKSTAT_PATH: &str = "/proc/thread-self/net/sockstat";
-/// File with the counts of IPv6 sockets, including IPv4-mapped addresses. It is missing if the kernel has no IPv6.
+/// File that counts IPv6 sockets, including those with IPv4-mapped addresses. It is missing if the kernel has no IPv6.
 const SOCKSTAT_IPV6_PATH: &str = "/proc/thread-self/net/sockstat6";
 
-/// Returns the kernel's count of established connections and listening sockets, or 0 if it is unknown. The count only
-/// divides the load by connections, so a few listening sockets do not matter.
+/// Returns how many established connections and listening sockets the kernel counts, or 0 if this is unknown. The
+/// number only serves to divide the load by connections, so a few listening sockets do not matter.
 pub fn open_connection_count() -> u32 {
     let count_in_file = |path| fs::read_to_string(path).ok().and_then(|text| parse_tcp_in_use(&text)).unwrap_or(0);
     count_in_file(SOCKSTAT_PATH) + count_in_file(SOCKSTAT_IPV6_PATH)
@@ -36,7 +36,7 @@ mod tests {
 
     #[test]
     fn ipv6_sockets_are_counted() {
-        // More IPv6 sockets than the test has IPv4 sockets.
+        // The number exceeds the IPv4 sockets that the test process has, so only IPv6 sockets can account for it.
         let listeners: Vec<_> = (0..500).map(|_| std::net::TcpListener::bind("[::]:0").unwrap()).collect();
         assert!(open_connection_count() >= listeners.len() as u32);
     }

@@ -1,5 +1,5 @@
-//! The daemon: reports to the controller ten times a second, and applies the controller's configuration. Packets flow
-//! without daemon and controller, too.
+//! The agent's daemon, which sends reports to the controller ten times a second and applies the controller's
+//! configuration. The data plane forwards packets even if neither daemon nor controller runs.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -23,11 +23,11 @@ use crate::agent::Agent;
 use crate::config::Config;
 use crate::report_state::ReportState;
 
-/// Interval of the checks for changes that other programs make to settings.
+/// Interval between the checks whether other programs have changed settings.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
-/// Runs the agent until SIGTERM or SIGINT; SIGHUP reads `[dispatch]` again. On exit the data plane stays pinned, and
-/// the NIC's RSS is restored. Fails when the configuration file is wrong, another agent uses the pin directory, the
-/// interface does not exist, or the kernel rejects the programs.
+/// Runs the agent until SIGTERM or SIGINT. SIGHUP makes it read the `[dispatch]` section again. On exit the data plane
+/// stays pinned, and the NIC's RSS is restored. Fails when the configuration file is wrong, another agent uses the pin
+/// directory, the interface does not exist, or the kernel rejects the programs.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config_file = config;
     let config = Config::load(config_file)?;
@@ -53,7 +53,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 /// Keeps the agent connected to its controllers until this future is dropped. Fails when the agent's certificates
 /// cannot be used.
 ///
-/// The future is boxed, so that callers do not compile the agent once more.
+/// The future is boxed, so that the compiler does not generate the agent's code again in each calling crate.
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
         let controller_connection = connection(agent)?;
@@ -70,10 +70,10 @@ fn connection(agent: &Agent) -> anyhow::Result<ControllerConnection> {
     ControllerConnection::new(agent.controllers().clone(), agent.tls(), &[Role::Controller, Role::Rack])
 }
 
-/// Periodic tasks of the agent, which run with and without a connected controller.
+/// Periodic tasks of the agent, which also run while no controller is connected.
 struct BackgroundTasks {
     maintenance: Interval,
-    /// Stream of SIGHUP signals, and the configuration file that they reload; `None`: there is no such file.
+    /// Stream of SIGHUP signals and the configuration file to read at each signal, or `None` if there is no such file.
     reload: Option<(Signal, PathBuf)>,
     scrapes: ScrapeReceiver,
 }
@@ -85,7 +85,7 @@ enum Task {
 }
 
 impl BackgroundTasks {
-    /// Waits for the next background task. Cancel-safe: dropping the future loses no task.
+    /// Waits for the next background task. It is cancel-safe, so no task is lost if the future is dropped.
     async fn next(&mut self) -> Task {
         let reload = async {
             match &mut self.reload {
@@ -127,7 +127,7 @@ impl Task {
             Self::Scrape(scrape) => {
                 let mut snapshot = agent.metrics(&connection.warnings());
                 connection.add_metrics(&mut snapshot);
-                // An error means that the client has disconnected.
+                // Sending fails only if the client has disconnected, so the error is ignored.
                 return drop(scrape.send(snapshot));
             }
             Self::Reload(path) => path,
@@ -152,7 +152,7 @@ impl Task {
 }
 
 /// Removes the BPF programs and restores all settings, which breaks stamped connections. Fails when the configuration
-/// file is wrong, its agent is running, or something cannot be removed.
+/// file is wrong, the agent that uses it is running, or something cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
@@ -161,7 +161,7 @@ pub fn detach(config: &Path) -> anyhow::Result<()> {
 
 fn start_interval(period: Duration) -> Interval {
     let mut interval = tokio::time::interval_at(Instant::now() + period, period);
-    // Values are absolute, so a late report replaces a missed one.
+    // Missed ticks are skipped, because a report has absolute values and a late one replaces a missed one.
     interval.set_missed_tick_behavior(MissedTickBehavior::Skip);
     interval
 }
@@ -224,7 +224,7 @@ async fn run_session(
                         }
                     }
                     Some(Update::SocketQuery(query)) => {
-                        // A controller that does not read gets no answer; the load balancer repeats its query.
+                        // If the channel is full, the answer is dropped, because the load balancer repeats its query.
                         if let Some(answer) = answer(agent, &query) {
                             let _ = messages.try_send(message(Message::SocketAnswer(answer)));
                         }
@@ -242,7 +242,7 @@ async fn run_session(
             _ = tick.tick() => {
                 let Some(report) = agent.report(&sent, &connection.warnings()) else { continue };
                 let then = sent.after_report(&report);
-                // A controller that does not read misses a report; the next one is complete.
+                // If the channel is full, the report is dropped, because the next one is complete.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
                     sent = then;
                 }

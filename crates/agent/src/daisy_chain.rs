@@ -1,5 +1,5 @@
-//! Servers to which unknown packets may be forwarded (bpf/server/server.bpf.c, section 8). The controller sends their
-//! list; ARP or neighbour discovery resolves their addresses.
+//! The servers to which this server may forward packets of unknown connections (bpf/server/server.bpf.c, section 8).
+//! The controller sends their list. ARP or neighbour discovery resolves their MAC addresses.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -15,14 +15,14 @@ use coreward_wire::PreviousServer;
 #[derive(Debug)]
 pub struct DaisyChain {
     interface: String,
-    /// Resolver of the servers' MAC addresses and the channel of its results; started with the first server.
+    /// Resolver of the servers' MAC addresses and the channel for its results. It is started for the first server.
     resolver_and_changes: Option<(Resolver, Receiver<MacChange>)>,
     server_ids_by_address: BTreeMap<IpAddr, Vec<ServerId>>,
     mac_addresses: HashMap<IpAddr, MacAddress>,
 }
 
 impl DaisyChain {
-    /// Returns an empty daisy chain, which will resolve its servers' MAC addresses at `interface`.
+    /// Returns an empty daisy chain that will resolve its servers' MAC addresses on the network device `interface`.
     pub fn new(interface: &str) -> Self {
         Self {
             interface: interface.to_owned(),
@@ -32,8 +32,8 @@ impl DaisyChain {
         }
     }
 
-    /// Sets the servers. MAC addresses from an earlier process stay until ARP finds others. Fails when packet sockets
-    /// are not allowed.
+    /// Sets the servers to which unknown packets may be forwarded. MAC addresses that an earlier process found remain
+    /// until ARP finds others. Fails when the process may not open packet sockets.
     pub fn set_previous_servers(
         &mut self,
         servers: &[PreviousServer],
@@ -60,7 +60,7 @@ impl DaisyChain {
         Ok(())
     }
 
-    /// Copies new results of ARP to the BPF maps.
+    /// Copies newly resolved MAC addresses to the BPF maps.
     pub fn apply_mac_address_changes(&mut self, programs: &mut ServerPrograms) {
         let Some((_, changes)) = &self.resolver_and_changes else { return };
         for MacChange { address, mac } in changes.try_iter() {
@@ -73,7 +73,7 @@ impl DaisyChain {
         }
     }
 
-    /// Returns a warning that lists the servers without a MAC address, for `coreward status`.
+    /// Returns a warning for `coreward status` that lists the servers whose MAC address is unknown.
     pub fn unresolved_servers_warning(&self) -> Option<String> {
         let missing_addresses =
             self.server_ids_by_address.keys().filter(|address| !self.mac_addresses.contains_key(address));

@@ -1,4 +1,4 @@
-//! Decapsulation of packets from the load balancers that the file names (`decapsulate_from`).
+//! Decapsulates packets from the load balancers that the configuration file lists (`decapsulate_from`).
 
 use std::net::IpAddr;
 
@@ -7,17 +7,17 @@ use coreward_wire::AgentService;
 
 use crate::config::Config;
 
-/// Decapsulating XDP program at the device, if the configuration file lists source addresses.
+/// XDP program that decapsulates packets, which is attached if the configuration file lists source addresses.
 #[derive(Debug)]
 pub struct Decapsulator {
     decapsulation_program: Option<Decapsulation>,
-    /// Names of the services whose packets are encapsulated.
+    /// Names of the services whose packets arrive encapsulated.
     encapsulating_services: Vec<String>,
 }
 
 impl Decapsulator {
-    /// Attaches the program if the configuration file lists source addresses; otherwise removes the program of an
-    /// earlier process. Fails when the device has another XDP program.
+    /// Attaches the program if the configuration file lists source addresses, or else removes the program of an earlier
+    /// process. Fails when the device has another XDP program.
     pub fn start(config: &Config, interface_index: u32) -> anyhow::Result<Self> {
         let Some(sources) = &config.decapsulate_from else {
             decap::remove(&config.pin_directory)?;
@@ -35,7 +35,7 @@ impl Decapsulator {
         self.decapsulation_program.as_ref().map_or(Ok(()), |program| program.set_vips(&vips))
     }
 
-    /// Returns a warning about services whose packets are not decapsulated, for `coreward status`.
+    /// Returns a warning for `coreward status` if services' packets arrive encapsulated and nothing decapsulates them.
     pub fn missing_program_warning(&self) -> Option<String> {
         (self.decapsulation_program.is_none() && !self.encapsulating_services.is_empty()).then(|| {
             format!(
@@ -46,7 +46,7 @@ impl Decapsulator {
         })
     }
 
-    /// Returns the names and values of the program's counters; empty without a program.
+    /// Returns the names and values of the program's counters, or an empty list if no program is attached.
     pub fn counters(&self) -> Vec<(String, u64)> {
         let Some(counters) = self.decapsulation_program.as_ref().and_then(|program| program.counters().ok()) else {
             return Vec::new();
@@ -55,7 +55,6 @@ impl Decapsulator {
     }
 }
 
-/// Detaches the decapsulating program, if one is attached.
 pub fn detach_program(config: &Config) -> anyhow::Result<()> {
     decap::remove(&config.pin_directory)
 }

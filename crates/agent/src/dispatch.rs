@@ -1,9 +1,9 @@
-//! Request dispatch in the agent (`coreward dispatch`), and its counts for `coreward status`.
+//! Runs request dispatch (`coreward dispatch`) inside the agent, and reports its state for `coreward status`.
 
 use coreward_dispatch::dispatcher::Dispatcher;
 use coreward_wire::v1;
 
-/// Returns the problems of the dispatcher, as text for `coreward status`.
+/// Returns the problems that the dispatcher has, as text for `coreward status`.
 pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
     if dispatcher.is_running() {
         return dispatcher.state().warnings;
@@ -11,7 +11,7 @@ pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
     vec!["no daemon maintains the dispatched services: restart the agent".to_owned()]
 }
 
-/// Returns the state of all dispatched services at the last poll.
+/// Returns the state of each dispatched service when the dispatcher last polled it.
 pub fn service_reports(dispatcher: &Dispatcher) -> Vec<v1::DispatchedService> {
     dispatcher.state().services.into_iter().map(v1::DispatchedService::from).collect()
 }

@@ -1,20 +1,20 @@
-//! The server agent: everything of coreward that runs on a server.
+//! The agent, which is the daemon that runs on a server.
 //!
 //! * [`config`]: configuration file
-//! * [`daemon`]: controller connection, reports, orderly end
-//! * [`agent`]: inputs, configuration, reports
+//! * [`daemon`]: connection to the controller, and orderly shutdown
+//! * [`agent`]: settings of the server, controller's configuration, reports
 //! * [`load`]: busy times of the cores
-//! * [`rss`]: RSS key and indirection table: reading, setting, restoring, verifying
-//! * [`steering`]: connections of core k to the worker of core k
-//! * [`dispatch`]: requests of UDP services to workers
-//! * [`timestamps`]: the sysctl that the cookie needs
-//! * [`daisy_chain`]: servers to which unknown packets may be forwarded
+//! * [`rss`]: reading, setting, restoring and verifying RSS key and indirection table
+//! * [`steering`]: giving the connections of core k to the worker of core k
+//! * [`dispatch`]: dispatching requests of UDP services to workers
+//! * [`timestamps`]: the TCP timestamp sysctl that the cookie needs
+//! * [`daisy_chain`]: servers to which packets of unknown connections may be forwarded
 //! * [`stall`]: detection of stalled stamped connections
 //! * [`rss_conflicts`]: settings of this host that override RSS
 //! * [`rss_command`]: `coreward agent rss`
-//! * [`connection_counter`]: connections of each service
+//! * [`connection_counter`]: number of open connections of each service
 //! * [`sysfs`]: a device's directory in /sys
-//! * [`saved_settings`]: original settings, for restoring
+//! * [`saved_settings`]: original settings that are restored at the end
 
 pub mod agent;
 pub mod config;

@@ -1,13 +1,13 @@
-//! Parts of the reports that a controller has received on one stream, and that later reports omit.
+//! Tracks which parts of a report a controller has already received on a stream, so that later reports omit them.
 
 use std::time::{Duration, Instant};
 
 use coreward_wire::{AgentConfiguration, v1};
 
-/// Interval between reports with counters and other details, which do not influence the load balancers' tables.
+/// Interval between reports with details, such as counters, which do not influence the load balancers' tables.
 const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Parts of reports that were already sent on a stream; empty at the start of the stream.
+/// Parts of a report that were already sent on a stream. It is empty when the stream starts.
 #[derive(Debug, Clone, Default)]
 pub struct ReportState {
     sent_rss_generation: u64,
@@ -21,13 +21,13 @@ struct SentDetails {
 }
 
 impl ReportState {
-    /// Returns the generation of the newest RSS settings that were sent, or 0 if none were sent.
+    /// Returns the generation of the newest RSS settings that were sent on this stream, or 0 if none were sent.
     pub fn sent_rss_generation(&self) -> u64 {
         self.sent_rss_generation
     }
 
-    /// Returns whether the next report needs details. While a server drains, every report does: operators wait for its
-    /// connection counts.
+    /// Returns whether the next report must contain details. Every report does while the server drains, because
+    /// operators then wait for the connection counts.
     pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
         let may_omit_details = configuration.is_some_and(|configuration| !configuration.is_draining);
         let newest_details = self.sent_details.as_ref().filter(|_| may_omit_details);

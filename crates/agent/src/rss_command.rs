@@ -1,4 +1,4 @@
-//! `coreward agent rss`: shows the RSS key and table, and the predicted and real queue of each SYN.
+//! The command `coreward agent rss`, which shows the RSS key and table, and the predicted and actual queue of each SYN.
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd as _;
@@ -24,7 +24,7 @@ pub struct RssArgs {
     /// Network device whose RSS settings are shown
     #[arg(long)]
     pub interface: String,
-    /// Seconds for which SYNs are watched; 0: only show key and table
+    /// Seconds for which SYNs are watched; 0 only shows key and table
     #[arg(long, default_value_t = 10)]
     pub seconds: u64,
     /// Stop after this many SYNs
@@ -33,15 +33,15 @@ pub struct RssArgs {
     /// Print JSON objects, one per line: the NIC, each SYN, and at the end the verdict
     #[arg(long)]
     pub json: bool,
-    /// Set this RSS key first (hexadecimal bytes, as `ethtool -x` prints them); it stays in force
+    /// Set this RSS key first (hexadecimal bytes, as `ethtool -x` prints them); it stays set
     #[arg(long, value_name = "KEY")]
     pub set_key: Option<RssKey>,
-    /// Set a balanced indirection table first, generated from this server id as with `manage_rss`; it stays in force
+    /// Set a balanced indirection table first, generated from this server id as with `manage_rss`; it stays set
     #[arg(long, value_name = "SERVER ID")]
     pub balanced_seed: Option<u16>,
 }
 
-/// Interval between polls of the samples: fewer SYNs than `RSS_SAMPLES` should arrive in one interval.
+/// Interval between two reads of the SYN samples, short enough that usually fewer than `RSS_SAMPLES` SYNs arrive in it.
 const SAMPLE_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 #[derive(Serialize)]
@@ -59,12 +59,12 @@ enum OutputLine<'a> {
         mismatched: u64,
         without_queue: u64,
         verdict: RssVerdict,
-        /// Input transform that the SYNs show, if the driver reports another one.
+        /// Input transform that the SYNs reveal, if the driver reports another one.
         input: Option<&'static str>,
     },
 }
 
-/// Sampled SYN, with the predicted receive queue and the one on which it arrived.
+/// Sampled SYN with its predicted receive queue and the queue on which it arrived.
 #[derive(Serialize)]
 struct Syn {
     source: SocketAddr,
@@ -88,8 +88,8 @@ impl From<intf::rss_sample> for Syn {
     }
 }
 
-/// Prints RSS key and table, samples SYNs, and verifies the table. Returns false if the table is not in force. Fails
-/// when the device does not exist or has no usable RSS, or the kernel rejects something.
+/// Prints the RSS key and table, samples SYNs, and verifies the table. Returns false if the NIC does not use the table.
+/// Fails when the device does not exist or has no usable RSS, or the kernel rejects something.
 pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     let interface_index = nix::net::if_::if_nametoindex(args.interface.as_str())
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
@@ -111,7 +111,7 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     bpf_programs.set_rss_config(Some(&rss_config), 1);
     let _tc_attachment =
         tc::attach_until_drop(bpf_programs.program(Direction::Ingress).as_fd(), interface_index, Direction::Ingress)?;
-    // The command sees every SYN after this line.
+    // From here on, every SYN is sampled.
     print_line(args.json, &nic_line)?;
     watch_syns(args, &bpf_programs, &rss_config)
 }
@@ -155,7 +155,7 @@ fn watch_syns(args: &RssArgs, programs: &ServerPrograms, rss: &RssConfig) -> any
     Ok(verdict != RssVerdict::NotInForce)
 }
 
-/// Prints a line and flushes it, so that a test that reads the output sees each SYN at once.
+/// Prints a line and flushes it, so that a test which reads the output sees each SYN immediately.
 fn print_line(json: bool, line: &OutputLine<'_>) -> anyhow::Result<()> {
     use std::io::Write as _;
     let text = if json { serde_json::to_string(line)? } else { format_line(line) };

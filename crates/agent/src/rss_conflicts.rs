@@ -1,4 +1,4 @@
-//! Settings of this host that override RSS, so that packets are processed on other CPUs than predicted.
+//! Finds settings of this host that override RSS, so that packets are processed on other CPUs than predicted.
 
 use std::fs;
 use std::path::Path;
@@ -6,23 +6,23 @@ use std::path::Path;
 use crate::rss::ethtool::ntuple_and_rule_count;
 use crate::sysfs;
 
-/// Settings by which packets reach other cores than RSS selects.
+/// Settings of this host by which packets reach other cores than those that RSS selects.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RssConflicts {
-    /// Names of the receive queues whose packets RPS distributes to CPUs.
+    /// Names of the receive queues whose packets are distributed to CPUs by RPS.
     pub rps_queues: Vec<String>,
     /// Names of the receive queues that have a flow table for RFS.
     pub rfs_queues: Vec<String>,
-    /// Value of net.core.rps_sock_flow_entries; RFS also needs [`Self::rfs_queues`] (get_rps_cpu() in net/core/dev.c).
+    /// Value of net.core.rps_sock_flow_entries. RFS also needs [`Self::rfs_queues`] (get_rps_cpu() in net/core/dev.c).
     pub rps_sock_flow_entries: u64,
-    /// Whether the driver accepts rules for single flows, and with RFS sets them itself (accelerated RFS).
+    /// Whether the driver accepts rules for single flows. With RFS, such a driver sets them itself (accelerated RFS).
     pub accepts_flow_rules: bool,
     pub flow_rule_count: u64,
     pub is_irqbalance_running: bool,
 }
 
 impl RssConflicts {
-    /// Gathers the conflicts that are present. Reads all of /proc, so call it at most a few times a minute.
+    /// Finds the settings that are present. Reads all of /proc, so call it at most a few times a minute.
     pub fn gather(interface: &str) -> Self {
         let queues_directory = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
         let queues_with_attribute_set = |attribute| {
@@ -44,7 +44,7 @@ impl RssConflicts {
         self.rps_sock_flow_entries > 0 && !self.rfs_queues.is_empty()
     }
 
-    /// Returns the name of the kind of RFS that this device uses, for messages.
+    /// Returns the name that messages use for this device's kind of RFS.
     pub fn flow_steering_name(&self) -> &'static str {
         if self.accepts_flow_rules { "accelerated RFS" } else { "RFS" }
     }
@@ -133,7 +133,7 @@ mod tests {
         ] {
             assert!(descriptions.contains(expected), "{descriptions}");
         }
-        // RFS is configured on the host, but this device's queues have no table: the kernel ignores it.
+        // RFS is configured on the host, but the kernel ignores it because this device's queues have no flow table.
         assert!(!RssConflicts { rfs_queues: vec![], ..rss_conflicts }.has_rfs());
     }
 

@@ -1,6 +1,6 @@
-//! Original settings that the agent changed, stored so that the agent or a later process can restore them.
+//! Stores the original values of changed settings, so that this agent or a later process can restore them.
 //!
-//! JSON in a pinned BPF map, not in a file: like the NIC's settings, the map outlives processes and ends with a reboot.
+//! It uses JSON in a pinned BPF map, which outlives processes but not a reboot, like the NIC's settings.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,14 +11,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::rss::RssSettings;
 
-/// Original settings of the machine, which are restored at the end; `None`: the agent has not changed the setting.
+/// Original settings of the machine, which are restored at the end. Each is `None` if the agent has not changed it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedSettings {
     pub rss: Option<RssSettings>,
     pub tcp_timestamps: Option<String>,
 }
 
-/// Bytes for the JSON of the longest table (2048 queues of up to 5 digits) and key, with a reserve.
+/// Size in bytes that suffices for the JSON of the longest table (2048 queues of up to 5 digits) and key.
 const MAP_VALUE_BYTES: u32 = 16384;
 const MAP_NAME: &str = "coreward_orig";
 
@@ -30,8 +30,8 @@ pub struct SettingsStore {
 }
 
 impl SettingsStore {
-    /// Opens the settings that an earlier process saved in `pin_directory`, or creates an empty map. Fails when the
-    /// directory is not in a BPF file system.
+    /// Opens the settings that an earlier process saved, or creates an empty map. Fails when `pin_directory` is not in
+    /// a BPF file system.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         let map_pin = pin_directory.join("remembered");
         if map_pin.exists() {
@@ -73,7 +73,7 @@ impl SettingsStore {
         &self.current_settings
     }
 
-    /// Changes the saved settings. Fails when the map cannot be written.
+    /// Changes the saved settings and writes them to the map. Fails when the map cannot be written.
     pub fn change(&mut self, change: impl FnOnce(&mut SavedSettings)) -> anyhow::Result<()> {
         change(&mut self.current_settings);
         let mut map_value = serde_json::to_vec(&self.current_settings)?;

@@ -1,14 +1,15 @@
-//! Detection of stalled stamped connections: a device on the path may drop timestamps that run faster than a clock.
+//! Detects stamped connections that stall, because a device on the path may drop timestamps that run faster than a
+//! clock.
 
-/// Number of handshakes in the window of one verdict.
+/// Number of handshakes after which the detector reaches a verdict.
 const HANDSHAKES_PER_VERDICT: u64 = 200;
-/// Fraction of connections that may stall without a warning: clients disappear all the time.
+/// Fraction of connections that may stall without a warning. It is not 0, because some clients always disappear.
 const TOLERATED_STALL_FRACTION: f64 = 0.01;
 
-/// Totals of counters in server.bpf.c.
+/// Counter totals from server.bpf.c.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct HandshakeCounters {
-    /// Number of stamped SYN-ACKs that were sent for the first time.
+    /// Number of stamped SYN-ACKs that were sent for the first time, which is one per handshake.
     pub handshake_count: u64,
     /// Number of stamped SYN-ACKs that were sent for the fourth time.
     pub stalled_handshake_count: u64,
@@ -16,21 +17,20 @@ pub struct HandshakeCounters {
     pub stalled_connection_count: u64,
 }
 
-/// Detector of stamped connections that stall, which compares stalls with handshakes, in windows of 200 handshakes.
+/// Detector of stalled connections, which compares their number with that of handshakes, once per 200 handshakes.
 #[derive(Debug, Default)]
 pub struct StallDetector {
-    /// Counters at the start of the current window.
     counters_at_window_start: HandshakeCounters,
     warning: Option<String>,
 }
 
 impl StallDetector {
-    /// Returns a detector that ignores what was counted before `counts`, by an earlier process.
+    /// Returns a detector that ignores everything up to `counts`, which an earlier process has already evaluated.
     pub fn from(counts: HandshakeCounters) -> Self {
         Self { counters_at_window_start: counts, warning: None }
     }
 
-    /// Evaluates the counters. Returns the warning of the last complete window, as text for `coreward status`.
+    /// Evaluates the counters, and returns the last complete window's warning as text for `coreward status`.
     pub fn observe_counters(&mut self, counts: HandshakeCounters) -> Option<&str> {
         let handshake_count = counts.handshake_count.saturating_sub(self.counters_at_window_start.handshake_count);
         if handshake_count >= HANDSHAKES_PER_VERDICT {

@@ -1,5 +1,5 @@
-//! A device's directory in /sys, if /sys shows this network namespace: after `nsenter --net` or `ip netns exec` it may
-//! show another namespace, with a device of the same name.
+//! Finds a device's directory in /sys. After `nsenter --net` or `ip netns exec`, /sys may show another network
+//! namespace, which may have a device of the same name.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,6 @@
-//! net.ipv4.tcp_timestamps of this network namespace. Restoring TSecr by the clock needs TSvals without an offset per
-//! connection: value 2 (bpf/server/server.bpf.c, section 3).
+//! Manages the sysctl net.ipv4.tcp_timestamps in this network namespace. The original TSecr is restored from the clock,
+//! so TSvals must not have a random offset per connection. This requires the value 2 (bpf/server/server.bpf.c, section
+//! 3).
 
 use std::fs;
 
@@ -9,7 +10,7 @@ use crate::saved_settings::SettingsStore;
 
 const TCP_TIMESTAMPS_PATH: &str = "/proc/sys/net/ipv4/tcp_timestamps";
 const SYSCTL_WITHOUT_OFFSETS: &str = "2";
-/// Value of the sysctl by which each connection has a random offset, so that it is not stamped.
+/// Value of the sysctl that gives each connection a random offset, so that new connections are not stamped.
 const SYSCTL_WITH_OFFSETS: &str = "1";
 
 fn read_sysctl() -> anyhow::Result<String> {
@@ -20,14 +21,14 @@ fn write_sysctl(value: &str) -> anyhow::Result<()> {
     fs::write(TCP_TIMESTAMPS_PATH, value).with_context(|| format!("{TCP_TIMESTAMPS_PATH}: writing {value}"))
 }
 
-/// Returns the value of the sysctl that stamping requires. New connections are not stamped while their service is
-/// handed over to another load balancer; older connections stay stamped.
+/// Returns the value that the sysctl needs. While a service is handed over to another load balancer, new connections
+/// are not stamped. Older connections stay stamped.
 fn required_sysctl_value(stamp_new: bool) -> &'static str {
     if stamp_new { SYSCTL_WITHOUT_OFFSETS } else { SYSCTL_WITH_OFFSETS }
 }
 
-/// Sets the sysctl as required, depending on whether new connections are stamped, and saves the original value. Fails
-/// when the sysctl cannot be read or written.
+/// Sets the sysctl to the value that it needs if new connections are stamped (`stamp_new`) or not, and saves the
+/// original value. Fails when the sysctl cannot be read or written.
 pub fn manage_sysctl(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()> {
     let (found, required) = (read_sysctl()?, required_sysctl_value(stamp_new));
     if found != required {
@@ -54,7 +55,7 @@ pub fn restore_sysctl(memory: &mut SettingsStore) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns a warning about a wrong value of the sysctl, as text for `coreward status`.
+/// Returns a warning for `coreward status` if the sysctl has a wrong value.
 pub fn sysctl_warning(stamp_new: bool) -> Option<String> {
     let (found, required) = (read_sysctl().ok()?, required_sysctl_value(stamp_new));
     let consequence = match stamp_new {

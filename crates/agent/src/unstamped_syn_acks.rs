@@ -1,16 +1,15 @@
-//! Services whose workers are in another network namespace of this server (containers behind DNAT or a bridge). Their
-//! packets are stamped like others if their kernel's TSvals have no offset: net.ipv4.tcp_timestamps belongs to a
-//! network namespace, and the agent sets only its own.
+//! Detects services whose workers are in another network namespace of this server (containers behind DNAT or a bridge).
+//! Their packets are stamped like others only if their kernel adds no offset to TSvals. This depends on
+//! net.ipv4.tcp_timestamps, which each network namespace has separately and the agent sets only in its own.
 
 use std::time::{Duration, Instant};
 
 use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_wire::AgentService;
 
-/// Time for which the warning remains after the last unstamped SYN-ACK.
+/// How long the warning remains after the last unstamped SYN-ACK.
 const WARNING_DURATION: Duration = Duration::from_secs(60);
 
-/// Monitor of the number of SYN-ACKs that could not be stamped.
 #[derive(Debug)]
 pub struct UnstampedSynAckMonitor {
     last_count: u64,
@@ -18,12 +17,12 @@ pub struct UnstampedSynAckMonitor {
 }
 
 impl UnstampedSynAckMonitor {
-    /// Returns a monitor that ignores what was `counted` by an earlier process.
+    /// Returns a monitor that ignores the SYN-ACKs which an earlier process has already counted.
     pub fn from(counted: u64) -> Self {
         Self { last_count: counted, last_increase_at: None }
     }
 
-    /// Evaluates the total number of unstamped SYN-ACKs. Returns the warning as text for `coreward status`.
+    /// Evaluates the total number of unstamped SYN-ACKs. Returns a warning for `coreward status` if it grew recently.
     pub fn observe_count(&mut self, counted: u64, now: Instant) -> Option<String> {
         if counted > self.last_count {
             (self.last_count, self.last_increase_at) = (counted, Some(now));
@@ -38,7 +37,7 @@ impl UnstampedSynAckMonitor {
     }
 }
 
-/// Returns the features that a service lacks when its SYN-ACKs are forwarded unstamped, or `None` if it lacks none.
+/// Returns the features that a service lacks if its SYN-ACKs are forwarded unstamped, or `None` if it lacks none.
 pub fn lost_features(service: &AgentService) -> Option<String> {
     let mode = service.mode;
     let limitation_text = match mode.consistency {

@@ -1,4 +1,4 @@
-//! Roles of callers.
+//! Roles and identities of the API's callers.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Role of a caller; each role includes the rights of the roles above it in this list.
+/// Role of an API caller. Each role includes the rights of the roles listed above it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -18,7 +18,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// All roles, the one with the fewest rights first.
+    /// All roles, from the one with the fewest rights to the one with the most.
     pub const ALL: [Role; 2] = [Role::Viewer, Role::Operator];
 
     /// Returns the lower-case name of the role, as in JSON.
@@ -43,7 +43,7 @@ pub struct Caller {
     pub role: Role,
     /// IP address of the caller.
     pub address: IpAddr,
-    /// Identity that proves the role: the name in a certificate, a token's role and id, or a session.
+    /// Identity that proves the caller's role: the name in a certificate, a token's role and id, or a session.
     pub principal: Arc<str>,
 }
 

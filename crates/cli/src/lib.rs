@@ -1,4 +1,4 @@
-//! Parts that the commands `coreward` and `coreward-lab` share: log, standard output, exit status, man pages,
+//! Parts that the commands `coreward` and `coreward-lab` share, such as logging, exit status, man pages and shell
 //! completions.
 
 mod log;
@@ -9,7 +9,7 @@ use std::process::ExitCode;
 
 pub use log::start_logging;
 
-/// Prints `text` to standard output. Fails if writing fails, except when the reader has closed the pipe (`| head`).
+/// Prints `text` to standard output. Fails if it cannot be written, unless the reader has closed the pipe (`| head`).
 pub fn print(text: &str) -> anyhow::Result<()> {
     match writeln!(std::io::stdout(), "{}", text.trim_end()) {
         Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => Err(error.into()),
@@ -17,13 +17,13 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
-/// Returns a command's exit status; writes the error and the command's name to standard error.
+/// Returns a command's exit status. Writes an error to standard error, after the command's name.
 #[must_use]
 pub fn exit_status(command: &str, result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // Fails if the reader has closed the pipe.
+            // Writing fails if the reader has closed the pipe.
             let _ = writeln!(std::io::stderr(), "{command}: {error:#}");
             ExitCode::FAILURE
         }

@@ -1,4 +1,4 @@
-//! Log on standard error: lines of text, or one JSON object per line.
+//! Log on standard error, as lines of text or as one JSON object per line.
 
 use std::fmt;
 use std::io::IsTerminal as _;
@@ -12,14 +12,15 @@ use tracing_subscriber::fmt::format::{self, Format, Writer};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// Environment variable for the log format: "text" (default) or "json".
+/// Environment variable that selects the log format, which is "text" (default) or "json".
 const FORMAT_VARIABLE: &str = "COREWARD_LOG_FORMAT";
 
-/// Starts logging to standard error; `RUST_LOG` sets the level (default: info), `COREWARD_LOG_FORMAT=json` the format.
-/// Returns a setter of the level: `true`: debug, for this project's crates; `false`: as at the start.
+/// Starts logging to standard error. `RUST_LOG` sets the level (default: info), and `COREWARD_LOG_FORMAT=json` the
+/// format. Returns a function that sets the level to debug for this project's crates (`true`) or to the initial level
+/// (`false`).
 ///
-/// A line that cannot be written (a full disk) is lost. By default tracing-subscriber would report it with `eprintln!`,
-/// which panics then.
+/// A line that cannot be written, for example on a full disk, is lost. By default, tracing-subscriber would report it
+/// with `eprintln!`, which would then panic.
 pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
     let initial_filter = || EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let uses_colours = std::io::stderr().is_terminal();
@@ -34,14 +35,14 @@ pub fn start_logging() -> impl Fn(bool) + Send + Sync + 'static {
     builder.init();
     move |debug| {
         let new_filter = if debug { EnvFilter::new("info,coreward=debug") } else { initial_filter() };
-        // Fails only if the subscriber has been dropped, and it lives as long as the process.
+        // This fails only if the subscriber has been dropped, but the subscriber lives as long as the process.
         let _ = filter_handle.reload(new_filter);
     }
 }
 
 enum LogFormat {
     Text(Format),
-    /// One object per line: `timestamp` (RFC 3339, UTC), `level`, `message`, and the event's fields by name.
+    /// One JSON object per line with `timestamp` (RFC 3339, UTC), `level`, `message`, and the event's fields by name.
     Json,
 }
 

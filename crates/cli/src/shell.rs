@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
 
-/// Sub-commands that print or write documentation of the command line.
+/// Sub-commands that print or write the documentation of a command line.
 #[derive(Debug, clap::Subcommand)]
 pub enum CliDocumentationCommand {
     /// Print the completion script of a shell
@@ -21,7 +21,7 @@ pub enum CliDocumentationCommand {
 }
 
 impl CliDocumentationCommand {
-    /// Prints the completion script of `command`, or writes its man pages. Fails when the output cannot be written.
+    /// Prints the completion script of `command`, or writes its man pages. Fails if the output cannot be written.
     pub fn run(&self, command: clap::Command) -> anyhow::Result<()> {
         match self {
             Self::Completions { shell } => crate::print(&completion_script(*shell, command)),
@@ -30,14 +30,13 @@ impl CliDocumentationCommand {
     }
 }
 
-/// Returns the script by which a shell completes the command's options and names.
+/// Returns a script with which a shell completes the command's options and sub-commands.
 fn completion_script(shell: clap_complete::Shell, mut command: clap::Command) -> String {
     let (mut text, name) = (Vec::new(), command.get_name().to_owned());
     clap_complete::generate(shell, &mut command, name, &mut text);
     String::from_utf8_lossy(&text).into_owned()
 }
 
-/// Writes a man page for each sub-command.
 fn write_man_pages(directory: &Path, command: clap::Command) -> anyhow::Result<()> {
     let generate_pages = || {
         std::fs::create_dir_all(directory)?;

@@ -7,23 +7,23 @@ use serde_json::{Value, json};
 
 use crate::{Source, Span};
 
-/// Maximum number of mistakes that are shown; further mistakes are only counted.
+/// Maximum number of mistakes that are reported in full. Further mistakes are only counted.
 pub(crate) const MAX_SHOWN_DIAGNOSTICS: usize = 100;
 
-/// Diagnostic of a mistake in a file, or of a file that cannot be read.
+/// Diagnostic of one mistake in a file, or the reason why the file cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostic {
     /// Path of the file.
     pub file: Box<Path>,
-    /// Location of the mistake; `None`: the whole file.
+    /// Location of the mistake, or `None` if it concerns the whole file.
     pub location: Option<Location>,
-    /// Full name of the key, such as `service.vip`; empty for a syntax error.
+    /// Full name of the key, such as `service.vip`. It is empty for a syntax error.
     pub key: String,
     /// Value that was found, or another description of the mistake.
     pub problem: String,
-    /// Expected value, if it is known.
+    /// Description of the expected value, if there is one.
     pub expected: Option<Box<str>>,
-    /// Valid name nearest to the one found.
+    /// Valid name that is most similar to the one found, if one is similar enough.
     pub nearest: Option<Box<str>>,
 }
 
@@ -36,7 +36,7 @@ pub struct Location {
     pub column: u32,
 }
 
-/// Maximum length, in characters, of names and values that are shown in full and compared with valid names.
+/// Maximum length, in characters, at which names and values are shown in full and compared with valid names.
 const MAX_SHOWN_CHARS: usize = 1000;
 
 fn truncate_text(text: String) -> String {
@@ -47,12 +47,12 @@ fn truncate_text(text: String) -> String {
 }
 
 impl Diagnostic {
-    /// Creates the diagnostic of a mistake from a message of the form "found: expected ...".
+    /// Creates the diagnostic of a mistake. `message` has the form "found: expected ...".
     pub(crate) fn new(file: &Path, location: Location, key: String, message: &str) -> Self {
         Self { location: Some(location), key: truncate_text(key), ..Self::for_file(file, message) }
     }
 
-    /// Returns the diagnostic of a mistake that concerns the whole file. `message` has the form "found: expected ...".
+    /// Creates the diagnostic of a mistake that concerns the whole file. `message` has the form "found: expected ...".
     pub fn for_file(file: &Path, message: &str) -> Self {
         let (problem, expected) = match message.split_once(": expected ") {
             Some((problem, expected)) => (problem, Some(expected.into())),
@@ -105,12 +105,12 @@ impl fmt::Display for Diagnostic {
 
 impl std::error::Error for Diagnostic {}
 
-/// Diagnostics of a file in the order of lines, displayed one per line.
+/// All mistakes of a file in the order of its lines. They are displayed one per line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostics {
-    /// The first diagnostics, at least one.
+    /// The first mistakes, of which there is at least one.
     pub list: Vec<Diagnostic>,
-    /// Lower bound of the number of further mistakes.
+    /// Minimum number of further mistakes.
     pub omitted_count: usize,
 }
 
@@ -130,8 +130,8 @@ impl fmt::Display for Diagnostics {
 impl std::error::Error for Diagnostics {}
 
 impl Diagnostics {
-    /// Returns diagnostics for locations of a file that has no other mistakes. Messages have the form that
-    /// [`Source::diagnostic_at`] expects.
+    /// Creates the diagnostics of mistakes at these locations of an otherwise correct file. Messages have the form
+    /// "found: expected ...".
     pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
         let omitted_diagnostic_count = wrong.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
         wrong.truncate(MAX_SHOWN_DIAGNOSTICS);
@@ -145,10 +145,10 @@ impl From<Diagnostic> for Diagnostics {
     }
 }
 
-/// Minimum Jaro-Winkler similarity (0 to 1) of a suggested name to the given one.
+/// Minimum Jaro-Winkler similarity (0 to 1) between a name that is suggested and the name that was found.
 const MIN_SIMILARITY: f64 = 0.75;
 
-/// Returns the name in `known` that is most similar to `given`, if any is similar enough.
+/// Returns the name in `known` that is most similar to `given`, or `None` if no name is similar enough.
 pub fn find_nearest_name<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     if given.len() > MAX_SHOWN_CHARS {
         return None;

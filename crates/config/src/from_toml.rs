@@ -1,4 +1,4 @@
-//! Trait of values in a file: parsing, expectation and JSON schema.
+//! Trait for types that can be read from a TOML file, with implementations for common types.
 
 use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -11,35 +11,35 @@ use toml::de::{DeInteger, DeValue};
 
 use crate::{Reader, Span};
 
-/// A type of values that a TOML file can contain.
+/// Type whose values can be read from a TOML file.
 pub trait FromToml: Sized {
     /// Whether a key of this type is required.
     const REQUIRED: bool = true;
 
-    /// Reads a value. Returns `None` after a mistake, which is stored in the reader.
+    /// Reads a value. If it is wrong, stores a mistake in the reader and returns `None`.
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 
-    /// Returns the description of valid values, shown after "expected".
+    /// Returns a description of the valid values, which follows "expected" in diagnostics.
     fn expected() -> String;
 
-    /// Returns the JSON schema, which accepts the same values as `read`.
+    /// Returns a JSON schema that accepts the same values as `read`.
     fn schema() -> Value;
 
-    /// Returns the value of a missing key, if the type has one.
+    /// Returns the value of a key that is missing from the file, or `None` if the type has no such value.
     fn value_if_missing() -> Option<Self> {
         None
     }
 
-    /// Returns the value that replaces an invalid one, if the type has one.
+    /// Returns the value that replaces a wrong one so that reading can continue, or `None` if there is none.
     fn value_after_error() -> Option<Self> {
         None
     }
 }
 
-/// Required value with its location. If the value is wrong or missing, the table that contains it can still be checked.
+/// Required value with its location. The containing table can be checked even if the value is wrong or missing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocatedValue<T> {
-    /// The value; `None` after a mistake.
+    /// The value, or `None` if it was wrong or missing.
     pub value: Option<T>,
     /// Location of the value in the file.
     pub span: Span,
@@ -101,7 +101,7 @@ impl<T: FromToml> FromToml for Spanned<T> {
     }
 }
 
-/// Reads the valid elements; mistakes in other elements are stored in the reader.
+/// Reads the valid elements. Mistakes in the other elements are stored in the reader.
 impl<T: FromToml> FromToml for Vec<T> {
     const REQUIRED: bool = false;
 
@@ -175,9 +175,9 @@ impl FromToml for PathBuf {
     }
 }
 
-/// Number type of TOML.
+/// Number type that a TOML value can be converted to.
 pub(crate) trait FromTomlScalar: Sized {
-    /// Returns the number. The diagnostic of a mistake describes the valid values of `T`.
+    /// Returns the number. If it is wrong, the diagnostic describes the valid values of `T`.
     fn parse_number<T: FromToml>(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self>;
 }
 
@@ -209,7 +209,7 @@ impl FromToml for f64 {
     }
 }
 
-/// Converts a TOML integer, which is signed and has 64 bits; `None` if it does not fit.
+/// Converts a TOML integer, or returns `None` if it does not fit into 64 bits with a sign.
 fn to_i64(integer: &DeInteger<'_>) -> Option<i64> {
     i64::from_str_radix(integer.as_str(), integer.radix()).ok()
 }
@@ -380,7 +380,7 @@ fn read_with_from_str<T: FromToml + FromStr>(value: &Spanned<DeValue<'_>>, reade
     parse_text(value, reader, |text| text.parse().map_err(|_| format!("{text:?}: expected {}", T::expected())))
 }
 
-/// Reads a value that is written as a string, which `parse` converts.
+/// Reads a value that is written as a string and converted by `parse`.
 pub fn parse_text<T: FromToml, E: Display>(
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
@@ -392,7 +392,7 @@ pub fn parse_text<T: FromToml, E: Display>(
     }
 }
 
-/// Reads a value that is written as one of several names. `what`: kind of the named objects, for diagnostics.
+/// Reads a value that is written as one of the names in `all`. `what` describes the named objects in diagnostics.
 pub fn parse_choice<T: FromToml>(
     what: &str,
     all: Vec<(String, T)>,
@@ -409,7 +409,7 @@ pub fn parse_choice<T: FromToml>(
     chosen_value
 }
 
-/// Returns the JSON schema of a value that is one of several names.
+/// Returns the JSON schema of a value that is written as one of these names.
 pub fn choice_schema(names: impl IntoIterator<Item = String>) -> Value {
     json!({ "type": "string", "enum": names.into_iter().collect::<Vec<_>>() })
 }

@@ -1,4 +1,4 @@
-//! Types of values that name parts of a machine: network devices and absolute paths.
+//! Types for values that name parts of a machine, such as network devices and absolute paths.
 
 use std::path::PathBuf;
 
@@ -8,11 +8,11 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader, parse_text};
 
-/// Name of a network device that Linux accepts (dev_valid_name() of net/core/dev.c).
+/// Name of a network device, as Linux accepts it (dev_valid_name() of net/core/dev.c).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InterfaceName(pub String);
 
-/// Maximum length of an interface name in bytes (IFNAMSIZ without the terminating zero byte).
+/// Maximum length of an interface name, in bytes (IFNAMSIZ without the terminating zero byte).
 const MAX_INTERFACE_NAME_BYTES: usize = 15;
 
 impl From<InterfaceName> for String {
@@ -42,7 +42,7 @@ impl FromToml for InterfaceName {
     }
 }
 
-/// Absolute path.
+/// Path that must be absolute.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbsolutePath(pub PathBuf);
 

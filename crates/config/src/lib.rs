@@ -1,12 +1,13 @@
-//! Reading of TOML files. Every mistake has file, line, column, key, what was found and what was expected.
+//! Reader of TOML configuration files. For each mistake it reports the file, line, column, key, found value and
+//! expected value.
 //!
-//! [`config_struct!`] describes a kind of file once: keys, types ([`FromToml`]) and defaults. It yields
+//! [`config_struct!`] describes the keys, types ([`FromToml`]) and defaults of a file in one place, and generates
 //!
-//! * the parser, which continues after mistakes ([`Source::read_as`]),
-//! * the JSON schema for editors ([`schema`]).
+//! * a parser, which continues after mistakes ([`Source::read_as`]),
+//! * a JSON schema for editors ([`schema`]).
 //!
-//! Combinations of values are checked after reading by the same [`Reader`]. Files whose reader stops at the first
-//! mistake can be serde structs ([`Source::parse`]).
+//! Combinations of values are checked after reading, with the same [`Reader`]. If it suffices that reading stops at the
+//! first mistake, a file can be described by a serde struct ([`Source::parse`]).
 
 #![deny(missing_docs)]
 
@@ -35,10 +36,10 @@ pub use {serde_json, toml};
 
 use serde_json::{Value, json};
 
-/// Range of bytes in a file.
+/// Range of bytes in a file's text.
 pub type Span = std::ops::Range<usize>;
 
-/// Returns the JSON schema (draft 7, as TOML editors use it) of a kind of file.
+/// Returns the JSON schema of a kind of file (draft 7, which TOML editors use).
 pub fn schema<T: FromToml>(title: &str) -> Value {
     let mut schema = T::schema();
     schema["$schema"] = json!("http://json-schema.org/draft-07/schema#");

@@ -1,6 +1,7 @@
-//! Descriptions of tables and names.
+//! Macros that describe the tables and enumerated values of configuration files.
 
-/// Describes a table of a file: a struct with its keys. The JSON schema has the fields' doc comments as descriptions.
+/// Describes a table of a file as a struct with its keys. The fields' doc comments become descriptions in the JSON
+/// schema.
 ///
 /// ```
 /// coreward_config::config_struct! {
@@ -31,9 +32,9 @@
 /// );
 /// ```
 ///
-/// `as "service"`: the key, if it differs from the field's name. `: u32 as Number<1, 8>`: the type in the file, from
-/// which the field's is converted. `= false`: the default in the file, also after a mistake. Without one an `Option` or
-/// a `Vec` is optional, other types are required.
+/// `as "service"` names the key if it differs from the field's name. `: u32 as Number<1, 8>` reads the value as
+/// `Number<1, 8>` and converts it to `u32`. `= false` is the default, which also replaces a wrong value. Without a
+/// default, keys of type `Option` and `Vec` are optional, and other keys are required.
 #[macro_export]
 macro_rules! config_struct {
     (
@@ -59,7 +60,7 @@ macro_rules! config_struct {
                 let known = &[$($crate::config_struct!(@key $field $($key)?)),*];
                 let elsewhere: &[(&str, &str)] = &[$($(($elsewhere, $expected)),*)?];
                 let table = reader.read_table::<Self>(value, known, elsewhere)?;
-                // Reads all keys before the first missing one returns, so that each mistake is found.
+                // All keys are read before the first missing one returns, so that every mistake is found.
                 $(let $field: Option<$crate::config_struct!(@in_file $type $(, $in_file)?)> =
                     table.read_key(
                         $crate::config_struct!(@key $field $($key)?),
@@ -108,8 +109,8 @@ macro_rules! config_struct {
     (@has $default:expr) => { true };
 }
 
-/// Implements [`FromToml`](crate::FromToml) for a type that is written as one of several names. Arguments: the type,
-/// its description for diagnostics, and an iterator over all names and values.
+/// Implements [`FromToml`](crate::FromToml) for a type that is written as one of several names. The arguments are the
+/// type, its description in diagnostics, and an iterator over the pairs of name and value.
 #[macro_export]
 macro_rules! string_enum {
     ($type:ty, $what:expr, $all:expr) => {
@@ -138,8 +139,7 @@ macro_rules! string_enum {
     };
 }
 
-/// Describes a table as an enum: the value of one key selects the variant, and each variant has further keys of its
-/// own.
+/// Describes a table as an enum. The value of one key selects the variant, and each variant has further keys.
 #[macro_export]
 macro_rules! config_enum {
     (
@@ -168,7 +168,7 @@ macro_rules! config_enum {
             ) -> Option<Self> {
                 struct Tag(&'static str);
                 $crate::string_enum!(Tag, $tag, [$(($variant_name.to_owned(), Tag($variant_name))),*]);
-                // The valid keys are known after the tag has been read.
+                // The valid keys depend on the tag's value.
                 let all = &[$tag $($(, stringify!($field))*)*];
                 let named = value.get_ref().as_table().and_then(|table| table.get($tag)?.get_ref().as_str());
                 let known: &[&str] = match named {
@@ -220,7 +220,7 @@ macro_rules! config_enum {
     };
 }
 
-/// Implements `load` and `parse` for the configuration in a kind of file. `$check` checks combinations of values, like
+/// Implements `load` and `parse` for a type that describes a kind of file. `$check` checks combinations of values, like
 /// the parameter of [`Source::read_as`](crate::Source::read_as).
 #[macro_export]
 macro_rules! config_file {
@@ -229,12 +229,12 @@ macro_rules! config_file {
     };
     ($config:ident, $check:expr) => {
         impl $config {
-            /// Reads and parses the file. Fails when the file cannot be read; the error lists every mistake.
+            /// Reads and parses the file. Fails if it cannot be read or has mistakes, all of which the error lists.
             pub fn load(path: &std::path::Path) -> Result<Self, $crate::Diagnostics> {
                 Self::parse(&$crate::Source::read(path)?)
             }
 
-            /// Parses the file; the error lists every mistake.
+            /// Parses the file's text. If it has mistakes, the error lists all of them.
             pub fn parse(source: &$crate::Source) -> Result<Self, $crate::Diagnostics> {
                 source.read_as($check)
             }

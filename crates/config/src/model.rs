@@ -1,4 +1,4 @@
-//! [`FromToml`](crate::FromToml) for types of the model.
+//! Implementations of [`FromToml`](crate::FromToml) for types of `coreward_model`.
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableSize;
@@ -18,7 +18,7 @@ use toml::de::DeValue;
 use crate::from_toml::FromTomlScalar as _;
 use crate::{FromToml, Reader, SecretText, parse_text, string_enum};
 
-/// Implements `FromToml` for a type that is written as a number.
+/// Implements `FromToml` for a type that is written as a number and converted by `$parse`.
 macro_rules! number {
     ($type:ty as $written:ty, $parse:expr, $expected:expr, $schema:tt) => {
         impl FromToml for $type {

@@ -1,4 +1,4 @@
-//! Reader of a file's values that collects all mistakes.
+//! Reader that collects all mistakes in a file instead of stopping at the first one.
 
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -14,23 +14,23 @@ use crate::{Diagnostic, Diagnostics, FromToml, Source, Span};
 /// Reader of one file's values, which stores mistakes and continues.
 pub struct Reader<'a> {
     source: &'a Source,
-    /// Names of the keys that lead to the value that is being read.
+    /// Names of the nested keys that lead to the value that is being read.
     key_path: Vec<String>,
     pending_diagnostics: Vec<PendingDiagnostic>,
     omitted_diagnostic_count: usize,
     syntax_errors: SyntaxErrors,
 }
 
-/// Mistake whose line has not been computed yet.
+/// Mistake whose line and column have not been computed yet.
 struct PendingDiagnostic {
     span: Span,
-    /// Name of the key; `None`: it is found from the location later.
+    /// Name of the key, or `None` if it must be found from the location.
     key: Option<String>,
     message: String,
     nearest: Option<String>,
 }
 
-/// Effect of syntax errors on later checks.
+/// Syntax errors of the file, and the lines at which later checks are unreliable because of them.
 #[derive(Default)]
 struct SyntaxErrors {
     has_error: bool,
@@ -57,7 +57,7 @@ impl<'a> Reader<'a> {
         }
         let root = Spanned::new(table.span(), DeValue::Table(table.into_inner()));
         let root_value = T::read(&root, &mut reader);
-        // Combinations of values cannot be checked in an incomplete file.
+        // If the file has syntax errors, values may be missing, so combinations of values are not checked.
         let checked_value =
             if reader.syntax_errors.has_error { None } else { root_value.and_then(|read| check(read, &mut reader)) };
         match checked_value {
@@ -75,7 +75,7 @@ impl<'a> Reader<'a> {
             self.syntax_errors.unreliable_from_line =
                 Some(self.syntax_errors.unreliable_from_line.map_or(line, |first| first.min(line)));
         }
-        // The parser returns an empty span for a missing value, which has no key.
+        // An empty span means that a value is missing, so there is no key to find from the location.
         let key = span.is_empty().then(String::new);
         let message = join_lines(error.message());
         self.pending_diagnostics.push(PendingDiagnostic { span, key, message, nearest: None });
@@ -98,12 +98,12 @@ impl<'a> Reader<'a> {
         self.push_diagnostic(span, message, || None);
     }
 
-    /// Stores a mistake within the value that is being read; the key is found from the location.
+    /// Stores a mistake at a location within the value that is being read. Its key is found from the location.
     pub fn report_within(&mut self, span: Span, message: impl Display) {
         self.check_value(|reader| reader.report(span, message));
     }
 
-    /// Runs `check` on the value that is being read; the key of each mistake is found from its location.
+    /// Runs `check` on the value that is being read. Each mistake's key is found from the mistake's location.
     pub fn check_value<T>(&mut self, check: impl FnOnce(&mut Self) -> T) -> T {
         let key_path = std::mem::take(&mut self.key_path);
         let result = check(self);
@@ -111,7 +111,7 @@ impl<'a> Reader<'a> {
         result
     }
 
-    /// Stores a mistake about a name that is not in `known`, with the known name that is most similar.
+    /// Stores a mistake about a name that is not in `known`, and suggests the most similar known name.
     pub fn report_unknown_name<'n>(
         &mut self,
         span: Span,
@@ -131,12 +131,12 @@ impl<'a> Reader<'a> {
                 return;
             }
         }
-        // A file may have a million mistakes: only the shown ones get a text.
+        // A file may have a million mistakes, so messages are formatted only for those that are shown.
         if self.pending_diagnostics.len() >= MAX_SHOWN_DIAGNOSTICS {
             self.omitted_diagnostic_count += 1;
             return;
         }
-        // The key of the present value is known without a search.
+        // The key of the value that is being read is known, so it need not be found from the location.
         let key = (!self.key_path.is_empty()).then(|| self.key_path.join("."));
         self.pending_diagnostics.push(PendingDiagnostic {
             span,
@@ -146,12 +146,12 @@ impl<'a> Reader<'a> {
         });
     }
 
-    /// Returns the value in `outcome`, or stores its error as a mistake at `span`.
+    /// Returns the value in `outcome`. If it is an error, stores the error as a mistake at `span` and returns `None`.
     pub fn ok_or_report<T, E: Display>(&mut self, outcome: Result<T, E>, span: Span) -> Option<T> {
         outcome.map_err(|message| self.report(span, message)).ok()
     }
 
-    /// Stores a mistake for a value whose type does not fit `T`.
+    /// Stores a mistake about a value whose TOML type does not fit `T`, and returns `None`.
     pub fn report_wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
         let (kind, written) = (value.get_ref().type_str(), self.text_at(&value.span()));
         let description = match value.get_ref() {
@@ -187,8 +187,9 @@ impl<'a> Reader<'a> {
         self.source.path().parent().unwrap_or(Path::new("")).join(path)
     }
 
-    /// Returns the value as a table with only the known keys. Stores a mistake and returns `None` if the value is no
-    /// table. `elsewhere`: keys that belong to other tables, with the text after "expected".
+    /// Returns a reader of the table's keys, and stores a mistake for each key that is not in `known`. If the value is
+    /// not a table, stores a mistake and returns `None`. `elsewhere` lists keys that belong to other tables, with the
+    /// text that follows "expected".
     pub fn read_table<'v, 'i, T: FromToml>(
         &mut self,
         value: &'v Spanned<DeValue<'i>>,
@@ -219,15 +220,15 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Table whose values are read key by key.
+/// Table whose keys are read one at a time.
 pub struct TableReader<'v, 'i> {
     table: &'v DeTable<'i>,
     span: Span,
 }
 
 impl TableReader<'_, '_> {
-    /// Returns the value of a key. A missing key has the value of `default`, or else of the type. Stores a mistake and
-    /// returns `None` if the value is wrong, or missing without a default.
+    /// Returns the value of a key. A missing key has the value of `default` or, without one, that of the type. If the
+    /// value is wrong, or missing and has no default, stores a mistake and returns `None`.
     pub fn read_key<T: FromToml>(&self, key: &str, default: Option<fn() -> T>, reader: &mut Reader<'_>) -> Option<T> {
         reader.key_path.push(key.to_owned());
         let value = match self.table.get(key) {

@@ -1,4 +1,4 @@
-//! Secrets in files that only their owner can read. Secrets are never printed.
+//! Secrets, which are read from files that only their owner can read, and are never printed.
 
 use std::fmt;
 use std::io::Read as _;
@@ -13,23 +13,23 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// Secret from the file that a key ending in `_file` names.
+/// Secret that is read from a file. A key whose name ends in `_file` contains the path of the file.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret<T>(T);
 
-/// Type of a secret that is written as text. The parser's error is not shown, because it may quote the secret.
+/// Type of secret that can be parsed from text. Parse errors are not shown, because they may quote the secret.
 pub trait SecretText: FromStr {
-    /// Description of the valid content, for error messages.
+    /// Description of the expected text, for error messages.
     const EXPECTED: &'static str;
 }
 
 impl<T> Secret<T> {
-    /// Wraps a secret that is not from a file.
+    /// Wraps a secret that does not come from a file.
     pub fn new(secret: T) -> Self {
         Self(secret)
     }
 
-    /// Returns the secret. Logs and answers must not contain it.
+    /// Returns the secret value. It must not appear in logs or in answers to clients.
     pub fn expose(&self) -> &T {
         &self.0
     }
@@ -41,30 +41,31 @@ impl<T> fmt::Debug for Secret<T> {
     }
 }
 
-/// Maximum size of a secret file in bytes.
+/// Maximum size of a secret file, in bytes.
 const MAX_SECRET_BYTES: u64 = 65_536;
 
-/// Whether secret files of other users are rejected.
+/// Whether this process rejects secret files that other users own.
 static REJECTS_FOREIGN_SECRETS: AtomicBool = AtomicBool::new(false);
 
-/// Makes this process reject secret files of users other than its own user and root, who could read and change them.
-/// Daemons call this function; commands that root runs read files of daemons with other users.
+/// Makes this process reject secret files that neither its own user nor root owns, because their owners could read and
+/// change them. Only daemons call this function, because commands that root runs must read files of daemons with other
+/// users.
 pub fn reject_foreign_secrets() {
     REJECTS_FOREIGN_SECRETS.store(true, Ordering::Relaxed);
 }
 
-/// Returns the trimmed text of a secret file. Fails if others can read it; see [`reject_foreign_secrets`].
+/// Returns the trimmed text of a secret file. Fails if others can read it, or own it after [`reject_foreign_secrets`].
 pub fn read_secret(path: &Path) -> Result<String, String> {
     read_secret_checking_owner(path, REJECTS_FOREIGN_SECRETS.load(Ordering::Relaxed))
 }
 
-/// Returns the trimmed text of a secret file. `strict`: whether files of other users are rejected.
+/// Returns the trimmed text of a secret file. `strict` rejects files that other users own.
 pub(crate) fn read_secret_checking_owner(path: &Path, strict: bool) -> Result<String, String> {
     let displayed_path = path.display();
     let unreadable_message =
         |reason: std::io::Error| format!("{displayed_path}: {reason}: expected a readable file with the secret");
     let file = std::fs::File::open(path).map_err(unreadable_message)?;
-    // Metadata of the open file, so that a concurrent rename has no effect.
+    // The metadata is that of the open file, so that a concurrent rename has no effect.
     let metadata = file.metadata().map_err(unreadable_message)?;
     if metadata.is_dir() {
         return Err(format!("{displayed_path} is a directory: expected a readable file with the secret"));

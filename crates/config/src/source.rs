@@ -1,4 +1,4 @@
-//! Text of a file, with locations for diagnostics.
+//! Source text of a configuration file, with the locations of its lines for diagnostics.
 
 use std::fmt::Display;
 use std::fs::File;
@@ -14,39 +14,39 @@ use toml_parser::parser::{RecursionGuard, ValidateWhitespace, parse_document};
 use crate::diagnostic::{Location, MAX_SHOWN_DIAGNOSTICS};
 use crate::{Diagnostic, Diagnostics, FromToml, Reader, Span};
 
-/// Maximum size of a file in bytes, equal to the API's limit of a fleet document.
+/// Maximum size of a file, in bytes. It equals the API's limit for a fleet document.
 const MAX_FILE_BYTES: u64 = 8 << 20;
-/// Maximum nesting depth, equal to that of the `toml` crate.
+/// Maximum nesting depth of values, which equals that of the `toml` crate.
 const MAX_NESTING_DEPTH: u32 = 80;
 
-/// Path and text of a TOML file.
+/// Text of a TOML file, and the path that diagnostics show.
 #[derive(Debug, Clone)]
 pub struct Source {
     path: PathBuf,
     text: Arc<str>,
-    /// Byte offsets at which lines start, so that a location needs no search of the text.
+    /// Byte offset of each line's start, so that a location is computed without a search through the text.
     line_starts: Arc<[usize]>,
 }
 
-/// Values and syntax errors of the parsed part of a TOML text.
+/// Values and syntax errors of a TOML text, of which only the beginning may have been parsed.
 pub(crate) struct ParsedToml<'a> {
     pub(crate) table: Spanned<DeTable<'a>>,
-    /// The first syntax errors.
+    /// First syntax errors of the text.
     pub(crate) errors: Vec<toml::de::Error>,
-    /// Lower bound of the number of further syntax errors.
+    /// Minimum number of further syntax errors.
     pub(crate) omitted_error_count: usize,
 }
 
-/// Size of the part of a text that is parsed first, in bytes. Each further part is larger by half.
+/// Size, in bytes, of the part that is parsed first. Each further part is larger by half.
 const FIRST_PART_BYTES: usize = 64 << 10;
 
-/// Parses growing parts of a text until one has more errors than are shown. Each error (also a duplicate key) costs a
-/// hundred times its size.
+/// Parses growing parts of a text until one has more errors than are shown. Parsing everything at once would be slow.
+/// Each error (also a duplicate key) takes a hundred times as long as valid text of its size.
 fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
     let mut part_bytes = FIRST_PART_BYTES;
     loop {
         let part = text.get(..part_bytes).and_then(|part| Some(&part[..=part.rfind('\n')?]));
-        // The part may end within a character or its first line: try the next size.
+        // A larger part is tried if this one ends within a character or its first line.
         if part_bytes >= text.len() {
             return DeTable::parse_recoverable(text);
         }
@@ -86,7 +86,7 @@ impl Source {
         Self { path, text, line_starts }
     }
 
-    /// Wraps a text that is not from a file; diagnostics show `name` as the file's name.
+    /// Creates a source from a text. Diagnostics show `name` as the file's path.
     pub fn from_text(name: &str, text: &str) -> Self {
         Self::new(name.into(), text.into())
     }
@@ -101,8 +101,8 @@ impl Source {
         &self.text
     }
 
-    /// Parses the text as a file of type `T`. `check` checks combinations of values and returns the result. The error
-    /// contains all mistakes.
+    /// Parses the text as a `T`. `check` checks combinations of values and returns the result. The error lists all
+    /// mistakes.
     pub fn read_as<T: FromToml, U>(
         &self,
         check: impl FnOnce(T, &mut Reader<'_>) -> Option<U>,
@@ -110,14 +110,14 @@ impl Source {
         Reader::read(self, check)
     }
 
-    /// Parses the text as a serde struct; fails at the first mistake.
+    /// Parses the text as a serde struct. Fails at the first mistake.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T, Diagnostic> {
         toml::from_str(&self.text)
             .map_err(|error| self.diagnostic_at(error.span().unwrap_or_default(), &join_lines(error.message())))
     }
 
-    /// Parses the text up to the limit of shown errors, because each byte may be a syntax error, which costs a hundred
-    /// times its size.
+    /// Parses the text up to the limit of shown errors. Each byte may be a syntax error, which takes a hundred times as
+    /// long as valid text of its size.
     pub(crate) fn parse_toml(&self) -> ParsedToml<'_> {
         let (mut count, mut first_too_many) = (0, self.text.len());
         let source = toml_parser::Source::new(&self.text);
@@ -137,7 +137,7 @@ impl Source {
         ParsedToml { table, omitted_error_count: found_count - errors.len(), errors }
     }
 
-    /// Returns the top-level keys of the file, even after mistakes.
+    /// Returns the file's top-level keys, even if the file has mistakes.
     pub fn keys(&self) -> Vec<String> {
         self.parse_toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
     }
@@ -151,12 +151,12 @@ impl Source {
         self.parse_toml().errors.into_iter().map(to_diagnostic).collect()
     }
 
-    /// Returns the diagnostic of a mistake at a location (range of bytes, from [`Spanned::span`]).
+    /// Creates the diagnostic of a mistake at a location, which is a range of bytes such as from [`Spanned::span`].
     pub fn diagnostic_at(&self, span: Span, message: &str) -> Diagnostic {
         self.diagnostics_at(&[(span, message.to_owned())]).remove(0)
     }
 
-    /// Returns the diagnostics of mistakes at several locations.
+    /// Creates the diagnostics of mistakes at several locations.
     pub(crate) fn diagnostics_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.parse_toml().table;
         let to_diagnostic = |(span, message): &(Span, String)| {
@@ -165,7 +165,6 @@ impl Source {
         wrong.iter().map(to_diagnostic).collect()
     }
 
-    /// Returns the line and column at which `span` begins.
     pub(crate) fn location(&self, span: &Span) -> Location {
         let index = self.line_index(span.start);
         let text_before = self.text.get(self.line_starts[index]..span.start).unwrap_or_default();
@@ -176,7 +175,7 @@ impl Source {
         self.line_starts.partition_point(|start| *start <= at) - 1
     }
 
-    /// Returns the text of a line, counted from 1; empty if the file has fewer lines.
+    /// Returns the text of a line, counted from 1, or an empty text if the file has fewer lines.
     pub(crate) fn line_text(&self, line: usize) -> &str {
         let start = self.line_starts.get(line - 1).copied().unwrap_or(self.text.len());
         let end = self.line_starts.get(line).copied().unwrap_or(self.text.len());
@@ -189,20 +188,20 @@ impl Source {
     }
 }
 
-/// Joins the lines of the TOML parser's message with commas.
+/// Joins the lines of a TOML parser's message with commas.
 pub(crate) fn join_lines(message: &str) -> String {
     message.trim_end().replace('\n', ", ")
 }
 
-/// Returns the full name of the key at `span`; empty if there is none.
+/// Returns the full name of the key at `span`, or an empty name if there is none.
 pub(crate) fn key_at(table: &DeTable<'_>, span: &Span) -> String {
     let mut keys = Vec::new();
     find_key_in_table(table, span, &mut keys);
     keys.join(".")
 }
 
-/// Appends the innermost key at `span` to `keys`; returns false if there is no key. The span of a `[table]` covers only
-/// its header, so all tables are searched.
+/// Appends the names that lead to the innermost key at `span` to `keys`, and returns whether there is one. All tables
+/// are searched, because the span of a `[table]` covers only its header.
 fn find_key_in_table<'t>(table: &'t DeTable<'_>, span: &Span, keys: &mut Vec<&'t str>) -> bool {
     table.iter().any(|(key, value)| {
         keys.push(key.get_ref());
@@ -224,6 +223,6 @@ fn find_key_in_value<'t>(value: &'t Spanned<DeValue<'_>>, span: &Span, keys: &mu
 }
 
 fn span_contains(outer: &Span, inner: &Span) -> bool {
-    // The parser returns an empty span if it does not know the location.
+    // An empty span means that the parser does not know the location.
     !inner.is_empty() && outer.contains(&inner.start) && inner.end <= outer.end
 }

@@ -1,4 +1,4 @@
-//! Every kind of mistake with its message, and the agreement of schema and parser.
+//! Tests that every kind of mistake is reported, and that schema and parser accept the same files.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
@@ -73,7 +73,6 @@ fn parse_daemon(text: &str) -> Result<Daemon, Diagnostics> {
     read_daemon(&Source::from_text("daemon.toml", text))
 }
 
-/// Returns the diagnostics of a text, one per line.
 fn diagnostic_lines(text: &str) -> Vec<String> {
     parse_daemon(text).unwrap_err().to_string().lines().map(str::to_owned).collect()
 }
@@ -164,7 +163,7 @@ fn mistakes_above_the_limit_are_counted() {
     assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
 
-/// A file may have an error in each line: a search through the text for each of them would take hours.
+/// The key of each error must not be found by a search through the whole text, which would take hours here.
 #[test]
 fn syntax_errors_above_the_limit_are_counted() {
     let mistakes = parse_daemon(&"=\n".repeat(1 << 20)).unwrap_err();
@@ -205,7 +204,7 @@ fn binary_and_oversized_files_are_rejected() {
     assert_eq!(read_error(), expected);
     std::fs::write(&file, " ".repeat((8 << 20) + 1)).unwrap();
     assert!(read_error().contains("more than 8 MiB"), "{}", read_error());
-    // A byte order mark and the line ends of Windows are what an editor makes of a good file.
+    // Some editors on Windows add a byte order mark and end lines with a carriage return.
     std::fs::write(&file, "\u{feff}name = \"a\"\r\ncount = 2\r\n").unwrap();
     read_daemon(&Source::read(&file).unwrap()).unwrap();
 }
@@ -232,7 +231,7 @@ fn device_names_and_absolute_paths_are_checked() {
     }
 }
 
-/// A daemon accepts secret files of its own user and of root only. (Without root the test cannot change the owner.)
+/// A daemon accepts only secret files that its own user or root owns. (Without root, the test cannot change the owner.)
 #[test]
 fn daemon_rejects_another_users_secret() {
     let directory = tempfile::tempdir().unwrap();
@@ -249,7 +248,7 @@ fn daemon_rejects_another_users_secret() {
     assert_eq!(read_secret_checking_owner(&path, true).unwrap(), "secret");
 }
 
-/// The secret's path is relative to the file that names it. No message shows the secret or the text around it.
+/// A secret's path is relative to the file that names it. Messages never contain the secret or the text around it.
 #[test]
 fn secret_readable_by_others_is_rejected() {
     let directory = tempfile::tempdir().unwrap();
@@ -276,7 +275,7 @@ fn secret_readable_by_others_is_rejected() {
     let daemon = read_daemon(&source).unwrap();
     assert_eq!(daemon.key_file.as_ref().unwrap().expose(), &key);
     assert!(!format!("{daemon:?}").contains("6d:5a"), "{daemon:?}");
-    // No advice that would make a folder unusable.
+    // The message must not advise to change a directory's permissions, which would make the directory unusable.
     std::fs::remove_file(&secret).unwrap();
     std::fs::create_dir(&secret).unwrap();
     assert!(error_message().contains("rss.key is a directory: expected a readable file"), "{}", error_message());

@@ -1,4 +1,4 @@
-//! Times with a unit, such as "100ms", "1.5s", "24h" or "1h 30m".
+//! Durations that are written with a unit, such as "100ms", "1.5s", "24h" or "1h 30m".
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// One microsecond in nanoseconds, the unit of the bounds of a [`BoundedDuration`].
+/// One microsecond in nanoseconds, the unit in which the limits of [`BoundedDuration`] are given.
 pub const MICROSECOND_NS: u64 = 1_000;
 /// One millisecond in nanoseconds.
 pub const MILLISECOND_NS: u64 = 1_000_000;
@@ -19,7 +19,7 @@ pub const MINUTE_NS: u64 = 60 * SECOND_NS;
 /// One hour in nanoseconds.
 pub const HOUR_NS: u64 = 60 * MINUTE_NS;
 
-/// Time from `MIN` to `MAX` nanoseconds.
+/// Duration from `MIN` to `MAX` nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct BoundedDuration<const MIN: u64, const MAX: u64>(pub Duration);
 
@@ -32,7 +32,7 @@ impl<const MIN: u64, const MAX: u64> From<BoundedDuration<MIN, MAX>> for Duratio
 const TIME_UNITS: [(&str, u64); 6] =
     [("h", HOUR_NS), ("m", MINUTE_NS), ("s", SECOND_NS), ("ms", MILLISECOND_NS), ("us", MICROSECOND_NS), ("ns", 1)];
 
-/// Formats a time as a whole number of the largest possible unit.
+/// Formats a duration as a whole number of the largest unit that divides it.
 pub fn format_time(time: Duration) -> String {
     let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     match TIME_UNITS.iter().find(|(_, unit)| ns != 0 && ns.is_multiple_of(*unit)) {

@@ -1,4 +1,4 @@
-//! Copies the records from one store to another: from one controller to several on etcd, and back.
+//! Copies the records from one store to another, for a change from one controller to several on etcd, or back.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use coreward_store::etcd::EtcdStore;
 use crate::config::{ControllerConfig, StoreLocation};
 use crate::server::leader_election;
 
-/// Copies all records from the store that the controller file `from` configures to that of `to`. No controller may use
-/// either store meanwhile. Returns a summary. Fails if a file is invalid, a store is in use, the source is empty, or
-/// the destination is not empty and `replace` is false.
+/// Copies all records from the store that the controller file `from` configures to the store of `to`, and returns a
+/// summary. No controller may use either store meanwhile. Fails if a file is invalid, a store is in use or the source
+/// is empty. Also fails if the destination is not empty and `replace` is false.
 pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
     let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
@@ -31,7 +31,7 @@ pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<Strin
             before.generation,
             to.display()
         );
-        // Peers of the replaced fleet must take this configuration for a newer one.
+        // The new generation is higher, so that peers of the replaced fleet take this configuration for a newer one.
         records.generation = records.generation.max(before.generation + 1);
     }
     target.store.save(&records)?;
@@ -39,7 +39,7 @@ pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<Strin
     Ok(format!("copied: {servers} servers, {services} services, generation {}", records.generation))
 }
 
-/// Store that is open only for the time of the copy.
+/// A store that is open only during the copy.
 struct OpenedStore {
     store: Store,
     leadership: Option<(Arc<Cluster>, Arc<Leadership>)>,

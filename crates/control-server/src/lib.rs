@@ -1,8 +1,9 @@
-//! The controller's daemon: receives reports and sends tables.
+//! The controller's daemon, which receives reports and sends tables.
 //!
 //! * [`config`]: the controller's own file
 //! * [`copy`]: `coreward store copy`
-//! * [`server`]: the daemon, and [`api`]: its HTTP API
+//! * [`server`]: the daemon
+//! * [`api`]: its HTTP API
 
 mod api;
 pub mod config;

@@ -1,4 +1,4 @@
-//! Acknowledgements of the newest configuration, and rejections of it or of tables (NACKs).
+//! Acknowledgements and rejections (NACKs) of the newest configuration, and rejections of tables.
 
 use coreward_api::types::{Acknowledgements, RefusedUpdate, Waiting};
 use coreward_metrics::snapshot::Snapshot;
@@ -22,7 +22,7 @@ metrics! {
     );
 }
 
-/// Maximum number of listed peers, and of listed rejections. Further ones are only counted.
+/// Maximum number of listed peers, and also of listed rejections. Further ones are only counted.
 const MAX_LISTED_PEERS: usize = 100;
 const LOAD_BALANCER_KIND: &str = "lb";
 const AGENT_KIND: &str = "agent";
@@ -59,7 +59,7 @@ impl Controller {
         }
     }
 
-    /// Returns live load balancers and connected agents: kind, name, confirmed generation, and rejected updates.
+    /// Returns each live load balancer and connected agent, with its kind, confirmed generation and rejected updates.
     fn peers(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RefusedUpdate])> {
         let mut peers = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {

@@ -1,4 +1,4 @@
-//! State of a server, from its agent's reports.
+//! State of a server, as its agent reports it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,12 +18,12 @@ use super::traffic::TrafficTotals;
 pub struct Agent {
     pub session: Option<LiveSession>,
     pub newest_report: Option<LatestReport>,
-    /// Generation of the newest confirmed configuration. The server's BPF programs keep it after the agent's end.
+    /// Generation of the newest confirmed configuration. The server's BPF programs keep it after the agent has ended.
     pub confirmed_generation: u64,
     /// Traffic to the server, as load balancers counted it until the newest report was accepted.
     pub traffic_at_report: TrafficTotals,
     pub rss: KnownRss,
-    /// Time by which the newest report was sent ahead of the controller's wall clock, if above the tolerance.
+    /// Time by which the newest report's wall clock was ahead of the controller's, if above the tolerance.
     pub clock_lead: Option<Duration>,
     load_tracker: LoadTracker,
     registration_bucket: Option<TokenBucket>,
@@ -32,14 +32,13 @@ pub struct Agent {
 
 #[derive(Debug)]
 pub struct LiveSession {
-    /// Unique number of the session.
     pub number: u64,
     /// Time of the agent's last message, since the controller's start.
     pub last_message_at: Duration,
     /// Time without messages after which another agent may take over the server.
     pub time_to_live: Duration,
     pub version: String,
-    /// Name of the rack that relays the agent's messages; `None`: the agent is connected directly.
+    /// Name of the rack that relays the agent's messages, or `None` if the agent is connected directly.
     pub rack: Option<Arc<str>>,
 }
 
@@ -59,7 +58,7 @@ pub struct LatestReport {
 /// Fields of a report that agents send less often than the loads.
 #[derive(Debug, Default)]
 pub struct AgentDetails {
-    /// Counters of the server's BPF programs by name, as reported.
+    /// Counters of the server's BPF programs, by name.
     pub counters: Vec<(String, u64)>,
     pub warnings: Vec<String>,
     pub dispatched_services: Vec<v1::DispatchedService>,
@@ -109,7 +108,7 @@ pub struct KnownRss {
 }
 
 impl Agent {
-    /// Returns the smoothed load of each core of the server; `None`: unknown or expired.
+    /// Returns the smoothed load of each core of the server, or `None` if the loads are unknown or expired.
     pub fn loads(&self, now: Now) -> Option<&CoreLoads> {
         if self.is_fresh(now) { self.load_tracker.loads() } else { None }
     }
@@ -123,12 +122,11 @@ impl Agent {
         self.load_tracker.loads().map(|loads| loads.len())
     }
 
-    /// Returns whether the newest report has not expired.
     pub fn is_fresh(&self, now: Now) -> bool {
         self.newest_report.as_ref().is_some_and(|newest| now.monotonic <= newest.expires_at)
     }
 
-    /// Returns the newest count of the server's connections; `None`: unknown or expired.
+    /// Returns the newest count of the server's connections, or `None` if it is unknown or expired.
     pub fn connections(&self, now: Now) -> Option<&ConnectionCount> {
         self.newest_report.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
     }
@@ -145,7 +143,6 @@ impl Agent {
         self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
     }
 
-    /// Returns the state of the agent's reports: whether they are fresh, expired or missing.
     pub fn report_state(&self, now: Now) -> ReportState {
         match &self.newest_report {
             None => ReportState::None,
@@ -154,7 +151,7 @@ impl Agent {
         }
     }
 
-    /// Takes a token for a registration. Returns whether the rate of registrations for this server is within its limit.
+    /// Takes a token for a registration. Returns whether this server's rate of registrations is within its limit.
     pub fn take_registration_token(&mut self, now: Now) -> bool {
         self.registration_bucket
             .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic))
@@ -178,7 +175,7 @@ impl Agent {
         self.load_tracker.start_stream();
     }
 
-    /// Records a report. `generation`: that of the configuration in force, the highest that can be confirmed.
+    /// Records a report. The active configuration's `generation` is the highest that the report can confirm.
     pub fn record_report(
         &mut self,
         report: Result<Report, ReportError>,
@@ -198,7 +195,7 @@ impl Agent {
         if report.configuration_generation <= generation {
             self.confirmed_generation = self.confirmed_generation.max(report.configuration_generation);
         }
-        // Reports are ordered by their numbers and the server's monotonic clock; wall clocks may be wrong.
+        // Reports are ordered by their numbers and the server's monotonic clock, because wall clocks may be wrong.
         let clock_lead = report.sent_at.saturating_sub(now.wall);
         self.clock_lead = (clock_lead > MAX_CLOCK_LEAD).then_some(clock_lead);
         self.load_tracker.record_report(report.readings, alpha)?;
@@ -217,14 +214,14 @@ impl Agent {
     }
 }
 
-/// Returns the limit of the rate of reports: twice the configured rate, because intervals change and clocks differ.
+/// Returns the rate limit of reports. It is twice the configured rate, because intervals change and clocks differ.
 fn report_quota(interval: Duration) -> Quota {
     Quota { interval: interval / 2, burst: REPORT_BURST }
 }
 
 impl KnownRss {
     /// Replaces the RSS configuration by the reported one. If the NIC's RSS has changed and the report lacks it, the
-    /// RSS becomes unknown, because a wrong one is worse than none.
+    /// configuration becomes unknown, because a wrong one is worse than none.
     fn update_rss(&mut self, generation: u64, reported: Option<ReportedRss>) {
         if reported.is_some() {
             *self = Self { rss_generation: Some(generation), reported, problem: None };

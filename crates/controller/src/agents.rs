@@ -11,8 +11,8 @@ use coreward_fleet::fleet::Fleet;
 pub struct Agents {
     agents: Vec<Agent>,
     positions_by_name: HashMap<String, usize>,
-    /// Positions of the agents by server id, because every table looks up all servers. An id that the operator has
-    /// replaced by another one has no agent.
+    /// Positions of the agents by server id, because every table looks up all servers. If the operator has replaced an
+    /// id by another one, the old id has no agent.
     positions_by_id: Vec<Option<usize>>,
 }
 
@@ -39,7 +39,7 @@ impl Agents {
         self.agents.push(agent);
     }
 
-    /// Returns the agent of the server with this name and id, which is created if it is missing.
+    /// Returns the agent of the server with this name and id. Creates it if it is missing.
     pub fn entry(&mut self, name: &str, id: ServerId) -> &mut Agent {
         let position = match self.positions_by_name.get(name) {
             Some(position) => *position,

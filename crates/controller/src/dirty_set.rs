@@ -1,24 +1,24 @@
-//! Servers of a service that have changed since a table. Indexed by id, because every table scans all servers.
+//! Servers of a service that have changed since its newest table, indexed by id because every table scans all servers.
 
 use coreward_model::ServerId;
 
 /// Changes of one server since the newest table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 struct ServerChanges {
-    /// Whether a new load of the server is known: reported by its agent or its rack, or counted by load balancers.
+    /// Whether the server's agent or rack has reported a new load, or load balancers have counted one.
     has_new_load: bool,
     /// Whether more than the rack's summary has changed, so that all of the server's inputs must be read again.
     needs_refresh: bool,
-    /// Generation of the first table that contains the server's newest load; 0: no table contains it.
+    /// Generation of the first table that contains the server's newest load, or 0 if no table contains it.
     load_generation: u64,
 }
 
 #[derive(Debug, Default)]
 pub struct DirtySet {
     servers: Vec<ServerChanges>,
-    /// Servers with changes since the newest table: few, because a table follows after a few reports.
+    /// Servers with changes since the newest table. They are few, because a table follows after a few reports.
     changed_servers: Vec<ServerId>,
-    /// Servers whose changes came before the newest table and are contained in it.
+    /// Servers whose changes are contained in the newest table.
     previously_changed_servers: Vec<ServerId>,
 }
 

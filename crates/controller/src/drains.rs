@@ -1,5 +1,5 @@
-//! Remaining connections of servers that take no new ones. A count is valid if it began after the last load balancer
-//! stopped sending new connections to the server: before that, the number can still grow.
+//! Remaining connections of servers that take no new ones. The number can grow until the last load balancer stops
+//! sending new connections to the server, so a count is valid only if it began later.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,17 +14,17 @@ use super::{Controller, Now};
 use coreward_fleet::drains::{DrainError, DrainRequest};
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// Maximum delay of a report. The start of a count is derived from the report's arrival, so the count of a delayed
-/// report seems more recent than it is.
+/// Maximum delay of a report. The start of a count is derived from the report's arrival, so a delayed report makes the
+/// count seem more recent than it is.
 const MAX_MESSAGE_DELAY: Duration = Duration::from_secs(1);
 
 impl Controller {
-    /// Checks that healthy servers other than the drained one remain in each service of the drain.
+    /// Checks that each of the drain's services still has healthy servers other than the drained one.
     pub fn check_drain(&self, request: &DrainRequest, now: Now) -> Result<(), DrainError> {
         request.check(&self.fleet, |service, id| self.eligibility(service, id, now) == Eligibility::Eligible)
     }
 
-    /// Returns the state of the server's drain and its remaining connections; `None`: no server has this name.
+    /// Returns the state of the server's drain and its remaining connections, or `None` if no server has this name.
     pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
         let id = self.fleet.server_id(server)?;
         let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
@@ -74,7 +74,7 @@ impl Controller {
         is_drained_by_document.then_some(Drained { by: DrainedBy::Document, since_unix_ms: None, services: Vec::new() })
     }
 
-    /// Returns the services, present and past ones, in which the server takes no new connections now.
+    /// Returns the services, present and past ones, in which the server currently takes no new connections.
     fn drained_services(&self, id: ServerId) -> impl Iterator<Item = &FleetService> {
         let services = self.fleet.services.iter().filter(move |service| service.members.contains_key(&id));
         services.filter(move |service| !self.fleet.is_eligible(service, id))
@@ -126,7 +126,6 @@ fn has_counted_connections(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Tcp
 }
 
-/// Converts a count of connections to the form of the API.
 pub(super) fn to_counted_connections(connection_count: &ConnectionCount, now: Now) -> CountedConnections {
     let connections_by_service: BTreeMap<String, u32> = connection_count.services.clone();
     CountedConnections { age_ms: connection_count.age(now).as_millis() as u64, services: connections_by_service }

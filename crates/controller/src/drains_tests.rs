@@ -1,4 +1,4 @@
-//! Remaining connections of a draining server, in virtual time.
+//! Tests in virtual time of the remaining connections of a draining server.
 
 use std::time::Duration;
 
@@ -151,7 +151,7 @@ fn drain_waits_for_missing_confirmations() {
         harness.controller.acknowledgements(now).disconnected.into_iter().map(|lost| lost.name).collect::<Vec<_>>()
     };
     assert_eq!((disconnected_names(at(11)), disconnected_names(at(80))), (vec![], vec!["lb1".to_owned()]));
-    // Its agent is gone: its count is valid no longer than its report.
+    // The server's agent is gone, so its count is valid no longer than its report.
     harness.confirm_configuration(balancer_session, generation, at(80));
     assert_eq!(harness.drain_wait_reasons(at(80)), ["its agent, which does not report"]);
 }

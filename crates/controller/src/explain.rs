@@ -24,7 +24,7 @@ use super::{Controller, Now};
 use coreward_fleet::fleet::{FleetServer, FleetService};
 use coreward_fleet::records::LoadBalancerRecord;
 
-/// Reason for which the placement of a packet cannot be explained.
+/// Reason why the placement of a packet cannot be explained.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ExplainError {
     #[error("no service at {address}: expected one of {known_services}")]
@@ -33,7 +33,7 @@ pub enum ExplainError {
     MixedFamilies(#[from] MixedAddressFamilies),
 }
 
-/// Copy of a service's state: explanations with thousands of servers must not delay the processing of reports.
+/// Copy of a service's state, so that explanations with thousands of servers do not delay reports.
 pub struct ServiceView {
     service: FleetService,
     table: Option<Arc<PlacementTable>>,
@@ -41,24 +41,24 @@ pub struct ServiceView {
     /// Names and VLANs of all servers, because a table may contain a server that has left the pool.
     names_and_vlans: HashMap<ServerId, (String, Vlan)>,
     cookie_keys: FleetCookieKeys,
-    /// Fraction of packets that load balancers place by the cookie, with LB-side stamping.
+    /// Fraction of packets that load balancers place by the cookie, if they stamp the service's cookies.
     cookie_fraction: Option<f64>,
-    /// Names of load balancers by the owner number in the cookies of their connection tables.
+    /// Names of load balancers by the owner number that cookies contain for their connection tables.
     owner_names: Vec<(TableOwnerNumber, String)>,
 }
 
-/// Server in the view of a service.
+/// A server, as it is in the view of a service.
 #[derive(Debug, Clone)]
 pub struct ViewedServer {
     id: ServerId,
     name: String,
     vlan: Vlan,
-    /// Input of the policy about this server, if the server is in the service.
+    /// Values by which the policy judges this server, if the server is in the service.
     pool_server: Option<PoolServer>,
 }
 
 impl Controller {
-    /// Returns a view of the service without servers; callers add them one by one ([`Controller::viewed_server`]).
+    /// Returns a view of the service without servers. Callers add them one by one with [`Controller::viewed_server`].
     /// Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
         let service = self.services.iter().find(|service| service.fleet().address == address);
@@ -83,7 +83,6 @@ impl Controller {
         ViewedServer { id, name: server.name.clone(), vlan: server.vlan, pool_server }
     }
 
-    /// Explains a packet, with all servers read at once.
     #[cfg(test)]
     pub fn explain(
         &self,
@@ -117,7 +116,7 @@ impl ServiceView {
     }
 
     /// Explains where a packet from `client` to the service goes. A first packet follows the newest table. For other
-    /// packets the explanation contains all that the controller can know. Fails if client and VIP are of different
+    /// packets, the explanation contains all that the controller can know. Fails if client and VIP are of different
     /// address families.
     pub fn explain(&self, client: SocketAddr, packet: ExplainedPacket) -> Result<Explanation, ExplainError> {
         Ok(self.connection_case(client)?.explain_packet(packet))
@@ -234,7 +233,7 @@ impl ConnectionCase<'_> {
 
     fn verdict_by_assignments(&self, table: &PlacementTable) -> PacketVerdict {
         let mut candidates = self.candidates_of_connection(table);
-        // A stable sort, so that the first of equal loads wins, as in the data plane.
+        // The sort is stable, so that the first of equal loads wins, as in the data plane.
         candidates.sort_by_key(|candidate| candidate.load);
         candidates.dedup_by_key(|candidate| candidate.core_slot);
         let Some(first) = candidates.first().copied() else {
@@ -251,7 +250,7 @@ impl ConnectionCase<'_> {
             let next_description =
                 format!("{} ({})", self.server_name(second.server), self.describe_core(table, *second));
             reason += &match (second.load - first.load).checked_div(table.assignment_cost) {
-                // Strictly more than the distance: the first of equal candidates wins.
+                // More connections than this distance are needed, because the first of equal candidates wins.
                 Some(more) => format!(
                     ", unless a load balancer has given it more than {more} connections since the last table, each \
                      counted as {:.4}; then {next_description}",
@@ -311,7 +310,7 @@ impl ConnectionCase<'_> {
         (chosen_server, reason)
     }
 
-    /// Returns the candidates for the connection: those of its bucket in every RSS group.
+    /// Returns the candidates for the connection, which are those of its bucket in every RSS group.
     fn candidates_of_connection(&self, table: &PlacementTable) -> Vec<CandidateCore> {
         let tuple_bytes = self.four_tuple.bytes();
         let candidates_per_group = table.groups.iter().enumerate().flat_map(|(group, key)| {
@@ -321,7 +320,7 @@ impl ConnectionCase<'_> {
         candidates_per_group.collect()
     }
 
-    /// Returns a text like "bucket 17 of 128". The bucket is found by the key of the chosen server's RSS group.
+    /// Returns a text like "bucket 17 of 128". The bucket follows from the key of the chosen server's RSS group.
     fn describe_bucket(&self, table: &PlacementTable, chosen: ServerId) -> String {
         let group_key = self.rss_key_of(chosen).filter(|key| table.groups.contains(key));
         let (key, whose) = match group_key {
@@ -337,7 +336,7 @@ impl ConnectionCase<'_> {
         server.rss.as_ref().map(|rss| &rss.key)
     }
 
-    /// Returns whether the candidate is one core, and not a whole server.
+    /// Returns whether the candidate is a single core and not a whole server.
     fn is_single_core(&self, table: &PlacementTable, candidate: CandidateCore) -> bool {
         self.rss_key_of(candidate.server).is_some_and(|key| table.groups.contains(key))
     }
@@ -353,8 +352,8 @@ impl ConnectionCase<'_> {
     }
 }
 
-/// Returns whether the table gives each bucket to one server regardless of the loads: with `hash`, `consistent-hash`
-/// and `maglev`, and with `crossrss` before the first report.
+/// Returns whether the table gives each bucket to one server regardless of the loads. This is the case with `hash`,
+/// `consistent-hash` and `maglev`, and with `crossrss` before the first report.
 fn is_load_independent(table: &PlacementTable) -> bool {
     table.core_slots.len() == table.members.len() && table.candidates.iter().all(|candidate| candidate.load == 0)
 }

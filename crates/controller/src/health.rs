@@ -1,4 +1,4 @@
-//! Health of servers by the checks of load balancers and agents.
+//! Health of servers, by the checks that load balancers and agents make.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use coreward_fleet::records::Membership;
 
 #[derive(Debug, Default)]
 pub struct HealthState {
-    /// Verdicts by service and server. Servers without a verdict are up.
+    /// Verdicts by service and server. A server without a verdict counts as up.
     verdicts: BTreeMap<HealthTarget, HealthVerdict>,
     agent_checks: BTreeMap<HealthTarget, AgentCheck>,
-    /// Inputs from which the newest verdicts follow: generation of the configuration, and versions of the load
-    /// balancers' verdicts.
+    /// Inputs from which the newest verdicts follow, which are the configuration's generation and the versions of the
+    /// load balancers' verdicts.
     verdict_inputs: Option<(u64, Vec<(String, u64)>)>,
 }
 
@@ -30,7 +30,7 @@ struct AgentCheck {
 }
 
 impl HealthState {
-    /// Updates the verdicts. `has_reporting_agent`: returns whether the agent of a server reports.
+    /// Updates the verdicts. `has_reporting_agent` returns whether a server's agent reports.
     pub fn update(
         &mut self,
         fleet: &Fleet,
@@ -57,7 +57,7 @@ impl HealthState {
     }
 
     /// Performs the checks by agents' reports, each at its own interval. After the controller's start, agents have time
-    /// to reconnect.
+    /// to reconnect before they count as missing.
     fn check_agents(&mut self, fleet: &Fleet, now: Now, has_reporting_agent: impl Fn(ServerId) -> bool) {
         let mut required_checks: BTreeMap<HealthTarget, &Arc<HealthCheck>> = BTreeMap::new();
         for service in &fleet.services {

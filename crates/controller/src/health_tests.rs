@@ -1,4 +1,4 @@
-//! Pools with servers that are down by checks, in virtual time.
+//! Tests in virtual time of pools with servers that health checks find down.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -153,7 +153,7 @@ fn majority_of_load_balancers_decides() {
     let time_after_lb_timeout = 400 + LOAD_BALANCER_TIMEOUT.as_millis() as u64 + 5_000;
     harness.report_verdicts("lb2", "uuu", at(time_after_lb_timeout));
     assert_eq!(harness.next_members(at(time_after_lb_timeout)), [0, 1, 2]);
-    // When all are lost, the verdict remains.
+    // When all load balancers are lost, the verdict remains.
     harness.report_verdicts("lb2", "duu", at(time_after_lb_timeout));
     assert_eq!(harness.next_members(at(time_after_lb_timeout)), [1, 2]);
     assert_eq!(harness.next_members(at(2 * time_after_lb_timeout)), [1, 2]);
@@ -182,13 +182,13 @@ fn service_without_healthy_servers_fails_open_or_drops() {
         let service = harness.controller.status(at(100)).services.remove(0);
         assert_eq!((service.failing_open, service.warnings.len()), (open, 1), "{:?}", service.warnings);
         assert!((0..3).all(|number| harness.server_state(number, at(100)) == "down"));
-        // The first healthy one gets everything.
+        // The first healthy server gets all connections.
         harness.report_verdicts("lb1", "ddu", at(200));
         assert_eq!(harness.next_members(at(200)), [2]);
     }
 }
 
-/// Failing open excludes servers that drain or are not on the network.
+/// While all servers are down, those that drain or are not on the network still get no connections.
 #[test]
 fn fail_open_excludes_draining_servers() {
     let mut harness = Harness::new(TCP_CHECK, &["lb1"]);
@@ -263,7 +263,7 @@ fn agent_check_marks_silent_agents_down() {
             down_servers.push(second);
         }
     }
-    // The report of second 7 expires at 8.5: checks 9, 10 and 11 fail, checks 20 and 21 do not.
+    // The report of second 7 expires at 8.5 s, so checks 9, 10 and 11 fail. Checks 20 and 21 pass.
     assert_eq!(down_servers, (11..21).collect::<Vec<_>>());
     assert_eq!(harness.server_state(1, at(29_000)), "active");
 }

@@ -1,5 +1,5 @@
-//! Fingerprints of the inputs of a service's tables, apart from loads, at the last poll. Servers are polled in shards:
-//! reports wait during a poll, and a service may have ten thousand servers.
+//! Fingerprints of the inputs of a service's tables, apart from loads, at the last poll. Servers are polled in shards,
+//! because reports wait during a poll and a service may have ten thousand servers.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -29,7 +29,7 @@ impl Shard {
     }
 }
 
-/// Fingerprints of the inputs of a service's tables: one for each shard of its servers, and one for the service itself.
+/// Fingerprints of the inputs of a service's tables. Each shard of its servers has one, and the service itself has one.
 #[derive(Debug, Default)]
 pub struct InputFingerprints {
     service_fingerprint: Option<u64>,
@@ -38,7 +38,7 @@ pub struct InputFingerprints {
 }
 
 impl InputFingerprints {
-    /// Returns the shards to poll: the next one, or all shards if `all` is set or in the first call.
+    /// Returns the shards to poll, which are the next one, or all shards if `all` is set or in the first call.
     pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, all: bool) -> Vec<Shard> {
         let first_shard_from = |first: u64| {
             let first_id = ServerId::try_from(first).ok()?;

@@ -5,8 +5,8 @@
 //! * [`service`]: a service, its policy and its newest table
 //! * [`pool`]: a service's servers as its policy sees them
 //! * [`racks`]: rack controllers
-//! * [`on_change`]: due tables
-//! * [`table_acks`]: tables in force at load balancers, and their latency
+//! * [`on_change`]: services whose tables must be made
+//! * [`table_acks`]: active tables at load balancers, and their latency
 //! * `share_limiter`: limit of a server's share of new connections
 //! * [`load_balancers`]: the load balancers
 //! * [`rotation`]: rotation of the cookie keys
@@ -14,7 +14,7 @@
 //! * `server_status`: states of servers and their reasons
 //! * `drains`: remaining connections of drained servers
 //! * `acknowledged`: acknowledgements of configurations
-//! * [`traffic`]: counts of load balancers
+//! * [`traffic`]: traffic counts by load balancers
 //! * [`status`], [`explain`]: output of commands
 
 mod acknowledged;
@@ -84,7 +84,7 @@ use service::{PreviousService, Service, TableTrigger};
 use share_limiter::ShareLimiter;
 use table_acks::TableAcks;
 
-/// Present time on three clocks.
+/// The present time by three clocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Now {
     /// Time since the controller's start, on a clock that never goes back.
@@ -107,7 +107,6 @@ impl Session {
         &self.server
     }
 
-    /// Returns the session's number, which is unique.
     pub fn number(&self) -> u64 {
         self.number
     }
@@ -146,7 +145,7 @@ pub struct RetiredConfiguration {
     _replaced: Vec<PreviousService>,
 }
 
-/// Controller of one fleet: it receives loads of servers, and computes placement tables from them.
+/// Controller of one fleet, which receives loads of servers and computes placement tables from them.
 pub struct Controller {
     fleet: Fleet,
     agents: Agents,
@@ -157,7 +156,7 @@ pub struct Controller {
     racks: Racks,
     accepted_report_count: u64,
     rejection_counts: BTreeMap<&'static str, u64>,
-    /// Number of accepted reports that were sent ahead of this host's wall clock, by more than the tolerance.
+    /// Number of accepted reports whose wall clock was ahead of this host's by more than the tolerance.
     pub reports_ahead_count: u64,
     last_session_number: u64,
     positions_by_index: HashMap<ServiceIndex, usize>,
@@ -195,13 +194,13 @@ impl Controller {
         &self.fleet
     }
 
-    /// Puts a new configuration in force. Servers that are in both configurations keep their state.
+    /// Activates a new configuration. Servers that are in both configurations keep their state.
     pub fn configure(&mut self, fleet: Fleet) {
         let indexed_services = ServiceIndexes::of(&fleet);
         drop(self.configure_indexed(fleet, indexed_services));
     }
 
-    /// Puts a configuration in force, with a computed index. Returns the previous one, which can be dropped later.
+    /// Activates a configuration with computed indexes. Returns the previous one, which can be dropped later.
     pub fn configure_indexed(&mut self, fleet: Fleet, indexes: ServiceIndexes) -> RetiredConfiguration {
         self.agents.retain(&fleet);
         self.load_balancers.set_known_names(fleet.load_balancers.keys());
@@ -237,7 +236,7 @@ impl Controller {
         }
     }
 
-    /// Registers an agent for its server, and returns its session. Fails if the server is unknown or has a live agent.
+    /// Registers an agent for its server and returns its session. Fails if the server is unknown or has a live agent.
     pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
         self.connect_via_rack(server, version, None, now)
     }
@@ -296,8 +295,8 @@ impl Controller {
         Ok(session)
     }
 
-    /// Returns the configuration for the session's agent. Fails if the server has left the fleet, or the agent may no
-    /// longer use its rack.
+    /// Returns the configuration for the session's agent. Fails if the server has left the fleet, or if the agent may
+    /// no longer use its rack.
     pub fn agent_configuration(&self, session: &Session) -> Result<AgentConfiguration, Rejection> {
         let unknown_server = || Rejection::UnknownServer(session.server().to_owned());
         let id = self.fleet.server_id(session.server()).ok_or_else(unknown_server)?;
@@ -308,7 +307,7 @@ impl Controller {
             .agent_configuration(id, &predecessors.flatten().copied().filter(|before| *before != id).collect()))
     }
 
-    /// Returns the configuration that all load balancers are sent.
+    /// Returns the configuration that is sent to all load balancers.
     pub fn fleet_configuration(&self, now: Now) -> FleetConfiguration {
         self.fleet.load_balancer_configuration(|name| self.load_balancers.is_alive(name, now))
     }
@@ -349,12 +348,12 @@ impl Controller {
         Some(self.agent(id)?.session.as_ref()?.number)
     }
 
-    /// Returns the bucket histories that have changed since the last call, by service name, to be stored.
+    /// Returns the bucket histories that have changed since the last call and must be stored, by service name.
     pub fn changed_histories(&mut self) -> Vec<(String, BucketHistory)> {
         self.services.iter_mut().filter_map(Service::take_changed_history).collect()
     }
 
-    /// Returns a number that increases with every change of any agent's [`AgentConfiguration::previous_server_count`].
+    /// Returns a number that increases with every change of any agent's [`AgentConfiguration::previous_servers`].
     pub fn predecessor_change_count(&self) -> u64 {
         self.services.iter().map(Service::predecessor_change_count).sum()
     }
@@ -403,7 +402,8 @@ impl Controller {
         Ok(())
     }
 
-    /// Returns the time until the session's next message may be read; zero: at once. Racks delay their own agents.
+    /// Returns the time until the session's next message may be read, or zero if it may be read at once. Racks delay
+    /// their own agents' messages.
     pub fn message_wait(&mut self, session: &Session, now: Now) -> Duration {
         if session.relay.is_some() {
             return Duration::ZERO;
@@ -413,7 +413,7 @@ impl Controller {
         agent.map_or(Duration::ZERO, |agent| agent.time_until_next_report(report_interval, now))
     }
 
-    /// Counts that reading of the session's stream has paused, because the agent exceeded its rate limit.
+    /// Counts that the controller paused reading the session's stream because the agent exceeded its rate limit.
     pub fn count_delayed_message(&mut self, session: &Session) {
         let _ = self.count_rejection::<()>(Err(Rejection::TooManyReports(session.server().to_owned())));
     }
@@ -458,14 +458,14 @@ impl Controller {
             .all(|service| service.members.keys().all(|id| !is_eligible(service, *id) || is_load_known(*id)))
     }
 
-    /// Returns whether all expected load balancers have reported results of health checks, if there are any checks. A
-    /// server that was down under the previous leader thus remains down.
+    /// Returns whether all expected load balancers have reported results of health checks, if there are any checks.
+    /// After a change of the leader, a server that was down thus remains down.
     pub fn has_all_check_results(&self, now: Now) -> bool {
         let has_checks = self.fleet.services.iter().any(|service| service.check.is_some());
         !has_checks || self.load_balancers.have_all_checked(now)
     }
 
-    /// Computes the tables of all services at the end of a report interval. Resets counts of assigned connections.
+    /// Computes all services' tables at the end of a report interval, and resets the counts of assigned connections.
     pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
         self.due_services.clear();
         self.racks.changes += 1;
@@ -492,7 +492,7 @@ impl Controller {
         self.services[position].begin_interval(opened_connections);
     }
 
-    /// Returns the arrival times of the servers' newest reports, if later than `since` (monotonic clock).
+    /// Returns the arrival times of the servers' newest reports that are later than `since` (monotonic clock).
     pub fn report_times_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
         let newest_reports = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
         newest_reports.map(|newest| newest.received_at).filter(move |received| *received > since)

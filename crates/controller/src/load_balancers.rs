@@ -19,15 +19,15 @@ use coreward_fleet::fleet::Fleet;
 
 pub type HealthTarget = (ServiceIndex, ServerId);
 
-/// Time for which no load balancer reaches a server, after which it gets no new connections. During shorter
-/// interruptions the data plane sends first packets to other servers.
+/// Time after which a server that no load balancer can reach gets no new connections. During shorter interruptions, the
+/// data plane sends first packets to other servers.
 pub const UNREACHABLE_AFTER: Duration = Duration::from_secs(3);
 
-/// Time after the controller's start during which missing load balancers and agents do not count as lost. They retry at
-/// least every two seconds.
+/// Time after the controller's start during which missing load balancers and agents do not count as lost, because they
+/// retry at least every two seconds.
 pub const START_GRACE: Duration = Duration::from_secs(5);
 
-/// Load balancers by name: those that are connected, and those in the records.
+/// Load balancers by name, including connected ones and those in the records.
 #[derive(Debug, Default)]
 pub struct LoadBalancers {
     by_name: BTreeMap<String, LoadBalancer>,
@@ -43,21 +43,20 @@ pub struct LoadBalancer {
     /// Last state that the load balancer reported, and the time of its arrival, since the controller's start.
     pub state: Option<(v1::LoadBalancerState, Duration)>,
     /// Generation of the newest configuration that the load balancer has confirmed. Its data plane keeps the state
-    /// after the session's end.
+    /// after the session has ended.
     pub confirmed_generation: u64,
     /// Time at which that configuration was first confirmed, since the controller's start.
     pub confirmed_at: Duration,
-    /// Configuration that was in force at the load balancer when its session began, if the store had an older one.
+    /// Configuration that was active at the load balancer when its session began, if the store had an older one.
     newer_configuration: Option<NewerConfiguration>,
-    /// Time since which the MAC address of each unreachable server has been unknown, by server name.
+    /// Times since which the MAC addresses of unreachable servers have been unknown, by server name.
     unresolved_since: HashMap<String, Duration>,
     traffic: Traffic,
-    /// Results of the load balancer's health checks.
     reported_health: ReportedHealth,
     registration_bucket: Option<TokenBucket>,
 }
 
-/// Configuration of a load balancer that is newer than the newest one in the controller's store.
+/// A load balancer's configuration that is newer than the newest one in the controller's store.
 #[derive(Debug, Clone, Copy)]
 struct NewerConfiguration {
     generation: u64,
@@ -65,7 +64,6 @@ struct NewerConfiguration {
     document_generation: u64,
 }
 
-/// Results of one load balancer's health checks.
 #[derive(Debug, Default)]
 struct ReportedHealth {
     check_results: BTreeMap<HealthTarget, ServerCheckResult>,
@@ -120,8 +118,8 @@ impl LoadBalancers {
         Ok(self.last_session_number)
     }
 
-    /// Records the configuration that the load balancer had in force when its session began. Returns its name if the
-    /// store has an older configuration.
+    /// Records the configuration that was active at the load balancer when its session began. Returns the load
+    /// balancer's name if the store has an older configuration.
     pub fn record_configuration_in_force(&mut self, session: u64, generation: u64, fleet: &Fleet) -> Option<&str> {
         let (name, balancer) = self.by_name.iter_mut().find(|(_, balancer)| balancer.has_session(session))?;
         let is_ahead = generation > fleet.generation;
@@ -130,8 +128,8 @@ impl LoadBalancers {
         is_ahead.then_some(name)
     }
 
-    /// Returns the name and the generation of each load balancer whose configuration is newer than the store's.
-    /// `document_generation`: that of the stored document; a load balancer is listed until a later document is applied.
+    /// Returns the name and the generation of each load balancer whose configuration is newer than the store's. A load
+    /// balancer is listed while `document_generation`, that of the stored document, is the same as at its connection.
     pub fn newer_configurations(&self, document_generation: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
             let newer_configuration =
@@ -147,7 +145,7 @@ impl LoadBalancers {
         Some(balancer)
     }
 
-    /// Records the load balancer's state. `newest_generation`: generation of the configuration in force, the highest
+    /// Records the load balancer's state. The active configuration has the `newest_generation`, which is the highest
     /// one that a load balancer can confirm.
     pub fn record_state(&mut self, session: u64, state: v1::LoadBalancerState, newest_generation: u64, now: Now) {
         if let Some(balancer) = self.record_message_time(session, now) {
@@ -169,7 +167,7 @@ impl LoadBalancers {
         }
     }
 
-    /// Records that a load balancer has had a table in force since its last reported state.
+    /// Records a table that the load balancer has activated since its last reported state.
     pub fn record_table_in_force(&mut self, session: u64, service: &str, generation: u64) {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let tables_in_force =
@@ -191,7 +189,7 @@ impl LoadBalancers {
         self.live_load_balancers(now).all(|(_, balancer)| balancer.reported_health.has_reported)
     }
 
-    /// Returns the name of each live load balancer, and the version of its verdicts, which changes with them.
+    /// Returns the name of each live load balancer with its verdicts' version, which changes with them.
     pub fn verdict_versions(&self, now: Now) -> Vec<(String, u64)> {
         self.live_load_balancers(now)
             .map(|(name, balancer)| (name.clone(), balancer.reported_health.verdict_version))
@@ -202,7 +200,7 @@ impl LoadBalancers {
         self.live_load_balancers(now).map(|(_, balancer)| &balancer.reported_health.verdicts).collect()
     }
 
-    /// Returns the results of all live load balancers' checks of one server: name, result, and age.
+    /// Returns the results of all live load balancers' checks of one server, with the load balancer's name and the age.
     pub fn check_results(&self, target: HealthTarget, now: Now) -> Vec<(&str, &ServerCheckResult, Duration)> {
         let mut check_results = Vec::new();
         for (name, LoadBalancer { reported_health: health, .. }) in self.live_load_balancers(now) {
@@ -212,8 +210,8 @@ impl LoadBalancers {
         check_results
     }
 
-    /// Returns the time since which all live load balancers have had this or a newer configuration in force, since the
-    /// controller's start. The error lists those that have not confirmed it; it is empty if no load balancer is live.
+    /// Returns the time since which all live load balancers have used this or a newer configuration, since the
+    /// controller's start. The error lists those that have not confirmed it, and is empty if no load balancer is live.
     pub fn confirmed_since(&self, generation: u64, now: Now) -> Result<Duration, Vec<&str>> {
         let unconfirmed_balancers =
             self.live_load_balancers(now).filter(|(_, balancer)| balancer.confirmed_generation < generation);
@@ -226,8 +224,8 @@ impl LoadBalancers {
         self.by_name.iter().filter(move |(_, balancer)| balancer.is_alive(now))
     }
 
-    /// Records a load balancer's counts of traffic. `alpha`: weight of the newest rate in the moving average. Returns
-    /// the increases since the previous counts.
+    /// Records a load balancer's traffic counts, and returns the increases since the previous ones. `alpha` is the
+    /// weight of the newest rate in the moving average.
     pub fn record_traffic(
         &mut self,
         session: u64,
@@ -247,7 +245,7 @@ impl LoadBalancers {
         TrafficTotals(self.by_name.iter().filter_map(of).collect())
     }
 
-    /// Returns the sum of all load balancers' rates of traffic to the server; `None`: fewer than two messages.
+    /// Returns the sum of all load balancers' traffic rates to the server, or `None` before any has sent two messages.
     pub fn traffic_rates(&self, server: ServerId) -> Option<TrafficRates> {
         let balancer_rates = self.by_name.values().filter_map(|balancer| balancer.traffic.server_rates(server));
         balancer_rates.reduce(|a, b| TrafficRates {
@@ -256,14 +254,14 @@ impl LoadBalancers {
         })
     }
 
-    /// Returns the number of connections opened for the service since the last call; `None`: fewer than two messages.
+    /// Returns how many connections to the service were opened since the last call, or `None` if it is not known yet.
     pub fn take_newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         let opened_per_balancer =
             self.by_name.values_mut().filter_map(|balancer| balancer.traffic.take_newly_opened(service));
         opened_per_balancer.reduce(u64::saturating_add)
     }
 
-    /// Returns the sums of all load balancers' packet counts, by cookie and by flow table, for an LB-stamped service.
+    /// Returns the sums of all load balancers' packet counts for an LB-stamped service, by cookie and by flow table.
     pub fn stamped_packets(&self, service: &str) -> StampedService {
         let reported_states = self.by_name.values().filter_map(|balancer| balancer.state.as_ref());
         let stamped_services = reported_states.flat_map(|(state, _)| &state.stamped_services);
@@ -275,7 +273,7 @@ impl LoadBalancers {
         })
     }
 
-    /// Ends a session. Returns whether the load balancer is disconnected: it has no newer session.
+    /// Ends a session. Returns whether the load balancer is disconnected because it has no newer session.
     pub fn disconnect(&mut self, session: u64, now: Now) -> bool {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
         let has_ended = balancer.map(|balancer| {
@@ -290,7 +288,7 @@ impl LoadBalancers {
         self.by_name.get(name).is_some_and(LoadBalancer::is_connected)
     }
 
-    /// Returns whether the load balancer's session is open, or ended recently.
+    /// Returns whether the load balancer's session is open or ended recently.
     pub fn is_alive(&self, name: &str, now: Now) -> bool {
         self.by_name.get(name).is_some_and(|balancer| balancer.is_alive(now))
     }
@@ -340,8 +338,8 @@ impl LoadBalancer {
         self.session.is_some()
     }
 
-    /// Returns whether the load balancer sent a message recently. After a power failure its stream stays open until the
-    /// keep-alive fails, and clients cannot wait so long.
+    /// Returns whether the load balancer sent a message recently. After a power failure, its stream stays open until
+    /// the keep-alive fails, which is too long for clients.
     pub fn is_alive(&self, now: Now) -> bool {
         let last_message_at = self.session.as_ref().map_or(self.session_ended_at, |live| live.last_message_at);
         now.monotonic < START_GRACE.max(last_message_at + LOAD_BALANCER_TIMEOUT)

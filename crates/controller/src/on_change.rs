@@ -1,7 +1,7 @@
-//! Due tables: services whose inputs have changed since their newest table (`table_updates = "on-change"`).
+//! Services whose table is due because an input has changed since their newest table (`table_updates = "on-change"`).
 //!
-//! Reports and counts mark their services. Other inputs change with time: a server becomes unreachable, a report
-//! expires, a slow start advances. These inputs are polled once per report interval.
+//! Reports and counts mark their services. Other inputs change with time, when a server becomes unreachable, a report
+//! expires or a slow start advances. These inputs are polled once per report interval.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher as _, Hash as _, Hasher as _};
@@ -18,7 +18,7 @@ use super::service::{Service, TableTrigger};
 use super::{Controller, NewTable, Now};
 use coreward_fleet::config::TableTiming;
 
-/// Number of servers and services that are polled without interruption, plus at most one shard: a few milliseconds.
+/// Number of servers and services that are polled without interruption, plus at most one shard, in a few milliseconds.
 const MEMBERS_PER_POLL: usize = 512;
 
 /// Position at which [`Controller::poll_inputs_from`] continues. The default is the first service.
@@ -32,7 +32,7 @@ pub struct InputCursor {
 #[derive(Debug, Clone)]
 pub struct DueTable {
     pub new_table: NewTable,
-    /// Oldest of the changes that the table contains.
+    /// The oldest change that the table contains.
     pub trigger: TableTrigger,
 }
 
@@ -57,7 +57,7 @@ impl Controller {
         }
     }
 
-    /// Marks a server as changed, because its agent has connected or disconnected.
+    /// Makes the server's services read all inputs again, because its agent has connected or disconnected.
     pub(super) fn on_load_source_changed(&mut self, id: ServerId) {
         for position in self.positions_by_server.get(&id).into_iter().flatten() {
             self.services[*position].drop_cached_pool();
@@ -83,8 +83,8 @@ impl Controller {
         }
     }
 
-    /// Polls the inputs of tables that change with time: once per report interval, and after a change of configuration
-    /// or check results. `interval_ended`: whether a report interval has ended.
+    /// Polls the inputs of tables that change with time. It is called once per report interval, and after a change of
+    /// the configuration or of check results. `interval_ended` is whether a report interval has ended.
     pub fn poll_inputs(&mut self, now: Now, interval_ended: bool) {
         let mut next_cursor = Some(InputCursor::default());
         while let Some(from) = next_cursor {
@@ -92,7 +92,7 @@ impl Controller {
         }
     }
 
-    /// Polls the next [`MEMBERS_PER_POLL`] servers. Returns the position at which to continue; `None`: all are polled.
+    /// Polls the next [`MEMBERS_PER_POLL`] servers. Returns the position at which to continue, or `None` at the end.
     pub fn poll_inputs_from(&mut self, cursor: InputCursor, now: Now, interval_ended: bool) -> Option<InputCursor> {
         let InputCursor { service_position: mut position, remaining_shards: mut shards } = cursor;
         if position == 0 && shards.is_empty() {
@@ -131,7 +131,7 @@ impl Controller {
         shards.into()
     }
 
-    /// Polls a shard of the service's servers; `None`: the service has no servers, only its own inputs are polled.
+    /// Polls a shard of the service's servers, or only the service's own inputs if it has no servers (`None`).
     fn poll_shard(&mut self, position: usize, shard: Option<Shard>, now: Now) {
         let shard_fingerprint = shard.map(|shard| (shard, self.server_inputs_fingerprint(position, shard, now)));
         let service_fingerprint = self.inputs_fingerprint(position, now);
@@ -145,8 +145,8 @@ impl Controller {
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
 
-    /// Restarts the counts of assigned connections of servers that do not report, at the end of the interval: no report
-    /// of their load will do so.
+    /// Restarts the counts of connections assigned to servers that do not report, at the end of the interval. No report
+    /// of their load will restart these counts.
     fn restart_counts_of_silent_servers(&mut self, position: usize, now: Now) {
         let is_relayed_by_id = self.racks.is_relayed_by_id(self.services[position].fleet().index, now);
         let member_ids = self.services[position].fleet().members.keys().copied();
@@ -179,7 +179,7 @@ impl Controller {
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
         for id in shard.members_in_shard(&fleet_service.members) {
             let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
-            // Loads from an agent behind a rack are for display.
+            // The loads from an agent behind a rack are only displayed.
             let reporting_agent = agent.filter(|agent| !agent.is_behind_rack());
             let core_count = reporting_agent.and_then(Agent::core_count);
             let has_fresh_loads = service.reads_loads() && reporting_agent.is_some_and(|agent| agent.is_fresh(now));
@@ -192,7 +192,7 @@ impl Controller {
         hasher.finish()
     }
 
-    /// Makes the table that has been due for the longest time; `None`: no table is due.
+    /// Makes the table that has been due for the longest time. Returns `None` if no table is due.
     pub fn make_next_due_table(&mut self, now: Now) -> Option<DueTable> {
         loop {
             let position = *self.positions_by_index.get(&self.due_services.pop_front()?)?;
@@ -209,7 +209,7 @@ impl Controller {
     }
 }
 
-/// Queues a service's table unless it is queued: the first trigger counts. Tables at the interval are never queued.
+/// Queues a service's table unless it is queued, so that the first trigger counts. Interval tables are not queued.
 fn queue_table(
     due_services: &mut VecDeque<ServiceIndex>,
     service: &mut Service,

@@ -1,4 +1,4 @@
-//! Tables on change, in virtual time.
+//! Tests in virtual time of tables that are made when an input changes.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ fn at(milliseconds: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-/// Returns a fleet of servers s0 to s3: `web` is on the first two, `api` on the last two, `old` (by hash) on all.
+/// Returns a fleet of servers s0 to s3. `web` is on the first two, `api` on the last two, and `old` (by hash) on all.
 fn four_server_fleet(fleet_keys: &str) -> FleetConfig {
     let mut text = fleet_keys.to_owned();
     for n in 0..4 {
@@ -49,7 +49,6 @@ impl Harness {
         Self::with_fleet_keys("")
     }
 
-    /// Returns a harness whose fleet document has the keys `fleet_keys` before its servers.
     fn with_fleet_keys(fleet_keys: &str) -> Self {
         let config = four_server_fleet(fleet_keys);
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
@@ -69,7 +68,7 @@ impl Harness {
         std::iter::from_fn(|| self.controller.make_next_due_table(now)).collect()
     }
 
-    /// Makes the tables that are due. Returns the names of their services, and their generations.
+    /// Makes the tables that are due. Returns the names of their services and the tables' generations.
     fn make_and_list_due_tables(&mut self, now: Now) -> Vec<(&'static str, u64)> {
         let due_tables = self.make_due_tables(now);
         due_tables

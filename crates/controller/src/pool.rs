@@ -1,5 +1,5 @@
-//! Pools of services as policies see them. Between tables only changed servers are read again; all servers if another
-//! input of a table has changed (`inputs` of [`super::on_change`]).
+//! Pools of servers, with the inputs that policies use. Between tables, only changed servers are read again. All
+//! servers are read again if another input of a table has changed (see [`super::on_change`]).
 
 use std::borrow::Cow;
 use std::ops::Bound;
@@ -42,7 +42,7 @@ impl Controller {
         service.cached_pool().map_or_else(|| Cow::Owned(self.compute_pool(service, now)), Cow::Borrowed)
     }
 
-    /// Returns whether no pool is cached for the service at this position. `None`: there is no such service.
+    /// Returns whether no pool is cached for the service at this position, or `None` if there is no such service.
     pub fn needs_pool(&self, position: usize) -> Option<bool> {
         Some(self.services.get(position)?.cached_pool().is_none())
     }
@@ -65,7 +65,7 @@ impl Controller {
         service.fleet().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }
 
-    /// Adds to the pool those inputs that do not belong to one server.
+    /// Adds to the pool those inputs that do not belong to a single server.
     pub(super) fn with_common_inputs(&self, service: &Service, pool: Pool, now: Now) -> Pool {
         let fleet_service = service.fleet();
         let pool = pool.for_next_table(self.load_balancers.count() as u32);
@@ -73,7 +73,7 @@ impl Controller {
         if places_each_datagram(fleet_service) { pool.counting_requests() } else { pool }
     }
 
-    /// Returns the pool of the newest table, in which changed servers have been read again.
+    /// Returns the pool of the newest table after its changed servers have been read again.
     fn refresh_pool(&self, position: usize, mut pool: Pool, now: Now) -> Pool {
         let service = &self.services[position];
         for id in service.dirty_servers() {
@@ -132,8 +132,8 @@ impl Controller {
         }
     }
 
-    /// Returns the number of open connections: the agent's last count, and the load balancers' changes since. Load
-    /// balancers count a retransmitted FIN twice, until the next report corrects it.
+    /// Returns the number of open connections, which is the agent's last count plus the changes that load balancers
+    /// have counted since. Load balancers count a retransmitted FIN twice, until the next report corrects it.
     fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
         let Some(newest) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
         let traffic_at_report = agent.map(|agent| &agent.traffic_at_report);
@@ -153,14 +153,14 @@ pub(super) fn places_each_datagram(service: &FleetService) -> bool {
     service.address.protocol == Protocol::Udp && service.mode.consistency == Consistency::None
 }
 
-/// Returns the loads of a server's cores as inputs of the service. The server chooses the worker of a request that is
-/// placed on its own, so each core then counts with the server's mean load. Flows stay on their core, so a policy can
-/// select a core with less load.
+/// Returns the loads of a server's cores as inputs of the service's policy. If requests are placed one by one, the
+/// server chooses the worker of each, so each core counts with the server's mean load. Flows stay on their core, so a
+/// policy can select a core with less load.
 fn loads_for_service(service: &FleetService, loads: &CoreLoads) -> ServerLoads {
     relayed_loads(places_each_datagram(service), loads)
 }
 
-/// Returns loads like [`loads_for_service`] for a rack, whose service may place each datagram on its own.
+/// Returns loads like [`loads_for_service`] for use by a rack. `places_each_datagram` replaces the service.
 pub fn relayed_loads(places_each_datagram: bool, loads: &CoreLoads) -> ServerLoads {
     ServerLoads::Local(if places_each_datagram {
         vec![mean(loads).unwrap_or(0.0); loads.len()].into()

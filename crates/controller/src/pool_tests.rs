@@ -1,4 +1,4 @@
-//! Weights, slow starts, counts of load balancers and changes of the pool, in virtual time.
+//! Tests in virtual time of weights, slow starts, counts by load balancers and changes of the pool.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -23,7 +23,7 @@ fn at(seconds: u64) -> Now {
     Now { monotonic, wall, record: wall }
 }
 
-/// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and keys `servers`, and one service with keys `service`.
+/// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and keys `servers`, and one service with the keys `service`.
 fn fleet_config(servers: &[&str], service: &str) -> FleetConfig {
     let mut text = String::new();
     for (n, keys) in servers.iter().enumerate() {
@@ -68,7 +68,6 @@ impl Harness {
         self.controller.report(session, Ok(report), now).unwrap();
     }
 
-    /// Returns the number of open connections of every server, as policies use it.
     fn open_connections(&self, now: Now) -> Vec<u32> {
         let pool = self.controller.compute_pool(&self.controller.services[0], now);
         pool.servers().iter().map(|server| server.open_connections).collect()
@@ -125,9 +124,9 @@ fn new_server_has_a_slow_start_but_initial_servers_have_none() {
         buckets_of_new_server(&mut harness, 60),
         buckets_of_new_server(&mut harness, 110),
     );
-    // 2 + 1/64, 2.5 and 3 shares.
+    // The three totals are 2 + 1/64, 2.5 and 3 shares.
     assert!((6..=10).contains(&first) && (202..=208).contains(&half) && (340..=343).contains(&whole), "{first} {half}");
-    // It drains and comes back: it joins again.
+    // After a drain, the server joins again with a slow start.
     harness.configure(&["", "", "state = \"draining\""], service_keys, at(200));
     assert_eq!(buckets_of_new_server(&mut harness, 200), 0);
     harness.configure(&["", "", ""], service_keys, at(300));
@@ -157,11 +156,11 @@ fn open_connections_are_reported_plus_new_ones() {
         at(2),
     );
     harness.controller.record_load_balancer_traffic(lb2_session, &traffic_message(&[(0, 15, 0)]), at(2));
-    // More were closed than were open: a retransmitted FIN.
+    // More connections were closed than were open, because of a retransmitted FIN.
     assert_eq!(harness.open_connections(at(2)), [125, 0]);
     harness.send_report(&session, 2, 124, at(3));
     assert_eq!(harness.open_connections(at(3)), [124, 0]);
-    // Both report rates: 30 and 5 connections in two seconds, ten packets each.
+    // Both load balancers report rates of 30 and 5 connections in two seconds, with ten packets each.
     let pool = harness.controller.compute_pool(&harness.controller.services[0], at(3));
     assert_eq!(pool.servers()[0].traffic.unwrap().packets_per_second, 175.0);
 }
@@ -230,13 +229,13 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
         let previous_servers = harness.controller.agent_configuration(session).unwrap().previous_servers;
         assert_eq!(previous_servers.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
     }
-    // Another process continues from the records.
+    // A new controller process continues from the records.
     let (name, history) = harness.controller.changed_histories().remove(0);
     harness.records.services.get_mut(&name).unwrap().bucket_history = history;
     harness.controller =
         Controller::new(Fleet::new(&fleet_config(&["", "", "state = \"draining\""], ""), &harness.records));
     assert_eq!(harness.make_table(at(2)).previous_consistent_servers, table.previous_consistent_servers);
-    // No server forwards packets that do not go by the bucket.
+    // No server forwards packets if the bucket does not determine their server.
     harness.configure(&["", "", ""], "consistency = \"hash-table\"\n", at(3));
     let session = harness.connect_agent(0, 0, at(3));
     harness.make_table(at(3));
@@ -279,8 +278,8 @@ fn silent_load_balancers_are_lost() {
     assert_eq!((controller.live_load_balancers(at(4)).len(), controller.live_load_balancers(at(5)).len()), (1, 0));
 }
 
-/// Servers with LB-side stamping need no agents: without any, there is a table, and all load balancers have the same
-/// time key over any rotation. No rotation waits for servers that do not stamp.
+/// Servers with LB-side stamping need no agents. Without any agent, there is a table, and all load balancers have the
+/// same time key over any rotation. No rotation waits for servers that do not stamp.
 #[test]
 fn servers_with_lb_stamping_need_no_agent() {
     let mut harness = Harness::new(&["", ""], "timestamps = \"lb\"\npolicy = \"rr\"\n");

@@ -1,7 +1,7 @@
-//! Rack controllers: their agents and their summaries.
+//! Rack controllers, with their agents and their summaries.
 //!
-//! An agent behind a rack is an agent like any other: it registers, has its configuration, answers queries, and
-//! reports, but less often. Only the loads for tables come in the rack's summaries.
+//! An agent behind a rack is treated like any other agent, except that it reports less often. It registers, has its
+//! configuration and answers queries. Only the loads for tables come in the rack's summaries.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use super::rejection::Rejection;
 use super::service::Service;
 use super::{Controller, Now, Session};
 
-/// Maximum rate of full reports from all agents behind racks: a tenth of what a controller without racks can process.
+/// Maximum rate of full reports from all agents behind racks, a tenth of what a controller without racks can process.
 const MAX_FULL_REPORTS_PER_SECOND: usize = 2_000;
 
 /// Number of report intervals after which a rack's summaries expire, which is the default for agents' reports.
@@ -31,7 +31,7 @@ const SUMMARY_VALIDITY_INTERVALS: u32 = 3;
 pub struct Racks {
     by_name: BTreeMap<String, Rack>,
     last_session_number: u64,
-    /// Number of changes after which the configurations of all racks may differ.
+    /// Number of changes that may affect the configurations of all racks.
     pub changes: u64,
 }
 
@@ -51,8 +51,8 @@ struct Rack {
     /// Time of the rack's last message, since the controller's start.
     last_message_at: Duration,
     sessions_by_stream: BTreeMap<u64, Session>,
-    /// Number of changes of this rack's agents. One number for all racks would send every change to all racks: with
-    /// hundreds of racks, that would take a quarter of a CPU.
+    /// Number of changes of this rack's agents. If all racks shared one number, every change would be sent to all
+    /// racks. With hundreds of racks, that would take a quarter of a CPU.
     agent_change_count: u64,
     summaries_by_service: BTreeMap<ServiceIndex, ReceivedSummary>,
 }
@@ -84,12 +84,12 @@ pub struct RackRelay {
     pub stream: u64,
 }
 
-/// Reason for which a rack's summaries are rejected.
+/// Reason why a rack's summaries are rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SummaryRejection {
     #[error(transparent)]
     Malformed(#[from] WireError),
-    /// Server whose agent is not connected through the rack, so that the rack must not report it.
+    /// The agent of this server is not connected through the rack, so the rack must not report the server.
     #[error("the agent of server {0} is not connected through this rack: expected only servers whose agents are")]
     ForeignServer(ServerId),
 }
@@ -147,7 +147,7 @@ impl Racks {
         }
     }
 
-    /// Returns the interval of each agent's full reports, such that the sum of their rates is within the limit.
+    /// Returns the interval between full reports of an agent at which all agents together keep within the rate limit.
     fn detail_interval(&self) -> Duration {
         let agent_count: usize = self.by_name.values().map(|rack| rack.sessions_by_stream.len()).sum();
         Duration::from_secs((agent_count / MAX_FULL_REPORTS_PER_SECOND) as u64)
@@ -164,7 +164,7 @@ impl Controller {
         let status_of_rack = |(name, rack): (&String, &Rack)| {
             let mut server_names: Vec<String> =
                 rack.sessions_by_stream.values().map(|session| session.server().to_owned()).collect();
-            // Sorted, because agents connect in any order.
+            // The names are sorted, because agents connect in any order.
             server_names.sort_unstable();
             RackStatus {
                 name: name.clone(),
@@ -177,14 +177,14 @@ impl Controller {
         connected_racks.map(status_of_rack).collect()
     }
 
-    /// Fails if the fleet's document does not allow a rack with this name.
+    /// Fails if the fleet document does not allow a rack with this name.
     fn check_rack(&self, name: &str) -> Result<(), Rejection> {
         let is_allowed = self.fleet.racks.as_ref().is_none_or(|racks| racks.contains(name));
         if is_allowed { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
     }
 
     /// Fails if the agent may not report for the server through its rack. A direct agent proves its identity by its
-    /// certificate; a rack has authenticated its agents, within the limits of the fleet's document.
+    /// certificate. A rack has authenticated its agents, so the fleet document limits the servers that it may report.
     pub(super) fn check_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
         let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_connect_through(id, &relay.name))
         else {
@@ -198,8 +198,8 @@ impl Controller {
         })
     }
 
-    /// Registers a rack and returns its session. Fails if a rack of this name is connected and has reported recently,
-    /// or the fleet's document does not list the rack.
+    /// Registers a rack and returns its session. Fails if a rack with this name is connected and has reported recently,
+    /// or if the fleet document does not list the rack.
     pub fn register_rack(&mut self, name: &str, version: &str, now: Now) -> Result<u64, Rejection> {
         let rack_check = self.check_rack(name);
         self.count_rejection(rack_check)?;
@@ -235,15 +235,14 @@ impl Controller {
         }
     }
 
-    /// Records the time at which a rack has sent a message.
     pub fn record_rack_message(&mut self, session: u64, now: Now) {
         if let Some(rack) = self.racks.find_by_session(session) {
             rack.last_message_at = now.monotonic;
         }
     }
 
-    /// Replaces the rack's summaries for each service in a message; a rack with many services sends several messages.
-    /// If a summary is invalid, fails and keeps the previous summaries.
+    /// Replaces the rack's summary of each service in a message. A rack with many services sends several messages. If a
+    /// summary is invalid, this fails and keeps the previous summaries.
     pub fn record_rack_summaries(
         &mut self,
         session: u64,
@@ -256,7 +255,7 @@ impl Controller {
         let mut new_summaries = BTreeMap::new();
         for message in messages {
             let (service, mut summary) = parse_summary(message)?;
-            // The rack has not noticed yet that this agent disconnected.
+            // The rack does not know yet that this service has left the fleet.
             if !self.positions_by_index.contains_key(&service) {
                 continue;
             }
@@ -292,8 +291,8 @@ impl Controller {
         }
     }
 
-    /// Returns a rack's configuration; `None`: the rack is disconnected. Fails if the fleet's document lists racks, but
-    /// not this one.
+    /// Returns a rack's configuration, or `None` if the rack is disconnected. Fails if the fleet document lists racks,
+    /// but not this one.
     pub fn rack_configuration(&self, session: u64, now: Now) -> Result<Option<RackConfiguration>, Rejection> {
         let Some((name, rack)) = self.racks.connected_rack(session) else { return Ok(None) };
         self.check_rack(name)?;
@@ -312,7 +311,7 @@ impl Controller {
         }))
     }
 
-    /// Returns the streams of a rack's agents, and their servers, without servers that have a newer agent elsewhere.
+    /// Returns the stream and the server of each agent in a rack, except servers that have a newer agent elsewhere.
     fn agent_streams<'a>(&'a self, rack: &'a Rack) -> impl Iterator<Item = (u64, ServerId)> + 'a {
         rack.sessions_by_stream.iter().filter_map(|(stream, session)| {
             let id = self.fleet.server_id(session.server())?;

@@ -1,4 +1,4 @@
-//! Permitted racks, and the servers for which they may report.
+//! Tests of permitted racks and of the servers for which they may report.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ struct Harness {
 }
 
 impl Harness {
-    /// Creates a fleet. `fleet`: keys of the document; `servers`: additional line of each server, or an empty string.
+    /// Creates a harness with the document's keys (`fleet`), and one server for each line in `servers`.
     fn new(fleet: &str, servers: &[&str]) -> Self {
         let records = Records::generate(START_TIME, &mut seeded_rng(5, 0));
         let empty_config = FleetConfig::parse_stored(&Source::from_text("fleet.toml", "")).unwrap();
@@ -50,7 +50,6 @@ impl Harness {
         self.controller.register_rack(name, "test", at(0)).unwrap()
     }
 
-    /// Connects an agent of the server through the rack, on a stream of its own.
     fn connect_agent_via(
         &mut self,
         rack_session: u64,
@@ -141,7 +140,7 @@ fn agent_that_reconnects_through_another_rack_leaves_the_old_rack() {
     let first_rack = harness.register_rack("r1");
     harness.connect_agent_via(first_rack, "r1", "s0", 1).unwrap();
     harness.connect_agent_via(first_rack, "r1", "s1", 2).unwrap();
-    // The rack has not noticed that its agent is gone.
+    // The rack has not noticed yet that its agent is gone.
     let second_rack = harness.register_rack("r2");
     let config_versions =
         |harness: &Harness| [first_rack, second_rack].map(|rack| harness.controller.rack_config_version(rack));
@@ -181,7 +180,7 @@ fn summaries_are_accepted_per_service() {
         .controller
         .record_rack_summaries(rack_session, &[summary_for_service(web_index.get().into())], at(0))
         .unwrap();
-    // Another message, of a service outside the fleet.
+    // A message about a service outside the fleet arrives later.
     harness
         .controller
         .record_rack_summaries(rack_session, &[summary_for_service(u32::from(web_index.get()) + 1)], at(200))

@@ -7,16 +7,16 @@ use coreward_wire::ReportError;
 
 use super::token_bucket::Quota;
 
-/// Maximum time by which a report may be ahead of the controller's wall clock without a warning: the worst case of NTP.
+/// Maximum time by which a report may be ahead of the controller's wall clock without a warning, the worst case of NTP.
 pub const MAX_CLOCK_LEAD: Duration = Duration::from_secs(1);
 
-/// Limit of the rate of registrations under one name, as a daemon may restart again and again.
+/// Rate limit of registrations under one name, because a daemon may restart again and again.
 pub const REGISTRATION_QUOTA: Quota = Quota { interval: Duration::from_secs(1), burst: 30 };
-/// Maximum number of reports that may arrive together, after an interruption of the network.
+/// Maximum number of reports that may arrive together after an interruption of the network.
 pub const REPORT_BURST: u32 = 64;
 pub const MAX_LOAD_BALANCERS: usize = 1024;
 
-/// Reason for which a report or a registration is rejected. Components that are already running continue.
+/// Reason why a report or a registration is rejected. Components that are already running continue.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Rejection {
     #[error("server {0:?} is not known: expected the name of a [[server]] in the fleet's file")]
@@ -49,7 +49,7 @@ pub enum Rejection {
         /// Time since the last message from the rack that is connected.
         since_last_message: Duration,
     },
-    /// The fleet's document does not list this rack.
+    /// The fleet document does not list this rack.
     #[error("rack {0:?} is not one of the fleet's: expected one that `racks` names in the fleet's document")]
     UnknownRack(String),
     #[error("load balancer {0:?} is not in the fleet's `load_balancers`: expected one that is, or no such list")]
@@ -75,7 +75,7 @@ pub enum Rejection {
     TooManyReports(String),
     #[error("{0:?} registered too often: expected once per second")]
     TooManyRegistrations(String),
-    /// The maximum number of load balancers is on record.
+    /// The maximum number of load balancers is already on record.
     #[error("load balancer {0:?} is one more than {MAX_LOAD_BALANCERS}: expected fewer, or older ones to be forgotten")]
     TooManyLoadBalancers(String),
     #[error(transparent)]
@@ -85,7 +85,7 @@ pub enum Rejection {
 }
 
 impl Rejection {
-    /// All results of [`Rejection::counter_name`]. They are names of counters in `coreward status`.
+    /// All results of [`Rejection::reason`], which are names of counters in `coreward status`.
     pub const COUNTER_NAMES: [&'static str; 18] = [
         "unknown_server",
         "duplicate_session",

@@ -1,4 +1,4 @@
-//! Rotation of the cookie keys ([`coreward_fleet::key_ring`]): acknowledgements and due steps.
+//! Rotation of the cookie keys ([`coreward_fleet::key_ring`]), with the peers' acknowledgements and the due steps.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use coreward_fleet::fleet::{AdminState, FleetServer};
 use coreward_fleet::key_ring::KeyPhase;
 use coreward_model::ServerId;
 
-/// Reason for which a rotation of the cookie keys cannot begin or continue now.
+/// Reason why a rotation of the cookie keys cannot currently begin or continue.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RotationError {
     /// Connections may still use cookies of the key that would be overwritten.
@@ -21,7 +21,7 @@ pub enum RotationError {
         expected.as_secs()
     )]
     KeyTooYoung { age: Duration, expected: Duration },
-    /// Some peers may not have the keys in force, or may stamp with another key.
+    /// Some peers may not use the present keys yet, or may stamp with another key.
     #[error(
         "{} not confirmed configuration {generation}, which brought the keys in force: expected all to (--force \
          continues without those that are not connected: their connections may break)",
@@ -58,7 +58,6 @@ pub enum KeyStep {
 }
 
 impl KeyStep {
-    /// Returns a description of the step for the log.
     pub fn describe(self) -> &'static str {
         match self {
             KeyStep::Announce { forced: false } => "the next key is being distributed",
@@ -69,8 +68,8 @@ impl KeyStep {
 }
 
 impl Controller {
-    /// Returns the step that is due without a command: the switch once all peers have the next key, or the beginning of
-    /// a scheduled rotation. The error is the reason why the scheduled rotation cannot begin.
+    /// Returns the step that is due without a command. It is the switch once all peers have the next key, or the
+    /// beginning of a scheduled rotation. The error is the reason why the scheduled rotation cannot begin.
     pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, RotationError> {
         let key_ring = &self.fleet.key_ring;
         match key_ring.phase {
@@ -85,8 +84,8 @@ impl Controller {
         }
     }
 
-    /// Returns the first step of a rotation that the operator requests. Fails if a rotation is in progress, or would
-    /// break connections and `force` is not set.
+    /// Returns the first step of a rotation that the operator requests. Fails if a rotation is in progress, or if it
+    /// would break connections and `force` is not set.
     pub fn requested_key_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
         let key_ring = &self.fleet.key_ring;
         if key_ring.phase == KeyPhase::Steady {
@@ -96,7 +95,7 @@ impl Controller {
         if unconfirmed_peers.is_empty() {
             return Ok(KeyStep::Switch);
         }
-        // Connected peers will confirm; a forced rotation does not wait for the rest.
+        // Connected peers will confirm the key, and a forced rotation does not wait for the others.
         if force && key_ring.phase == (KeyPhase::Announced { forced: false }) {
             return Ok(KeyStep::Announce { forced: true });
         }
@@ -118,8 +117,8 @@ impl Controller {
         }
     }
 
-    /// Returns the peers that have not confirmed the keys in force: load balancers on record, then agents of servers
-    /// that stamp cookies.
+    /// Returns the peers that have not confirmed the present keys. Load balancers on record come first, followed by
+    /// agents of servers that stamp cookies.
     fn unconfirmed_peers(&self, connected_only: bool, now: Now) -> Vec<String> {
         let unconfirmed_agent = |(id, server)| self.unconfirmed_agent(id, server, connected_only, now);
         let unconfirmed_agents = self.servers_after(None).filter_map(unconfirmed_agent);
@@ -135,8 +134,9 @@ impl Controller {
         unconfirmed_balancers.map(|(name, _)| format!("load balancer {name}"))
     }
 
-    /// Returns a description of the server's agent if it has not confirmed the keys. After the controller's start every
-    /// agent counts as connected. A server that left may be switched off: its agent counts only if connected.
+    /// Returns a description of the server's agent if it has not confirmed the keys. After the controller's start,
+    /// every agent counts as connected. If the server has left, it may be switched off, so its agent counts only if
+    /// connected.
     fn unconfirmed_agent(&self, id: ServerId, server: &FleetServer, connected_only: bool, now: Now) -> Option<String> {
         let agent = self.agent(id);
         if agent.map_or(0, |agent| agent.confirmed_generation) >= self.fleet.key_ring.generation
@@ -150,14 +150,14 @@ impl Controller {
         is_waited_for.then(|| format!("the agent of {}", server.name))
     }
 
-    /// Returns the time since which the present key has been in force, by the wall clock (s since 1970), for display.
+    /// Returns the time since which the present key has been used, by the wall clock (s since 1970), for display.
     fn key_since_unix_s(&self, now: Now) -> u64 {
         let key_age = now.record.saturating_sub(self.fleet.key_ring.current_since);
         now.wall.saturating_sub(key_age).as_secs()
     }
 
-    /// Returns the state of the keys. Its `waiting_for` lists load balancers only; [`Controller::agent_delaying_keys`]
-    /// returns agents.
+    /// Returns the state of the keys. Its `waiting_for` lists only load balancers, while
+    /// [`Controller::agent_delaying_keys`] returns agents.
     pub fn keys_summary(&self, now: Now) -> Keys {
         let key_ring = &self.fleet.key_ring;
         Keys {
@@ -182,7 +182,6 @@ impl Controller {
         self.fleet.key_ring.phase == (KeyPhase::Announced { forced: true })
     }
 
-    /// Returns the state of the keys, with all peers that they wait for, read at once.
     #[cfg(test)]
     pub fn keys(&self, now: Now) -> Keys {
         let mut keys = self.keys_summary(now);

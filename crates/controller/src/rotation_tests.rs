@@ -1,5 +1,5 @@
-//! Order of a rotation's roll-out, in virtual time. Load balancers, agents and the controller come, go and are late in
-//! any order; no server ever stamps with a key that some load balancer lacks.
+//! Tests in virtual time of the order in which a key rotation is rolled out. Load balancers, agents and the controller
+//! come, go and are late in any order. No server ever stamps with a key that some load balancer lacks.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -31,7 +31,7 @@ fn fleet_config(additional_keys: &str, service: &str) -> FleetConfig {
     FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
 }
 
-/// Load balancer or agent. The state of its data plane outlives its stream.
+/// A load balancer or agent. The state of its data plane outlives its stream.
 struct Peer<S> {
     keys_in_force: Option<FleetCookieKeys>,
     stream: Option<Stream<S>>,
@@ -39,7 +39,7 @@ struct Peer<S> {
 
 struct Stream<S> {
     session: S,
-    /// Configurations that have been sent, but not received yet: generation and keys.
+    /// Configurations that have been sent but not received yet, each with its generation and keys.
     undelivered_configurations: VecDeque<(u64, FleetCookieKeys)>,
     confirmed_generation: u64,
 }
@@ -103,7 +103,7 @@ impl Harness {
         (self.records.generation, self.records.key_ring.keys)
     }
 
-    /// Puts the records in force, and sends the new configuration to all connected peers, which receive it later.
+    /// Applies the records, and sends the new configuration to all connected peers, which receive it later.
     fn configure_and_send(&mut self) {
         self.records.generation += 1;
         self.controller.configure(Fleet::new(&self.config, &self.records));
@@ -196,7 +196,7 @@ impl Harness {
         (0..SERVER_COUNT).for_each(|n| self.connect_agent(n));
     }
 
-    /// Delivers and confirms all configurations, until none is left.
+    /// Delivers and confirms all configurations until none is left.
     fn deliver_and_confirm_all(&mut self) {
         self.connect_all_peers();
         for _ in 0..100 {
@@ -206,7 +206,7 @@ impl Harness {
         self.confirm_all();
     }
 
-    /// Returns whether every load balancer that was ever configured has the keys of all stamps.
+    /// Returns whether every load balancer that was ever configured has each key that a server stamps with.
     fn are_all_stamps_readable(&self) -> bool {
         let stamping_slots = self.agents.iter().filter_map(|agent| agent.keys_in_force).map(|keys| keys.current.get());
         let stamping_keys = self.agents.iter().filter_map(|agent| agent.keys_in_force).zip(stamping_slots);
@@ -259,7 +259,7 @@ fn settled_harness(additional_keys: &str, service: &str) -> Harness {
     harness
 }
 
-/// Returns a settled harness after a first rotation: a fleet's first keys need no confirmation.
+/// Returns a settled harness after a first rotation, because a fleet's first keys need no confirmation.
 fn harness_after_rotation(additional_keys: &str) -> Harness {
     let mut harness = settled_harness(additional_keys, "");
     harness.take_key_step(KeyStep::Announce { forced: false });
@@ -328,7 +328,7 @@ fn rotation_survives_a_restart_in_both_phases() {
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     harness.deliver_and_confirm_all();
     harness.restart_controller();
-    // This process does not have the confirmations of the previous one.
+    // This process does not have the confirmations that the previous one received.
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
     harness.deliver_and_confirm_all();
     let key_step = harness.controller.due_key_step(harness.now()).unwrap().unwrap();
@@ -362,7 +362,7 @@ fn missing_confirmations_are_listed_by_name() {
         )
     );
     assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Announce { forced: true }));
-    // Forced later: the first attempt waits for the two.
+    // If the rotation is forced later, the first attempt waits for the two.
     harness.take_key_step(KeyStep::Announce { forced: false });
     (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive_configuration()));

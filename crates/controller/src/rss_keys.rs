@@ -1,10 +1,10 @@
-//! One shared copy of each reported RSS key, so that tables compare keys by address and not by their bytes.
+//! RSS keys that are stored only once, so that tables compare keys by address and not by their bytes.
 
 use std::collections::HashSet;
 
 use coreward_model::rss::RssKey;
 
-/// Maximum number of keys. A fleet has a few, but an agent that always reports new keys must not exhaust the memory.
+/// Maximum number of keys. A fleet has few keys, but an agent that always reports new ones must not exhaust the memory.
 const MAX_INTERNED_KEYS: usize = 256;
 
 /// RSS keys that were reported recently. Equal keys share their memory.

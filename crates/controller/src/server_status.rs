@@ -15,9 +15,9 @@ const DRAIN_COMMAND_REASON: &str = "by `coreward drain`";
 
 pub(super) struct StateReason {
     pub state: ServerState,
-    /// Reason for the state; empty if none is known.
+    /// Reason for the state, or empty if none is known.
     pub reason: String,
-    /// Time for which the state has lasted; `None`: it began before this process started.
+    /// Time for which the state has lasted, or `None` if it began before this process started.
     pub duration: Option<Duration>,
 }
 
@@ -32,8 +32,8 @@ impl StateReason {
 }
 
 impl Controller {
-    /// Returns the status of at most `count` members of the service whose ids follow `after`, by id. Returns none if
-    /// another service now has this position.
+    /// Returns the status of at most `count` members of the service whose ids follow `after`, sorted by id. Returns
+    /// none if another service has taken this position.
     pub fn members_after(
         &self,
         (position, address): (usize, ServiceAddress),
@@ -107,7 +107,7 @@ impl Controller {
 
     fn state_reason_in(&self, service: &Service, id: ServerId, now: Now) -> StateReason {
         let fleet_service = service.fleet();
-        // Before the first table there are no verdicts.
+        // There are no verdicts before the first table.
         let eligibility = self.eligibility(fleet_service, id, now);
         let (state, since) = match service.status(id) {
             Some(ServerStatus { state, state_since: since, eligibility: known, .. }) if *known == eligibility => {
@@ -146,7 +146,7 @@ impl Controller {
         self.down_reason(service, id, now).unwrap_or_else(|| "no load balancer has checked it since".to_owned())
     }
 
-    /// Returns which checks found a server down, and why; `None`: the server is not down.
+    /// Returns which checks found a server down, and why. Returns `None` if the server is not down.
     fn down_reason(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
         let check_results = self.load_balancers.check_results((service.index, id), now);
         let down_results: Vec<_> =

@@ -18,14 +18,15 @@ use super::input_fingerprints::{InputFingerprints, Shard};
 use super::{NewTable, Now, create_policy};
 use coreward_fleet::fleet::FleetService;
 
-/// Fraction of a full share at the beginning of a slow start. With 0, a pool of new servers would have no share.
+/// Fraction of its full share that a server has at the beginning of a slow start. With 0, a pool of new servers would
+/// have no share at all.
 const MIN_RAMP: f64 = 1.0 / 64.0;
 
 /// Whether a server may take a service's new connections, and if not, why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Eligibility {
     Eligible,
-    /// Found down by health checks.
+    /// Health checks have found the server down.
     Unhealthy,
     /// No load balancer reaches the server on the network.
     Unreachable,
@@ -48,7 +49,7 @@ impl Eligibility {
 #[derive(Debug, Clone, Copy)]
 pub struct ServerStatus {
     pub state: ServerState,
-    /// Time of the last change of the state, since the controller's start; `None`: before this process.
+    /// Time of the last change of the state, since the controller's start, or `None` if it was before this process.
     pub state_since: Option<Duration>,
     pub eligibility: Eligibility,
     /// Time since which the server has been eligible, in the same form as `state_since`.
@@ -68,14 +69,14 @@ pub struct Service {
     bucket_history: BucketHistory,
     /// Whether the bucket history has changed since it was last stored.
     is_history_changed: bool,
-    /// Servers that owned buckets of each server earlier, during this process. Flow tables of load balancers keep
-    /// connections of earlier servers.
+    /// Servers that owned buckets of each server earlier, during this process. The flow tables of load balancers keep
+    /// the connections of these servers.
     predecessors: BTreeMap<ServerId, BTreeSet<ServerId>>,
     predecessor_change_count: u64,
     pub due_trigger: Option<TableTrigger>,
     /// Servers that have changed since the newest table was made.
     dirty_servers: DirtySet,
-    /// Pool from which the newest table was made; `None`: all servers must be read again.
+    /// Pool from which the newest table was made, or `None` if all servers must be read again.
     cached_pool: Option<Pool>,
     /// Number of connections opened in the last full report interval, if known.
     opened_in_interval: Option<u64>,
@@ -84,20 +85,20 @@ pub struct Service {
     input_fingerprints: InputFingerprints,
 }
 
-/// State of a service that a new configuration has replaced, which is only kept to be dropped later.
+/// State of a service that a new configuration has replaced. It is kept only to be dropped later.
 pub struct PreviousService {
     _fleet: FleetService,
     _pool: Option<Pool>,
 }
 
-/// Oldest change that no table contains yet.
+/// The oldest change that no table contains yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableTrigger {
     /// Time at which the change arrived, since the controller's start.
     pub received_at: Duration,
-    /// Whether the load of a server or a rack has changed; false: a polled input has changed.
+    /// Whether the load of a server or a rack has changed. Otherwise a polled input has changed.
     pub is_load_change: bool,
-    /// Time at which the report was sent by the sender's wall clock, since 1970; `None`: unknown.
+    /// Time at which the report was sent, by the sender's wall clock since 1970, or `None` if unknown.
     pub sent_at: Option<Duration>,
 }
 
@@ -124,12 +125,11 @@ impl Service {
         }
     }
 
-    /// Returns whether `new` configures the same service.
     pub fn is_same_service(&self, new: &FleetService) -> bool {
         self.fleet.name == new.name && self.fleet.index == new.index
     }
 
-    /// Returns the service with a new configuration, and the replaced state, whose drop takes milliseconds for
+    /// Returns the service with a new configuration, and the replaced state. Dropping that state takes milliseconds for
     /// thousands of servers. The generations of tables continue.
     pub fn with_configuration(mut self, new: FleetService) -> (Self, PreviousService) {
         if self.fleet.policy != new.policy || self.fleet.hash_seed != new.hash_seed {
@@ -150,8 +150,7 @@ impl Service {
         &self.fleet
     }
 
-    /// Updates the eligibility of the service's servers. Servers that were eligible for the first table have no slow
-    /// start.
+    /// Updates the eligibility of the service's servers. Servers of the first table have no slow start.
     pub fn update_eligibilities(&mut self, eligibilities: Vec<(ServerId, Eligibility)>, now: Now) {
         let change_time = self.has_table.then_some(now.monotonic);
         let mut previous_statuses = std::mem::take(&mut self.server_statuses);
@@ -192,7 +191,7 @@ impl Service {
         }
     }
 
-    /// Returns the server's status; `None` until the next table is made.
+    /// Returns the server's status, or `None` until the next table is made.
     pub fn status(&self, server: ServerId) -> Option<&ServerStatus> {
         self.server_statuses.get(&server)
     }
@@ -201,7 +200,7 @@ impl Service {
         self.is_failing_open
     }
 
-    /// Returns whether the server takes new connections; `None` until the next table is made.
+    /// Returns whether the server takes new connections, or `None` until the next table is made.
     pub fn takes_connections(&self, server: ServerId) -> Option<bool> {
         self.server_statuses.get(&server).map(|status| self.admits_eligibility(status.eligibility))
     }
@@ -214,14 +213,14 @@ impl Service {
         }
     }
 
-    /// Returns the fraction of its full share that the server gets: nearly 0 to 1 during the slow start, then 1.
+    /// Returns the fraction of its full share that the server gets, from nearly 0 to 1 during the slow start, then 1.
     pub fn slow_start_fraction(&self, server: ServerId, now: Now) -> f64 {
         self.server_statuses
             .get(&server)
             .map_or(1.0, |status| self.next_slow_start_fraction(server, status.eligibility, now))
     }
 
-    /// Returns [`Service::slow_start_fraction`] as it would be in a table made now, if the server has this eligibility.
+    /// Returns [`Service::slow_start_fraction`] for a table made at this time, if the server has this eligibility.
     pub fn next_slow_start_fraction(&self, server: ServerId, eligibility: Eligibility, now: Now) -> f64 {
         if eligibility != Eligibility::Eligible {
             return 1.0;
@@ -245,12 +244,12 @@ impl Service {
         self.policy.reads_loads()
     }
 
-    /// Returns each server's fair fraction of the service's new connections, by capacity if the policy uses it.
+    /// Returns each server's fair fraction of the service's new connections, by capacity if the policy considers it.
     pub fn fair_shares(&self, pool: &Pool) -> Vec<(ServerId, f64)> {
         pool.fair_shares(self.policy.depends_on_capacity())
     }
 
-    /// Returns whether the service's tables depend on the counts of load balancers.
+    /// Returns whether the service's tables depend on the traffic counts of load balancers.
     pub fn reads_traffic(&self) -> bool {
         self.policy.reads_traffic()
     }
@@ -267,7 +266,7 @@ impl Service {
         self.fleet.members.keys().for_each(|server| self.dirty_servers.mark_changed(*server));
     }
 
-    /// Takes the pool from which the newest table was made; `None`: all servers must be read again.
+    /// Takes the pool from which the newest table was made, or returns `None` if all servers must be read again.
     pub fn take_cached_pool(&mut self) -> Option<Pool> {
         self.cached_pool.take()
     }
@@ -301,7 +300,7 @@ impl Service {
         self.dirty_servers.needs_refresh(server)
     }
 
-    /// Begins a report interval. `opened`: number of connections opened in the previous interval, if known.
+    /// Begins a report interval. `opened` is the number of connections opened in the previous interval, if it is known.
     pub fn begin_interval(&mut self, opened: Option<u64>) {
         self.opened_in_interval = opened;
         self.is_new_interval = true;
@@ -320,7 +319,7 @@ impl Service {
         self.input_fingerprints.update(inputs, servers)
     }
 
-    /// Returns the shards of servers that are to be polled next; all shards if `all` is set.
+    /// Returns the shards of servers to poll next, or all shards if `all` is set.
     pub fn next_shards(&mut self, all: bool) -> Vec<Shard> {
         self.input_fingerprints.next(&self.fleet.members, all)
     }
@@ -383,7 +382,7 @@ impl Service {
         if self.forwards_unknown_packets() { self.predecessor_change_count } else { 0 }
     }
 
-    /// Returns whether servers forward packets of unknown connections, which they do if the bucket selects the server.
+    /// Returns whether servers forward packets of unknown connections. They do so if the bucket selects the server.
     fn forwards_unknown_packets(&self) -> bool {
         self.fleet.address.protocol == Protocol::Tcp
             && !matches!(self.fleet.mode.consistency, Consistency::None | Consistency::HashTable)
@@ -399,7 +398,7 @@ impl Service {
             .map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
     }
 
-    /// Returns the newest table and its age; `None` before the first table.
+    /// Returns the newest table and its age, or `None` before the first table.
     pub fn table(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
         self.newest_table_and_time.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
     }

@@ -1,8 +1,9 @@
 //! Limit of a server's share of new connections.
 //!
-//! Policies send connections where the reported load is lowest. An agent with false reports attracts connections, which
-//! load balancers count. So each server has an [`ConnectionAllowance`], and gets no new connections while it is spent.
-//! A limit on buckets would not help: a server chooses its RSS key, and thereby the buckets of its connections.
+//! Policies send connections where the reported load is lowest, so an agent with false reports attracts connections.
+//! Load balancers count the connections, and each server has a [`ConnectionAllowance`]. While it is spent, the server
+//! gets no new connections. A limit on buckets would not help, because a server chooses its RSS key, and thereby the
+//! buckets of its connections.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -27,7 +28,7 @@ pub struct ShareLimiter {
     opened_by_server: HashMap<ServerId, u64>,
     updated_at: Duration,
     allowances: HashMap<ServerId, ConnectionAllowance>,
-    /// Servers that get no new connections of a service now.
+    /// Servers that currently get no new connections of a service.
     excluded_servers: HashSet<(ServiceIndex, ServerId)>,
 }
 
@@ -60,7 +61,7 @@ impl ShareLimiter {
         self.allowances.get(&id).is_some_and(ConnectionAllowance::is_spent)
     }
 
-    /// Updates the allowances. `fair_counts`: each server's fair number of the connections opened in `elapsed`.
+    /// Updates the allowances. `fair_counts` has each server's fair number of connections opened in `elapsed`.
     fn update_allowances(&mut self, fair_counts: &HashMap<ServerId, f64>, elapsed: Duration) {
         let opened_by_server = std::mem::take(&mut self.opened_by_server);
         for id in fair_counts.keys().chain(opened_by_server.keys()) {
@@ -76,8 +77,8 @@ impl ShareLimiter {
 }
 
 impl Controller {
-    /// Returns the fraction of its share that the server gets of the service's new connections: less than 1 during the
-    /// slow start, 0 while it is excluded.
+    /// Returns the fraction of its share that the server gets of the service's new connections. It is less than 1
+    /// during the slow start and 0 while the server is excluded.
     pub(super) fn share_fraction(&self, service: &Service, id: ServerId, now: Now) -> f64 {
         if self.is_excluded(service, id) { 0.0 } else { service.slow_start_fraction(id, now) }
     }

@@ -1,5 +1,5 @@
-//! Attraction of an agent with false reports, in virtual time: a load balancer places connections by the controller's
-//! tables, servers' loads follow from their connections, and one always reports idle cores.
+//! Tests in virtual time of an agent that attracts connections by false reports. A load balancer places connections by
+//! the controller's tables, and the servers' loads follow from their connections. One server always reports idle cores.
 
 use std::collections::VecDeque;
 
@@ -15,10 +15,10 @@ use coreward_fleet::records::Records;
 
 const SERVER_COUNT: usize = 10;
 const CORE_COUNT: usize = 4;
-/// Number of new connections at all servers per interval of 100 ms, and of intervals for which a connection lasts.
+/// Number of new connections at all servers per interval of 100 ms. Each lasts for `LIFETIME_INTERVALS`.
 const CONNECTIONS_PER_INTERVAL: u64 = 20;
 const LIFETIME_INTERVALS: usize = 50;
-/// CPU time of a connection on its core, per interval. All connections together use half of the cores' time.
+/// CPU time that a connection takes per interval (ns). All connections together use half of the cores' time.
 const BUSY_NS_PER_CONNECTION: u64 = 2_000_000;
 const FALSE_SERVER: usize = 0;
 
@@ -33,12 +33,12 @@ struct Harness {
     sessions: Vec<Session>,
     balancer_session: u64,
     random_state: u32,
-    /// Server and core of each open connection, by the interval in which the connection was opened.
+    /// Server and core of each open connection, grouped by the interval in which the connection was opened.
     open_connections: VecDeque<Vec<(usize, usize)>>,
     core_busy_ns: Vec<[u64; CORE_COUNT]>,
     opened_counts: Vec<u64>,
     is_byzantine: bool,
-    /// RSS key that the false server reports, and every connection's hash with it; `None`: the other servers' key.
+    /// RSS key that the false server reports, and every connection's hash with it, or `None` for the others' key.
     false_key_and_hash: Option<(RssKey, u32)>,
 }
 
@@ -155,11 +155,11 @@ fn false_server_gets_twice_its_fair_share_at_most_in_any_ten_seconds() {
         (later_impostor - impostor) as f64 / (later_all - all) as f64
     };
     let maximum_share = opened_by_interval[600..].windows(101).map(false_share).fold(0.0, f64::max);
-    // A quarter of a second's connections may come after the allowance is spent.
+    // The connections of a quarter of a second may come after the allowance is spent.
     assert!(maximum_share < 0.2 + 0.25 / 10.0, "{maximum_share}");
 }
 
-/// A key that gives every connection the same hash, like one of zeros, puts all connections into one bucket.
+/// A key that gives every connection the same hash, such as one of zeros, puts all connections into one bucket.
 #[test]
 fn false_server_with_a_degenerate_key_gets_no_larger_share() {
     for hash in 0..16 {

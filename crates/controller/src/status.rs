@@ -21,7 +21,7 @@ use super::{Controller, Now};
 use coreward_fleet::fleet::FleetServer;
 
 impl Controller {
-    /// Returns servers in the order of their ids: those whose ids follow `after`, or all servers.
+    /// Returns servers in the order of their ids, either those whose ids follow `after`, or all servers.
     pub fn servers_after(&self, after: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
         let lower_bound = after.map_or(Bound::Unbounded, Bound::Excluded);
         self.fleet.servers.range((lower_bound, Bound::Unbounded)).map(|(id, server)| (*id, server))
@@ -116,8 +116,8 @@ impl Controller {
         }
     }
 
-    /// Returns the overview of the service at this position, with server ids, because looking up thousands of names
-    /// takes milliseconds. `None`: there is no such service. `pool`: as for [`Controller::service_status`].
+    /// Returns the overview of the service at this position, or `None` if there is no such service. It has server ids,
+    /// because looking up thousands of names takes milliseconds. `pool` is as for [`Controller::service_status`].
     pub fn overview_service(
         &self,
         position: usize,
@@ -172,9 +172,9 @@ impl Controller {
             .collect()
     }
 
-    /// Returns the status of the service at this position, without its members ([`Controller::members_after`]); `None`:
-    /// there is no such service. `rss_keys`: whether it includes full RSS keys. `pool`: the service's pool, if none is
-    /// cached ([`Controller::needs_pool`]).
+    /// Returns the status of the service at this position, or `None` if there is no such service. Its members are left
+    /// out ([`Controller::members_after`]). `rss_keys` is whether it includes full RSS keys. `pool` is the service's
+    /// pool if none is cached ([`Controller::needs_pool`]).
     pub fn service_status(
         &self,
         position: usize,
@@ -210,7 +210,7 @@ impl Controller {
         ids.map(|id| self.fleet.servers[&id].name.clone()).collect()
     }
 
-    /// Returns a pool's RSS groups. A group without a known RSS configuration is not displayed: its key is irrelevant.
+    /// Returns a pool's RSS groups. A group of servers with unknown RSS is not displayed, so its key is irrelevant.
     pub(super) fn rss_groups<'a>(&self, pool: &'a Pool) -> Vec<RssGroup<'a>> {
         rss_groups(pool, &RssKey::microsoft())
     }
@@ -247,7 +247,7 @@ impl Controller {
                     .to_owned(),
             );
         }
-        // At most once a second, because grouping ten thousand servers takes milliseconds.
+        // This is done at most once a second, because grouping ten thousand servers takes milliseconds.
         if rss_key_count(pool) > intf::MAX_RSS_GROUPS as usize {
             let rss_groups = self.rss_groups(pool);
             let ungrouped_servers =
@@ -276,7 +276,7 @@ impl Controller {
         warnings
     }
 
-    /// Returns a server's status. `rss_keys`: whether it includes the full RSS key.
+    /// Returns a server's status, which includes the full RSS key only if `rss_keys` is set.
     pub fn server_status(&self, id: ServerId, server: &FleetServer, rss_keys: bool, now: Now) -> Server {
         let empty_agent = Agent::default();
         let agent = self.agent(id).unwrap_or(&empty_agent);
@@ -326,7 +326,7 @@ impl Controller {
         }
     }
 
-    /// Returns the server's capacity: the configured one, or else the number of its cores.
+    /// Returns the server's configured capacity, or else the number of its cores.
     pub(super) fn capacity(&self, server: &FleetServer, agent: &Agent) -> Option<f64> {
         let core_count = || agent.core_count().map(|cores| cores as f64);
         server.capacity.map(ServerCapacity::get).or_else(core_count)
@@ -352,7 +352,7 @@ impl Controller {
     }
 }
 
-/// Returns a warning if there are more receive queues than cores: loads of queues without a core count as average.
+/// Returns a warning if there are more receive queues than cores. Loads of queues without a core count as average.
 fn queue_count_warning(rss: &RssConfig, cores: usize) -> Option<String> {
     let highest_queue = usize::from(*rss.indirection_table.queues().iter().max()?);
     (highest_queue >= cores)

@@ -1,4 +1,4 @@
-//! Tables in force at load balancers, and their latency since the report that triggered them.
+//! Active tables at load balancers, and the latency from the triggering report until a table is active.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,8 +8,7 @@ use coreward_wire::ServiceIndex;
 use super::Now;
 use super::service::TableTrigger;
 
-/// Maximum number of a service's tables whose confirmations by load balancers are awaited. Latencies of slower
-/// confirmations are not measured.
+/// Maximum number of a service's tables whose confirmations are awaited. Slower confirmations are not measured.
 const MAX_UNCONFIRMED_TABLES: usize = 1024;
 
 /// Triggers of the newest tables, and histograms of the latencies until load balancers confirm the tables.
@@ -18,7 +17,7 @@ pub struct TableAcks {
     unconfirmed_tables: HashMap<ServiceIndex, VecDeque<(u64, TableTrigger)>>,
     /// Generation of the newest confirmed table, by the load balancer's session and the service.
     confirmed_generations: HashMap<(u64, ServiceIndex), u64>,
-    /// Histogram of the time from the arrival of a report to each load balancer's confirmation of its table.
+    /// Histogram of the time from a report's arrival to each load balancer's confirmation of its table.
     pub latency_since_receipt: LatencyHistogram,
     /// Histogram of the time from the sending of a report, by the agent's wall clock, to its table's confirmation.
     pub latency_since_sent: LatencyHistogram,
@@ -33,12 +32,12 @@ impl TableAcks {
         unconfirmed_tables.push_back((generation, trigger));
     }
 
-    /// Records that a load balancer has the table in force. The latency is also measured for earlier tables that this
+    /// Records that a load balancer has activated the table. The latency is also measured for earlier tables that this
     /// one has replaced before they were confirmed.
     pub fn record_confirmation(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
         let Some(made) = self.unconfirmed_tables.get(&service) else { return };
         let previous_generation = self.confirmed_generations.insert((session, service), generation);
-        // A first confirmation after the session's begin may be of an earlier table.
+        // The first confirmation in a session may be for an earlier table.
         let Some(before) = previous_generation else { return };
         let first_newly_confirmed = made.partition_point(|(made, _)| *made <= before);
         for (_, trigger) in made.range(first_newly_confirmed..).take_while(|(made, _)| *made <= generation) {

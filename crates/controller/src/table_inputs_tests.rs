@@ -1,4 +1,4 @@
-//! Cached inputs of tables equal inputs that are read again, after any changes.
+//! Tests that cached inputs of tables equal inputs that are read again, after any changes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -21,7 +21,7 @@ use coreward_fleet::records::Records;
 const SERVER_COUNT: usize = 4;
 const POLICIES: [&str; 4] = ["hash", "crossrss-plus", "least", "pow2"];
 
-/// Whether each server takes new connections; `None`: the server is not in the document.
+/// Whether each server takes new connections, or `None` if the server is not in the document.
 type ServerStates = [Option<bool>; SERVER_COUNT];
 
 #[derive(Debug, Clone)]
@@ -89,7 +89,7 @@ struct Harness {
     sequence: u64,
     balancer_session: Option<u64>,
     traffic_message: TrafficMessage,
-    /// Inputs about servers that the newest table of each service was made from, by the service's name.
+    /// Servers' inputs from which the newest table of each service was made, by the service's name.
     inputs_of_tables: BTreeMap<String, Vec<PoolServer>>,
 }
 
@@ -192,7 +192,7 @@ impl Harness {
         self.balancer_session
     }
 
-    /// Returns whether the server takes new connections of the service, according to the present inputs.
+    /// Returns whether the server takes new connections to the service, according to the present inputs.
     fn is_eligible(controller: &Controller, service: &Service, id: ServerId, now: Now) -> bool {
         let of = |id: ServerId| controller.eligibility(service.fleet(), id, now);
         let mut member_ids = service.fleet().members.keys();
@@ -202,13 +202,13 @@ impl Harness {
         of(id) == Eligibility::Eligible || fails_open
     }
 
-    /// Compares the inputs of each service's newest table with the same inputs as they are now.
+    /// Compares the inputs of each service's newest table with the present values of the same inputs.
     fn check_inputs(&mut self, now: Now) {
         for service in &self.controller.services {
             let service_name = &service.fleet().name;
             let present_pool = self.controller.compute_pool(service, now);
             let present_inputs = comparable_inputs(service, &present_pool);
-            // A dropped pool is read again for the next table, which is not due.
+            // A dropped pool is read again for the next table, which is not due yet.
             let table_inputs = self.inputs_of_tables.entry(service_name.clone()).or_default();
             if let Some(pool) = service.cached_pool() {
                 *table_inputs = comparable_inputs(service, pool);

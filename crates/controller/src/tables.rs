@@ -36,7 +36,7 @@ impl Controller {
         self.services.iter().position(|known| known.fleet().name == name)
     }
 
-    /// Returns the newest table of this service, and its age; `None`: the service is unknown or has no table yet.
+    /// Returns the newest table of this service and its age, or `None` if the service is unknown or has no table yet.
     pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
         let service = &self.services[self.service_position(service)?];
         let (_, age) = service.table(now)?;
@@ -44,7 +44,7 @@ impl Controller {
     }
 }
 
-/// Converts the table to the form of the API. `names`: names of all servers.
+/// Converts the table to the form of the API. `names` has the names of all servers.
 pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names: &HashMap<ServerId, String>) -> Table {
     let server_name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
     let to_api_member = |member: &coreward_model::placement::TableMember| Member {
@@ -63,7 +63,6 @@ pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names:
     }
 }
 
-/// Returns the names and loads of the candidates, by RSS group and bucket.
 fn candidates_by_group(table: &PlacementTable, name: impl Fn(ServerId) -> String) -> Vec<Vec<Vec<Candidate>>> {
     let (buckets, per_bucket) = (table.bucket_count.get() as usize, table.candidates_per_bucket as usize);
     let to_api_candidate = |candidate: &coreward_model::placement::CandidateCore| Candidate {

@@ -1,4 +1,4 @@
-//! The controller in virtual time.
+//! Tests of the controller in virtual time.
 
 mod rate_limits;
 
@@ -26,7 +26,7 @@ fn at(milliseconds: u64) -> Now {
     Now { monotonic, wall: START_TIME + monotonic, record: START_TIME + monotonic }
 }
 
-/// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the states `states`, and one service.
+/// Returns a fleet of servers s0, s1 ... with ids 0, 1 ... and the given `states`, and one service.
 fn fleet_config(states: &[&str], policy: &str) -> FleetConfig {
     let mut text = String::new();
     for (n, state) in states.iter().enumerate() {
@@ -58,7 +58,7 @@ impl Harness {
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
-    /// Connects an agent for each server, which reports twice, 100 ms apart, so that loads are known at 100 ms.
+    /// Connects an agent for each server. Each agent reports twice, 100 ms apart, so that loads are known at 100 ms.
     fn report_loads(&mut self, loads: &[&[f64]]) -> Vec<Session> {
         let sessions: Vec<Session> =
             (0..loads.len()).map(|n| self.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
@@ -95,7 +95,7 @@ fn client_address(port: u16) -> std::net::SocketAddr {
     ([10, 1, 0, 7], port).into()
 }
 
-/// Returns an RSS configuration that distributes buckets evenly: core = bucket mod number of cores.
+/// Returns an RSS configuration that distributes buckets evenly, with core = bucket mod number of cores.
 pub(super) fn even_rss(entries: u32, cores: u32) -> ReportedRss {
     let queues: Vec<u32> = (0..entries).map(|entry| entry % cores).collect();
     let rss = RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::new(&queues).unwrap() };
@@ -131,7 +131,6 @@ pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
 
 const THREE_ACTIVE_SERVERS: [&str; 3] = ["active"; 3];
 
-/// Returns each server's number of buckets in a table with one candidate per bucket.
 fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
     let mut bucket_counts = BTreeMap::new();
     for candidate in &table.candidates {
@@ -143,13 +142,13 @@ fn buckets_by_server(table: &PlacementTable) -> BTreeMap<u16, usize> {
 #[test]
 fn tables_follow_reported_loads() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
-    // No reports yet: bucket i goes to server i mod n.
+    // Without reports, bucket i goes to server i mod n.
     assert_eq!(buckets_by_server(&harness.make_table(at(0))), BTreeMap::from([(0, 43), (1, 43), (2, 42)]));
     let sessions = harness.report_loads(&[&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5, 0.5, 0.5, 0.5]]);
     let table = harness.make_table(at(100));
     let chosen_servers: Vec<u16> = (0..4).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen_servers, [1, 0, 2, 2]);
-    // s2 becomes busy; half of the change counts (alpha 0.5): 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
+    // s2 becomes busy. Half of the change counts (alpha 0.5), so 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
     harness.controller.report(&sessions[2], Ok(report_with_clock(3, at(200), &[150_000_000; 4])), at(200)).unwrap();
     let table = harness.make_table(at(200));
     assert_eq!(table.candidates_of(0, 2)[0].server.get(), 2);
@@ -165,7 +164,7 @@ fn server_without_fresh_reports_counts_with_the_mean_load() {
     assert!(harness.controller.are_all_loads_known(at(400)) && !harness.controller.are_all_loads_known(at(401)));
     assert_eq!(buckets_by_server(&harness.make_table(at(100))), BTreeMap::from([(0, 128)]));
     assert_eq!(harness.server_status("s0", at(400)).reports, ReportState::Fresh);
-    // s1 and s2 continue to report, s0 stops: after its time to live it counts as the mean of the others, 0.75.
+    // s1 and s2 continue to report, while s0 stops. After its time to live, s0 counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy_ns = [(load * 500e6) as u64; 4];
         harness.controller.report(session, Ok(report_with_clock(3, at(500), &busy_ns)), at(500)).unwrap();
@@ -198,7 +197,7 @@ fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
         rejection.to_string(),
         "server \"s0\" has an agent already, last message 300 ms ago: expected one agent per server"
     );
-    // Its 300 ms have passed: the new one takes over, and the old one's late report is rejected.
+    // After 300 ms the new agent takes over, and the old one's late report is rejected.
     let second_session = harness.controller.register("s0", "test", at(401)).unwrap();
     let late_rejection =
         harness.controller.report(&first_session, Ok(report_with_clock(2, at(410), &[0; 4])), at(410)).unwrap_err();
@@ -398,7 +397,7 @@ fn explanations_contain_the_decision_and_its_reason() {
         RssKey::microsoft().toeplitz_hash(&FourTuple::new(client_address(port), web_address().socket).unwrap().bytes())
             & 127
     };
-    // A port whose bucket reaches core 1.
+    // This is a port whose bucket reaches core 1.
     let port = (40_000..).find(|port| bucket_of(*port) % 4 == 1).unwrap();
     let bucket = bucket_of(port);
 
@@ -551,7 +550,7 @@ fn established_packets_are_explained_by_their_cookie() {
         let explanation = harness.explain_packet(7, established_packet(tsecr), at(0));
         assert_eq!(explanation.chosen_server.as_deref(), Some(name));
         assert_eq!(explanation.reason, format!("its cookie, made with key 0, names server id {}, {name}", id.get()));
-        // The same TSecr from another port is another server's, or none's.
+        // From another port, the same TSecr is another server's or none's.
         assert_ne!(harness.explain_packet(8, established_packet(tsecr), at(0)).chosen_server.as_deref(), Some(name));
     }
     let entry_tsval = cookie::stamp_tsval(&keys, &time_key, &tuple, Cookie::TableIndex(17), 12_345);

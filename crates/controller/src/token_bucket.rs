@@ -1,4 +1,4 @@
-//! Rate limits: a long-term rate and a burst.
+//! Rate limits, each with a long-term rate and a burst.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ pub struct TokenBucket {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Quota {
-    /// Mean time between two tokens, the inverse of the rate.
+    /// Mean time between two tokens, which is the inverse of the rate.
     pub interval: Duration,
     /// Maximum number of tokens in the bucket, which is the burst after a pause.
     pub burst: u32,
@@ -24,7 +24,7 @@ impl Quota {
 }
 
 impl TokenBucket {
-    /// Takes a token if one is left, and returns whether it did. `now`: time since the controller's start.
+    /// Takes a token if one is left, and returns whether it did. `now` is the time since the controller's start.
     pub fn take(&mut self, quota: Quota, now: Duration) -> bool {
         let elapsed = now.saturating_sub(self.updated_at).as_secs_f64();
         self.updated_at = now;
@@ -36,11 +36,11 @@ impl TokenBucket {
 }
 
 impl TokenBucket {
-    /// Returns the time until the next token is available, without taking it; zero: a token is left.
+    /// Returns the time until the next token is available, or zero if one is left. Takes no token.
     pub fn time_until_token(&self, quota: Quota, now: Duration) -> Duration {
         let token_interval_s = quota.interval.as_secs_f64();
         let available_tokens = self.tokens + now.saturating_sub(self.updated_at).as_secs_f64() / token_interval_s;
-        // One nanosecond more, because a rounded-down time would end before the token exists.
+        // The result is one nanosecond longer, because a rounded-down time would end before the token exists.
         if available_tokens >= 1.0 {
             Duration::ZERO
         } else {

@@ -1,5 +1,5 @@
-//! Counts of load balancers by server: connections opened and closed since the newest report of the server's agent, and
-//! rates of packets and bytes.
+//! Traffic counts that load balancers report by server. They are connections opened and closed since the newest report
+//! of the server's agent, and rates of packets and bytes.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -15,11 +15,11 @@ use super::Now;
 struct OpenedCounts {
     /// Number of connections opened since the load balancer's maps were created.
     total: u64,
-    /// Number of connections opened since the last query; `None`: only one message has arrived so far.
+    /// Number of connections opened since the last query, or `None` if only one message has arrived so far.
     since_last_query: Option<u64>,
 }
 
-/// Map by server id. Its hash need not resist collisions: the controller draws the ids, so no peer can choose them.
+/// Map by server id. Its hash need not resist collisions, because the controller draws the ids, not a peer.
 type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 
 /// Traffic from one load balancer to all servers.
@@ -27,7 +27,7 @@ type ByServer<T> = HashMap<ServerId, T, foldhash::fast::FixedState>;
 pub struct Traffic {
     /// Time at which the last message arrived, since the controller's start.
     last_message_at: Option<Duration>,
-    /// Counts for each server over all services, since the load balancer's maps were created.
+    /// Counts for each server, summed over all services since the load balancer's maps were created.
     totals_by_server: ByServer<ServerTraffic>,
     opened_by_service: HashMap<ServiceIndex, OpenedCounts>,
     rates_by_server: ByServer<TrafficRates>,
@@ -37,7 +37,7 @@ pub struct Traffic {
 #[derive(Debug, Default)]
 pub struct OpenedConnections {
     pub services: Vec<(ServiceIndex, u64)>,
-    /// Number of connections of all services together, by server.
+    /// Number of connections to all services together, by server.
     pub servers: Vec<(ServerId, u64)>,
 }
 
@@ -76,7 +76,7 @@ impl Traffic {
     fn record_opened(&mut self, message: &TrafficMessage) {
         let updated_counts = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
-            // A lower count than before comes from new maps, or a server has left.
+            // A lower count than before comes from new maps, or from the removal of a server.
             let increase = |before: &OpenedCounts| {
                 before.since_last_query.unwrap_or(0).saturating_add(total.saturating_sub(before.total))
             };
@@ -86,7 +86,7 @@ impl Traffic {
         self.opened_by_service = message.opened_connections.iter().map(updated_counts).collect();
     }
 
-    /// Returns the number of connections opened for the service since the last call; `None`: not known yet.
+    /// Returns how many connections to the service were opened since the last call, or `None` if it is not known yet.
     pub fn take_newly_opened(&mut self, service: ServiceIndex) -> Option<u64> {
         self.opened_by_service.get_mut(&service)?.since_last_query.as_mut().map(std::mem::take)
     }
@@ -130,7 +130,7 @@ impl Traffic {
 pub struct TrafficTotals(pub BTreeMap<String, ServerTraffic>);
 
 impl TrafficTotals {
-    /// Returns the increase of the number of open connections since `earlier`, by load balancers' counts. A load
+    /// Returns the increase in the number of open connections since `earlier`, as load balancers counted it. A load
     /// balancer with new or restarted counts adds nothing, because the report may already include its connections.
     pub fn opened_since(&self, earlier: &TrafficTotals) -> i64 {
         let of = |(name, now): (&String, &ServerTraffic)| {

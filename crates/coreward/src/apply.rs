@@ -1,4 +1,4 @@
-//! `coreward apply`: shows the changes of another fleet document, asks, and applies the document or nothing.
+//! `coreward apply`, which shows the changes that another fleet document makes, asks for confirmation, and applies it.
 
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
 use std::path::PathBuf;
@@ -33,10 +33,10 @@ pub struct ApplyArgs {
     timeout: humantime::Duration,
 }
 
-/// Interval between requests for the acknowledgements.
+/// Interval at which the command asks the controller which daemons have acknowledged the configuration.
 const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// Runs `coreward apply`. Fails if the document is wrong, the controller rejects it, or the operator declines.
+/// Runs `coreward apply`. Fails if the document is invalid, or the controller or the operator rejects it.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let proposed = ProposedFleet::read(&client, &args.file)?;
@@ -44,21 +44,21 @@ pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
     if is_applied && args.wait { wait_until_in_force(&client, args.timeout.into()) } else { Ok(()) }
 }
 
-/// Shows the changes, asks for confirmation, and applies the document. Returns whether the document is in force now.
+/// Shows the changes, asks for confirmation, and applies the document. Returns whether the document is applied now.
 fn confirm_and_apply(
     proposed: ProposedFleet,
     format: OutputFormat,
     (dry_run, yes): (bool, bool),
 ) -> anyhow::Result<bool> {
     let only_shows_changes = dry_run || proposed.is_in_force();
-    // JSON output is one object, the result.
+    // The JSON output must be a single object, which is the result.
     if only_shows_changes || format == OutputFormat::Text {
         print(&proposed.format_changes(format.into())?)?;
     }
     if only_shows_changes {
         return Ok(!dry_run);
     }
-    // With JSON output the operator has not seen the changes.
+    // With JSON output the changes have not been shown, so the operator cannot confirm them.
     let can_ask = format == OutputFormat::Text;
     anyhow::ensure!(yes || can_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
     anyhow::ensure!(yes || ask_for_confirmation()?, "nothing was changed");
@@ -84,8 +84,8 @@ fn is_in_force(seen: &Acknowledgements) -> bool {
     seen.waiting_count == 0 && seen.refused_count == 0 && seen.disconnected.is_empty()
 }
 
-/// Returns whether further waiting is useless: a daemon rejects this configuration, or all connected ones have
-/// answered.
+/// Returns whether waiting for further answers is useless, because a daemon rejects this configuration or all connected
+/// daemons have answered.
 fn is_wait_over(seen: &Acknowledgements) -> bool {
     let newest_generation = seen.configuration_generation;
     let is_of_newest =
@@ -93,7 +93,7 @@ fn is_wait_over(seen: &Acknowledgements) -> bool {
     seen.waiting_count == 0 || seen.refused.iter().any(is_of_newest)
 }
 
-/// Describes the peers that lack the newest configuration or a part of it.
+/// Describes the daemons that have not applied the newest configuration.
 fn describe_missing_acknowledgements(seen: &Acknowledgements) -> String {
     let mut lines = vec![format!(
         "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",

@@ -1,4 +1,4 @@
-//! `coreward audit`: who changed what.
+//! `coreward audit`, which prints who changed the fleet, and how.
 
 use coreward_api::types::{AuditEntry, AuditQuery};
 use coreward_render::block_on;
@@ -14,7 +14,7 @@ pub struct AuditArgs {
     limit: u16,
 }
 
-/// Runs `coreward audit`. Fails if the controller cannot be reached, or rejects the request.
+/// Runs `coreward audit`. Fails if the controller cannot be reached, or if it rejects the request.
 pub fn print_audit_log(args: &AuditArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     let audit = block_on(client.audit(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
@@ -24,7 +24,7 @@ pub fn print_audit_log(args: &AuditArgs) -> anyhow::Result<()> {
     print(&audit.entries.iter().map(format_entry).collect::<String>())
 }
 
-/// Returns a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
+/// Formats a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
 fn format_entry(entry: &AuditEntry) -> String {
     let at = format_time(entry.at_unix_ms);
     let AuditEntry { id, actor, from_address, action, target, before, after, .. } = entry;

@@ -1,4 +1,4 @@
-//! `coreward check`: every mistake of configuration files at once, by the parsers that the daemons use.
+//! `coreward check`, which reports all mistakes in configuration files, with the parsers that the daemons use.
 
 use std::path::{Path, PathBuf};
 
@@ -28,7 +28,7 @@ pub struct CheckArgs {
     schema: Option<FileKind>,
 }
 
-/// A kind of file.
+/// Kind of configuration file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum FileKind {
     /// File of `coreward controller`
@@ -73,13 +73,13 @@ pub fn run(args: &CheckArgs) -> anyhow::Result<()> {
 
 struct CheckedFile<'a> {
     file: &'a Path,
-    /// Kind of the file; `None`: unknown.
+    /// Kind of the file, or `None` if it could not be detected.
     kind: Option<FileKind>,
     mistakes: Option<Diagnostics>,
 }
 
 impl<'a> CheckedFile<'a> {
-    /// Reads and checks the file; reads it only once, because it may be a pipe.
+    /// Reads and checks the file. It is read only once, because it may be a pipe.
     fn new(file: &'a Path, kind: Option<FileKind>) -> Self {
         let source = match Source::read(file) {
             Ok(source) => source,
@@ -142,7 +142,7 @@ impl FileKind {
         }
     }
 
-    /// Returns the JSON schema of this kind of file, from the same description as the parser.
+    /// Returns the JSON schema of this kind of file. It comes from the description that also defines the parser.
     pub fn schema(self) -> Value {
         match self {
             Self::Controller => schema::<ControllerFile>("coreward controller"),
@@ -174,8 +174,8 @@ impl FileKind {
         }
     }
 
-    /// Detects the kind that has most of the file's keys. Among several it prefers the kind in the file's name, then
-    /// the one with the fewest mistakes. Fails if several kinds are left.
+    /// Detects the kind to which most of the file's keys belong. Among equal kinds it prefers the one in the file's
+    /// name, then the one with the fewest mistakes. Fails if several kinds remain.
     fn of(source: &Source) -> Result<Self, Diagnostics> {
         let keys = source.keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
@@ -199,14 +199,14 @@ impl FileKind {
     }
 }
 
-/// Checks the certificate files of `[etcd.tls]` as the daemon does.
+/// Checks the certificate files of `[etcd.tls]` in the same way as the controller.
 fn check_etcd_files(controller: &Source) -> Result<(), Diagnostics> {
     let StoreLocation::Etcd(etcd) = ControllerConfig::parse(controller)?.store else { return Ok(()) };
     let to_diagnostics = |error| Diagnostic::for_file(controller.path(), &format!("[etcd.tls]: {error:#}")).into();
     leader_election::connect_cluster(&etcd).map(drop).map_err(to_diagnostics)
 }
 
-/// Returns the path of the fleet document that a controller's file names, even if other keys are wrong.
+/// Returns the path of the fleet document that a controller's file names. Mistakes in other keys do not matter.
 fn fleet_file_path(controller: &Source) -> Option<PathBuf> {
     let table: toml::Table = controller.parse().ok()?;
     Some(controller.path().parent()?.join(table.get("fleet")?.as_str()?))
@@ -218,8 +218,8 @@ mod tests {
 
     use super::*;
 
-    /// Returns every TOML block of the manual's pages about files, with its page and line. A block that begins with
-    /// `[[dispatch` continues the agent's file above it.
+    /// Returns every TOML block on the manual's pages about configuration files, with its page and line. A block that
+    /// begins with `[[dispatch` is appended to the agent's file above it.
     fn documented_examples() -> Vec<(String, String)> {
         let pages = [
             ("config.md", include_str!("../../../docs/config.md")),
@@ -252,7 +252,8 @@ mod tests {
         jsonschema::is_valid(schema, &serde_json::to_value(value).unwrap())
     }
 
-    /// The examples are valid, recognised, and match the schema; with an unknown key, parser and schema reject them.
+    /// Each example is valid, of a known kind, and matches its schema. With an unknown key, parser and schema reject
+    /// it.
     #[test]
     fn toml_examples_in_the_manual_are_valid() {
         let mut found_kinds = Vec::new();
@@ -260,7 +261,7 @@ mod tests {
             let kind = detect_kind(&toml_text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
             let outcome = kind.check(&Source::from_text(&page_line, &toml_text));
             let mistakes = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.list);
-            // The certificates are the reader's.
+            // The certificate files of the examples do not exist on this machine.
             let is_missing_certificate = |mistake: &Diagnostic| {
                 mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
             };
@@ -322,7 +323,7 @@ mod tests {
             ("server = \"s1\"\ncontroller = \"10.1.0.1:7400\"\ninterface = 5\nmanage_rss = true\n", FileKind::Agent),
             ("listen = \"10.1.0.1\"\nstore = \"s\"\n", FileKind::Controller),
             ("[[service]]\nname = \"web\"\nvip = \"10.0.0.1\"\n", FileKind::Fleet),
-            // Many mistakes, each of which the controller's file has not, as it knows where these tables have gone.
+            // As a controller's file this has fewer mistakes, because that parser knows where these tables moved.
             ("[[server]]\nweight = -1\nid = 9\n[[server]]\nnam = 1\n[[service]]\nvip = 1\nx = 1\n", FileKind::Fleet),
             ("name = \"\"\ncontroller = []\ninterface = \"\"\npin_directory = \"\"\nxdp_mode = 1\n", FileKind::Lb),
         ] {
@@ -339,14 +340,14 @@ mod tests {
         };
         assert_eq!(of("etc/lb2.toml", "metrics = 1\n"), Ok(FileKind::Lb));
         assert_eq!(of("etc/rack.toml", ""), Ok(FileKind::Rack));
-        // The keys do here.
+        // Here the keys decide, not the file's name.
         assert_eq!(of("lb.toml", "server = \"s1\"\nmanage_rss = true\n"), Ok(FileKind::Agent));
-        // Without valid TOML there are no keys: the error is the syntax.
+        // Text that is not valid TOML has no keys, so the kind is unknown and the syntax error is reported.
         let error = of("some.toml", "= 5\n").unwrap_err();
         assert!(error.contains("some.toml: fits several kinds") && error.contains("some.toml:1:1: "), "{error}");
     }
 
-    /// `coreward check <(...)`: the text of a pipe can be read only once.
+    /// `coreward check <(...)` gets the text from a pipe, which can be read only once.
     #[test]
     fn pipe_is_read_once() {
         let directory = tempfile::tempdir().unwrap();

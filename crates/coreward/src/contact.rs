@@ -1,4 +1,4 @@
-//! Options of commands: the controllers, and the caller's proof.
+//! Command-line options that select the controllers and the caller's credential.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use coreward_http::client::{Client, ControllerUrl, Credential};
 use coreward_tls::CredentialFiles;
 use coreward_tls::verify::ExpectedHost;
 
-/// Path of the operator's token file in packages.
+/// Path at which the packages' controller stores the operator's token.
 const DEFAULT_TOKEN_FILE: &str = "/var/lib/coreward/operator.token";
 
 #[derive(clap::Args, Clone)]
@@ -41,7 +41,7 @@ pub struct ControllerArgs {
 }
 
 impl ControllerArgs {
-    /// Returns a client of the controllers. Fails if a file cannot be read, or is invalid.
+    /// Creates a client of the controllers. Fails if a file cannot be read or is invalid.
     pub fn client(&self) -> anyhow::Result<Client> {
         let to_files = |((ca, certificate), key)| CredentialFiles { ca, certificate, key };
         let certificate_files = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(to_files);

@@ -1,4 +1,4 @@
-//! `coreward drain` and `coreward undrain`.
+//! The commands `coreward drain` and `coreward undrain`.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use crate::{OutputFormat, QueryArgs, print};
 
-/// Interval between requests of `--wait`. Agents count connections each second.
+/// Interval between status requests of `--wait`. It is short, because agents count connections every second.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Maximum timeout; longer timeouts are cut to it.
+/// Limit of `--timeout`. Longer timeouts are reduced to it.
 const MAX_TIMEOUT: Duration = Duration::from_secs(365 * 86_400);
 
 #[derive(clap::Args)]
@@ -48,13 +48,13 @@ fn build_runtime() -> std::io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
-/// Drains the server, and waits if requested. Fails if the controller rejects the drain, or at the timeout.
+/// Drains the server, and waits if requested. Fails if the controller rejects the drain, or if the wait times out.
 pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     build_runtime()?.block_on(async {
         let request = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &request).await?;
-        // JSON output is one object, the final state.
+        // The JSON output must be a single object, which is the final state.
         let is_text = args.query.format == OutputFormat::Text;
         if is_text || !args.wait {
             print(&format_drain_status(&status, args.query.format)?)?;
@@ -79,7 +79,7 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Ends the drain of a server. Fails when the controller rejects it.
+/// Ends the drain of a server. Fails if the controller rejects the request.
 pub fn run_undrain(args: &UndrainArgs) -> anyhow::Result<()> {
     let client = args.query.contact.client()?;
     print(&format_drain_status(&build_runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
@@ -91,8 +91,8 @@ enum RemainingConnections {
     Some(String),
 }
 
-/// Waits until no connection remains, or until the timeout. The drain is stored, so the wait continues while no
-/// controller answers.
+/// Waits until no connection remains or the timeout expires. The controller has stored the drain, so the wait continues
+/// even while no controller answers.
 async fn wait_until_drained(
     client: &Client,
     mut status: DrainStatus,
@@ -138,7 +138,7 @@ async fn wait_until_drained(
     }
 }
 
-/// Returns whether the error is a final answer of the controller, after which retries are useless.
+/// Returns whether the controller has given a final answer, so that another attempt would be useless.
 fn is_permanent_error(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }
@@ -159,7 +159,7 @@ fn format_drain_status(status: &DrainStatus, format: OutputFormat) -> anyhow::Re
     }
 }
 
-/// Returns a line such as "s1 is draining by command: 12 connections remain (api 2, web 10)".
+/// Formats a line such as "s1 is draining by command: 12 connections remain (api 2, web 10)".
 fn describe(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
     let Some(drained) = &status.drained else {

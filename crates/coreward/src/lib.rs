@@ -1,4 +1,4 @@
-//! The command `coreward`. Each sub-command calls the crate that implements it.
+//! The command `coreward`, whose sub-commands are implemented in other crates.
 
 mod apply;
 mod audit;
@@ -252,7 +252,7 @@ impl From<OutputFormat> for show::OutputFormat {
     }
 }
 
-/// Returns the definition of the command: names, options and help of every sub-command.
+/// Returns the definition of the command line with the names, options and help of all sub-commands.
 #[must_use]
 pub fn command_definition() -> clap::Command {
     Cli::command()

@@ -1,4 +1,4 @@
-//! The command `coreward`.
+//! The executable `coreward`.
 
 fn main() -> std::process::ExitCode {
     coreward::main()

@@ -1,4 +1,4 @@
-//! `coreward top`.
+//! The command `coreward top`.
 
 use crate::contact::ControllerArgs;
 
@@ -11,7 +11,7 @@ pub struct TopArgs {
     once: bool,
 }
 
-/// Runs `coreward top`. Fails if the controller does not answer at the start, or the terminal is unusable.
+/// Runs `coreward top`. Fails if the controller does not answer the first request, or if the terminal is unusable.
 pub fn run(args: &TopArgs) -> anyhow::Result<()> {
     let page = coreward_top::terminal::run(&args.contact.client()?, args.once)?;
     page.map_or(Ok(()), |page| crate::print(&page))

@@ -1,4 +1,4 @@
-//! Connection to the controllers: choice, keep-alive and retries.
+//! Connection of a daemon to the controllers, which selects one, keeps the connection alive and retries.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -26,21 +26,21 @@ metrics! {
     );
 }
 
-/// Minimum and maximum retry interval. The interval doubles after all controllers have been tried.
+/// Minimum and maximum interval between attempts. It doubles each time all controllers have been tried.
 const RETRY_INTERVAL_RANGE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
-/// Retry interval after a rejection, whose cause only an operator can remove.
+/// Interval between attempts after a rejection, whose cause only an operator can remove.
 const REJECTED_RETRY_INTERVAL: Duration = Duration::from_secs(2);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Interval of HTTP/2 pings to a silent controller, and time limit for their answers.
+/// Idle time after which the controller gets an HTTP/2 ping, and time limit for the answer to the ping.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// HTTP/2 flow-control window in bytes. A thousand tables of 13 kB arrive per second: with HTTP/2's default of 64 kB
-/// they would wait for window updates. The configuration of ten thousand servers fits, too.
+/// HTTP/2 flow-control window, in bytes. A thousand placement tables of 13 kB arrive per second. With HTTP/2's default
+/// of 64 kB they would wait for window updates. The window also holds the configuration of ten thousand servers.
 const FLOW_CONTROL_WINDOW_BYTES: u32 = 1 << 20;
 
-/// Time for which a leader of an older term is rejected after the newer leader's last message. It is the longest lease,
-/// during which a frozen machine may believe that it leads. A longer time would block another etcd that counts terms
-/// from the start (`coreward store copy`, a restored snapshot).
+/// Time after a leader's last message during which leaders with an older term are rejected. It is the longest lease,
+/// because a controller that was frozen may believe for that long that it still leads. A longer time would reject the
+/// leaders of another etcd whose terms start again (after `coreward store copy`, or from a restored snapshot).
 const OLDER_TERM_REJECTION_TIME: Duration = Duration::from_secs(60);
 
 pub struct ControllerConnection {
@@ -52,8 +52,8 @@ pub struct ControllerConnection {
 }
 
 impl ControllerConnection {
-    /// Prepares the connection. With `tls` the peer must have a role of `expected_roles`; without `tls` the peer is not
-    /// verified. Watches the certificates on the current runtime.
+    /// Prepares the connection, and watches the certificate files on the current runtime. With `tls`, the controller
+    /// must have one of the `expected_roles`. Without it, the controller is not verified.
     pub fn new(
         controllers: Controllers,
         tls: Option<&CredentialFiles>,
@@ -73,17 +73,16 @@ impl ControllerConnection {
         Ok(Self { attempt_order: turns, newest_term: TermTracker::default(), tls, expected_roles, controllers })
     }
 
-    /// Returns warnings for the operator about certificates that expire soon.
+    /// Returns a warning for the operator about each certificate that expires soon.
     pub fn warnings(&self) -> Vec<String> {
         self.tls.as_ref().map(|tls| tls.warnings()).unwrap_or_default()
     }
 
-    /// Adds the expiry times of the daemon's certificates to the metrics.
     pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_certificate_expiry(tls, page));
     }
 
-    /// Returns the controller to try next.
+    /// Returns the address of the controller to which the next attempt connects.
     pub fn controller(&self) -> SocketAddr {
         self.controllers.addresses()[self.attempt_order.current_controller_index]
     }
@@ -104,21 +103,21 @@ impl ControllerConnection {
         }
     }
 
-    /// Returns the stream in a response. Fails if the leader's term is older than the newest known term.
+    /// Returns the stream in a response. Fails if the leader's term is older than the newest known one.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
         self.newest_term.check_term(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
-    /// Records a message from the controller, which shows that it leads.
+    /// Records that the controller has sent a message, which proves that it leads.
     pub fn record_message(&mut self) {
         self.attempt_order.record_answer();
         self.newest_term.record_message(Instant::now());
     }
 
-    /// Logs the end of a stream, selects the next controller, and returns the time to wait. The time is random, so that
-    /// a fleet does not reconnect all at once.
+    /// Logs the end of a stream, selects the controller for the next attempt, and returns the time to wait before it.
+    /// That time is random, so that the daemons of a fleet do not reconnect all at once.
     pub fn record_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
         let (controller, end) = (self.controller(), self.classify_end(error));
         let pause = self.attempt_order.record_end(&end);
@@ -167,7 +166,7 @@ impl ControllerConnection {
                 let leader_address =
                     status.metadata().get(LEADER_HEADER).and_then(|leader| leader.to_str().ok()?.parse().ok());
                 let leader_index = |leader| self.controllers.addresses().iter().position(|address| *address == leader);
-                // An address that the daemon's file does not contain is not trusted.
+                // The address is trusted only if the daemon's configuration contains it, too.
                 leader_address.and_then(leader_index).map_or(StreamEnd::Lost, StreamEnd::NotTheLeader)
             }
             _ => StreamEnd::Lost,
@@ -175,7 +174,7 @@ impl ControllerConnection {
     }
 }
 
-/// Returns the text of the error's root cause, on which an operator can act.
+/// Returns the text of the error's root cause, which an operator can remedy.
 fn root_cause_text(error: &anyhow::Error) -> String {
     match error.downcast_ref::<Status>() {
         Some(status) if std::error::Error::source(status).is_some() => error.root_cause().to_string(),
@@ -185,7 +184,7 @@ fn root_cause_text(error: &anyhow::Error) -> String {
     }
 }
 
-/// Adds the expiry times of a process's certificates to the metrics.
+/// Adds the expiry time of each kind of certificate to the metrics.
 pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
     let mut expiry_times = std::collections::BTreeMap::new();
     for (which, certificate) in tls.certificates() {
@@ -195,21 +194,21 @@ pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
     expiry_times.into_iter().for_each(|(which, end)| page.add(&CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS, [which], end));
 }
 
-/// Reason for the end of a stream.
+/// Reason why a stream from the controller ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum StreamEnd {
-    /// The controller is unreachable, or does not lead.
+    /// The controller is unreachable or does not lead.
     Lost,
     Rejected,
-    /// The controller does not lead, and named the leader: its index in the configured addresses.
+    /// The controller does not lead, and has named the leader, which has this index in the configured addresses.
     NotTheLeader(usize),
 }
 
-/// Order of connection attempts to the controllers, without clock and randomness.
+/// Order in which a daemon tries the controllers, independent of clock and randomness.
 struct AttemptOrder {
     controller_count: usize,
     current_controller_index: usize,
-    /// Number of attempts without an answer since the last answer.
+    /// Number of attempts that have failed since a controller last answered.
     failed_attempt_count: usize,
     has_answered: bool,
     retry_interval: Duration,
@@ -230,13 +229,13 @@ impl AttemptOrder {
         (self.has_answered, self.failed_attempt_count, self.retry_interval) = (true, 0, RETRY_INTERVAL_RANGE.0);
     }
 
-    /// Records the end of an attempt and returns the retry interval.
+    /// Records the end of an attempt and returns the interval before the next one.
     fn record_end(&mut self, end: &StreamEnd) -> Duration {
         let had_answered = std::mem::take(&mut self.has_answered);
         self.failed_attempt_count += usize::from(!had_answered);
         match end {
             StreamEnd::NotTheLeader(leader) => self.current_controller_index = *leader,
-            // The controller that answered last probably returns first, and has this daemon's state.
+            // The controller that answered last is tried again, because it probably returns first and has our state.
             _ if had_answered => {}
             _ => self.current_controller_index = (self.current_controller_index + 1) % self.controller_count,
         }
@@ -254,14 +253,14 @@ impl AttemptOrder {
     }
 }
 
-/// Tracker of the newest term of a leader. The caller passes the time.
+/// Tracker of the newest term that a leader has had. The caller supplies the current time.
 #[derive(Default)]
 struct TermTracker {
     newest_term_and_message_time: Option<(u64, Instant)>,
 }
 
 impl TermTracker {
-    /// Checks the term of a new stream. `None` is accepted: a controller with its own store has no terms.
+    /// Checks the term of a new stream. `None` is accepted, because a controller with its own store has no terms.
     fn check_term(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest_term_and_message_time) {
             (Some(term), Some((newest, last_message)))
@@ -287,7 +286,7 @@ impl TermTracker {
 
 /// Returns a random time between half of the interval and the full interval.
 fn with_jitter(interval: Duration) -> Duration {
-    // Without randomness all daemons wait equally long, which is harmless.
+    // If no random number is available, all daemons wait equally long, which is harmless.
     let random = rand::rngs::SysRng.try_next_u32().unwrap_or(u32::MAX);
     interval.mul_f64(0.5 + 0.5 * f64::from(random) / f64::from(u32::MAX))
 }

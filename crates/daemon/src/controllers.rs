@@ -1,4 +1,4 @@
-//! `controller` in a daemon's file: one address, or a list of addresses.
+//! The key `controller` in a daemon's configuration file, which is one address or a list of addresses.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,12 +10,11 @@ use serde_json::{Value, json};
 /// Maximum number of controllers in a fleet.
 const MAX_CONTROLLERS: usize = 16;
 
-/// Addresses of a fleet's controllers: at least one, without duplicates.
+/// Addresses of a fleet's controllers, of which there is at least one. No address occurs twice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Controllers(Vec<SocketAddr>);
 
 impl Controllers {
-    /// Returns the addresses in the order of the file.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.0
     }

@@ -1,33 +1,33 @@
-//! Capabilities of a daemon: it drops unneeded ones, regardless of the way it was started.
+//! Capabilities of a daemon, which drops those that it does not need, however it was started.
 
 use anyhow::Context as _;
 use caps::{CapSet, Capability, CapsHashSet};
 use coreward_metrics::table::Component;
 use nix::sys::prctl;
 
-/// Returns the capabilities that the daemon keeps. BPF capabilities remain, because changed services need other
-/// programs.
+/// Returns the capabilities that a daemon keeps. It keeps BPF capabilities because it loads further programs when
+/// services change.
 pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
     use Capability::{
         CAP_BPF, CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_BIND_SERVICE, CAP_NET_RAW, CAP_PERFMON, CAP_SYS_PTRACE,
     };
     match daemon {
         Component::Controller | Component::Rack => &[],
-        // NET_ADMIN: XDP, neighbours. NET_RAW: ARP probes.
+        // NET_ADMIN is for XDP and neighbour entries, and NET_RAW for ARP probes.
         Component::Lb => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW],
-        // NET_ADMIN: tc, the NIC's RSS, sockets' states, sysctls. NET_RAW: ARP probes for servers that receive
-        // forwarded packets. SYS_PTRACE, DAC_READ_SEARCH: listening sockets of other processes, of other users
-        // (/proc/PID/fd).
+        // NET_ADMIN is for tc, the NIC's RSS, socket states and sysctls. NET_RAW is for ARP probes to servers that
+        // receive forwarded packets. SYS_PTRACE and DAC_READ_SEARCH are for finding the listening sockets of other
+        // users' processes (/proc/PID/fd).
         Component::Agent => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_NET_RAW, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
-        // Services may have ports below 1024.
+        // Services may listen at ports below 1024.
         Component::Orchestrate => &[CAP_NET_BIND_SERVICE],
         Component::Dispatch => &[CAP_BPF, CAP_PERFMON, CAP_NET_ADMIN, CAP_SYS_PTRACE, CAP_DAC_READ_SEARCH],
     }
 }
 
-/// Drops all capabilities that the daemon does not keep, for good and also for child processes. Forbids core dumps and
-/// ptrace(2) without CAP_SYS_PTRACE, since keys are in memory. Must be called before the first thread is started,
-/// because capabilities belong to threads.
+/// Irrevocably drops all capabilities that the daemon does not keep, also for child processes. Also forbids core dumps,
+/// and ptrace(2) without CAP_SYS_PTRACE, because keys are in memory. Must be called before other threads exist, because
+/// each thread has its own capabilities.
 pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     let retained: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
     let read_set = |set| caps::read(None, set).context("cannot read this process's capabilities");
@@ -47,7 +47,7 @@ pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets `set` to `retained` unless they are equal, because a unit's filter may forbid capset(2).
+/// Changes `set` to `retained`. Equal sets are left alone, because a system-call filter may forbid capset(2).
 fn reduce_capability_set(set: CapSet, retained: &CapsHashSet) -> anyhow::Result<()> {
     if caps::read(None, set)? == *retained {
         return Ok(());

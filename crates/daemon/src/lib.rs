@@ -1,5 +1,5 @@
-//! Common parts of daemons: [service manager](service_manager), signals, metrics, and the [`ControllerConnection`] to
-//! the controllers.
+//! Parts that all daemons share, such as the interface to the [service manager](service_manager), signals, metrics, and
+//! the [`ControllerConnection`] to the controllers.
 
 mod connection;
 mod controllers;
@@ -22,20 +22,21 @@ pub use service_manager::run_with_watchdog_limit;
 
 const HANDLED_SIGNALS: [Signal; 3] = [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGINT];
 
-/// Blocks signals until [`run_until_shutdown`] handles them; by default signals would end the daemon. Must be called
+/// Blocks the signals that [`run_until_shutdown`] handles, because until then they would end the daemon. Must be called
 /// before other threads exist and before files are read.
 pub fn block_signals() -> anyhow::Result<()> {
     Ok(SigSet::from_iter(HANDLED_SIGNALS).thread_block()?)
 }
 
-/// Reports readiness and runs `work` until SIGTERM or SIGINT. The watchdog is fed by the runtime of `work`: if `work`
-/// blocks a runtime of one thread, the service manager restarts the daemon. `work` handles SIGHUP.
+/// Reports readiness and runs `work` until SIGTERM or SIGINT arrives. `work` must handle SIGHUP. The watchdog is
+/// notified from the runtime of `work`, so if `work` blocks a single-threaded runtime, the service manager restarts the
+/// daemon.
 pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let _ends_nothing = signal(SignalKind::hangup())?;
     service_manager::notify_ready();
     let outcome = tokio::select! {
-        // `work` is polled first: it installs its SIGHUP handler before signals are unblocked.
+        // `work` is polled first, so that it has installed its SIGHUP handler when signals are unblocked.
         biased;
         outcome = work => outcome,
         never = unblock_signals() => match never? {},
@@ -48,7 +49,7 @@ pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) 
     outcome
 }
 
-/// Logs that the configuration file is invalid at a reload.
+/// Logs that a configuration file was rejected when it was reloaded.
 pub fn log_reload_failure(path: &Path, error: &dyn Display) {
     tracing::warn!(
         event = "reload-failed",
@@ -73,8 +74,8 @@ async fn feed_watchdog() -> std::convert::Infallible {
     }
 }
 
-/// Raises the soft limit of open files to the hard one: each agent's connection and each health check needs a file
-/// descriptor. The default of 1,024 is for programs that use select(2).
+/// Raises the soft limit of open files to the hard limit, because each agent's connection and each health check needs a
+/// file descriptor. The default of 1,024 is meant for programs that use select(2).
 pub fn raise_file_limit() {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let result = getrlimit(Resource::RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-//! The log level of a daemon at run time: SIGUSR1 sets debug, SIGUSR2 restores the initial level.
+//! Log level of a running daemon. SIGUSR1 sets it to debug, and SIGUSR2 restores the initial level.
 
 use std::convert::Infallible;
 use std::sync::OnceLock;
@@ -9,8 +9,8 @@ type DebugSetter = Box<dyn Fn(bool) + Send + Sync>;
 
 static SET_DEBUG: OnceLock<DebugSetter> = OnceLock::new();
 
-/// Registers the function that sets the log level: true sets debug, false the initial level. Without it the signals
-/// have no effect.
+/// Registers the function that sets the log level to debug (true) or to the initial level (false). If none is
+/// registered, the signals have no effect.
 pub fn register_debug_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
     let _ = SET_DEBUG.set(Box::new(set_debug));
 }

@@ -1,4 +1,4 @@
-//! HTTP endpoint: `GET /metrics`.
+//! HTTP endpoint `GET /metrics`, from which Prometheus scrapes a daemon's metrics.
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
@@ -17,20 +17,20 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 
 use coreward_metrics::snapshot::Snapshot;
 
-/// Media type of OpenMetrics 1.0, which prometheus-client writes.
+/// Media type of OpenMetrics 1.0, the format that prometheus-client writes.
 const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// Maximum number of concurrent connections; further connections wait.
+/// Maximum number of concurrent connections. Further connections wait.
 const MAX_CONNECTIONS: usize = 8;
-/// Time limit from the acceptance of a connection to the end of the answer.
+/// Time limit from accepting a connection to the end of the answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_HEADER_BYTES: usize = 16 << 10;
 
-/// Receiver of pending scrapes of the metrics; each is answered with a snapshot.
+/// Receiver of Prometheus's scrapes. The daemon answers each one with a snapshot of its metrics.
 #[derive(Debug, Default)]
 pub struct ScrapeReceiver(Option<mpsc::Receiver<oneshot::Sender<Snapshot>>>);
 
 impl ScrapeReceiver {
-    /// Listens for scrapes at `address`; with `None` there are no scrapes.
+    /// Starts to listen for scrapes at `address`. With `None`, no scrapes arrive.
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
         let listener = bind_listener(address)?;
@@ -47,7 +47,7 @@ impl ScrapeReceiver {
         Ok(Self(Some(receiver)))
     }
 
-    /// Waits for the next scrape and returns the sender for its answer. Cancel-safe.
+    /// Waits for the next scrape and returns the sender for its answer. This method is cancel-safe.
     pub async fn next(&mut self) -> oneshot::Sender<Snapshot> {
         match &mut self.0 {
             Some(scrapes) => match scrapes.recv().await {
@@ -59,7 +59,7 @@ impl ScrapeReceiver {
     }
 }
 
-/// Serves the snapshots of `collect` in a separate thread, which calls `begin` first. Does nothing without an address.
+/// Answers scrapes with the result of `collect`, in a thread that first calls `begin`. Does nothing without an address.
 pub fn serve(
     address: Option<SocketAddr>,
     begin: impl FnOnce() + Send + 'static,
@@ -118,7 +118,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // For example too many open files: other connections need time to end.
+                // There may be too many open files, for example. The pause gives other connections time to end.
                 tracing::warn!(
                     event = "accept-failed",
                     %address,
@@ -138,7 +138,7 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
                 .max_buf_size(MAX_HEADER_BYTES)
                 .keep_alive(false)
                 .serve_connection(TokioIo::new(stream), answer);
-            // Disconnects slow clients, and clients of another protocol.
+            // The timeout disconnects clients that are slow or use another protocol.
             let _ = tokio::time::timeout(TIMEOUT, connection).await;
             drop(place);
         });

@@ -1,12 +1,12 @@
-//! Priorities of a daemon's threads.
+//! Priority of a daemon's threads.
 
 use nix::errno::Errno;
 use nix::libc;
 
-/// Increment of the niceness: the thread gets a ninth of the CPU share of a normal thread.
+/// Increment of the niceness. A thread with it gets a ninth of a normal thread's CPU time.
 const NICENESS_INCREMENT: i32 = 10;
 
-/// Lowers the calling thread's priority; `thread` names it in the log if that fails.
+/// Lowers the calling thread's priority. If that fails, logs a warning that names `thread`.
 pub fn lower_thread_priority(thread: &str) {
     if let Err(error) = lower_priority() {
         tracing::warn!(
@@ -18,7 +18,7 @@ pub fn lower_thread_priority(thread: &str) {
     }
 }
 
-/// On Linux niceness belongs to a thread. The thread still gets a ninth of a CPU, so it releases its locks in time.
+/// On Linux, niceness applies to a single thread. A ninth of the CPU is enough for it to release its locks in time.
 fn lower_priority() -> nix::Result<()> {
     // SAFETY: both calls take numbers only; 0 is the calling thread.
     let outcome = unsafe {

@@ -1,5 +1,5 @@
-//! Readiness and watchdog of the service manager (sd_notify(3)). Without a service manager, notifications have no
-//! effect.
+//! Notification of the service manager about the daemon's readiness and liveness (sd_notify(3)). It has no effect if
+//! there is no service manager.
 
 use std::time::Duration;
 
@@ -15,8 +15,8 @@ pub fn notify_stopping() {
     notify(NotifyState::Stopping);
 }
 
-/// Runs work during which the watchdog gets no notifications for up to `limit`. The kernel's verifier may need longer
-/// than the watchdog's interval on a slow machine, where a restart would not help.
+/// Runs `work`, during which the watchdog waits up to `limit` for a notification. On a slow machine, the kernel's
+/// verifier may need longer than the watchdog's interval, and a restart would not help.
 pub fn run_with_watchdog_limit<T>(limit: Duration, work: impl FnOnce() -> T) -> T {
     let Some(interval) = sd_notify::watchdog_enabled().filter(|interval| *interval < limit) else { return work() };
     let set_watchdog =
@@ -27,21 +27,20 @@ pub fn run_with_watchdog_limit<T>(limit: Duration, work: impl FnOnce() -> T) -> 
     outcome
 }
 
-/// Returns half of the watchdog's interval, the time between two notifications; `None`: no watchdog is set.
+/// Returns the time between two notifications, which is half of the watchdog's interval, or `None` without a watchdog.
 pub fn watchdog_interval() -> Option<Duration> {
     sd_notify::watchdog_enabled().map(|limit| (limit / 2).max(Duration::from_millis(1)))
 }
 
-/// Notifies the watchdog that the daemon is alive.
 pub fn notify_watchdog() {
     notify(NotifyState::Watchdog);
 }
 
-/// Sender of notifications to the watchdog, for a loop without an asynchronous runtime.
+/// Notifier of the watchdog, for a loop without an asynchronous runtime.
 #[derive(Debug)]
 pub struct Watchdog {
     interval: Option<Duration>,
-    /// Time of the next notification.
+    /// Time on the caller's monotonic clock at which the next notification is due.
     next_notification: Duration,
 }
 
@@ -52,7 +51,7 @@ impl Default for Watchdog {
 }
 
 impl Watchdog {
-    /// Notifies the watchdog if a notification is due. `now`: time of a monotonic clock.
+    /// Notifies the watchdog if a notification is due at `now`, a time on a monotonic clock.
     pub fn feed(&mut self, now: Duration) {
         if let Some(interval) = self.interval.filter(|_| now >= self.next_notification) {
             notify_watchdog();

@@ -1,17 +1,16 @@
-//! A service manager as sd_notify(3) describes it. A process of its own: the socket's address is in its
-//! environment.
+//! Test with a service manager that follows sd_notify(3). It has a process of its own, because the environment contains
+//! the socket's address.
 
 use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
-/// Minimum number of watchdog messages before the work ends.
 const MIN_WATCHDOG_MESSAGES: usize = 5;
 
 fn count_watchdog_messages(received: &[String]) -> usize {
     received.iter().filter(|message| *message == "WATCHDOG=1").count()
 }
 
-/// Readiness is reported first; the watchdog is notified only during the work; and the end is announced.
+/// Readiness is reported first, the watchdog is notified only during the work, and the end is announced.
 #[test]
 fn service_manager_gets_ready_watchdog_and_stopping() {
     let directory = tempfile::tempdir().unwrap();
@@ -24,7 +23,7 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
         std::env::set_var("WATCHDOG_USEC", "20000");
         std::env::remove_var("WATCHDOG_PID");
     }
-    // The manager reads while the daemon works: few datagrams wait in a socket, and then who sends waits.
+    // The manager reads during the work, because the socket holds few datagrams, and further ones block the sender.
     let (alive, works) = tokio::sync::oneshot::channel();
     let manager = std::thread::spawn(move || {
         let mut received: Vec<String> = Vec::new();
@@ -41,7 +40,7 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
     });
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let start = Instant::now();
-    // A signal that comes before anybody handles it waits; SIGHUP, which this work does not handle, ends nothing.
+    // A signal stays pending until it is handled. This work does not handle SIGHUP, which must not end it.
     coreward_daemon::block_signals().unwrap();
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
     let work = async {
@@ -54,13 +53,13 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
     let received = manager.join().unwrap();
     assert_eq!(received[0], "READY=1");
     let watchdog_message_count = count_watchdog_messages(&received);
-    // Once at once, and every 10 ms on a machine that is not late.
+    // The first message comes at once, and further ones every 10 ms unless the machine is slow.
     let max_watchdog_messages = 1 + start.elapsed().as_millis() as usize / 10;
     assert!(
         (MIN_WATCHDOG_MESSAGES..=max_watchdog_messages).contains(&watchdog_message_count),
         "at most {max_watchdog_messages}: {received:?}"
     );
-    // The interval is longer while work blocks, and then as before.
+    // While work blocks, the interval is longer. Then it is restored.
     let extension_count =
         received.windows(2).filter(|pair| *pair == ["WATCHDOG_USEC=60000000", "WATCHDOG_USEC=20000"]).count();
     assert_eq!((extension_count, received.len()), (1, watchdog_message_count + 4), "{received:?}");

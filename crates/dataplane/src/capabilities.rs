@@ -1,14 +1,14 @@
-//! Check of this process's capabilities, for an error that names them instead of a later EPERM.
+//! Check of this process's capabilities, so that an error names the missing ones instead of a later EPERM.
 
 use anyhow::Context as _;
 
-/// Capabilities that load and attach programs and resolve neighbours: names and numbers of linux/capability.h.
+/// Capabilities needed to load programs and resolve neighbours, by name and number (linux/capability.h).
 const REQUIRED_CAPABILITIES: [(&str, u32); 4] =
     [("CAP_NET_ADMIN", 12), ("CAP_NET_RAW", 13), ("CAP_PERFMON", 38), ("CAP_BPF", 39)];
-/// Number of the capability that allowed BPF before Linux 5.8, and still implies `CAP_BPF` and `CAP_PERFMON`.
+/// Number of the capability that allowed BPF before Linux 5.8 and still implies `CAP_BPF` and `CAP_PERFMON`.
 const CAP_SYS_ADMIN: u32 = 21;
 
-/// Checks that this process has the capabilities that `command` needs. Fails when one is missing, and names it.
+/// Checks that this process has the capabilities that `command` needs. Fails when some are missing, and names them.
 pub fn require(command: &str) -> anyhow::Result<()> {
     let missing_names = missing_capabilities()?;
     anyhow::ensure!(
@@ -20,13 +20,15 @@ pub fn require(command: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the capabilities that a packet-forwarding daemon needs and lacks. Fails when /proc does not list them.
+/// Returns the capabilities that a packet-forwarding daemon needs but this process lacks. Fails when /proc does not
+/// list the process's capabilities.
 pub fn missing_capabilities() -> anyhow::Result<Vec<&'static str>> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read this process's rights")?;
     missing_capabilities_in(&status).context("/proc/self/status names no effective capabilities (CapEff)")
 }
 
-/// Returns the [`REQUIRED_CAPABILITIES`] missing in `status` (/proc/PID/status); `None`: no capabilities are listed.
+/// Returns the [`REQUIRED_CAPABILITIES`] missing in `status`, the text of /proc/PID/status. Returns `None` if the text
+/// lists no capabilities.
 fn missing_capabilities_in(status: &str) -> Option<Vec<&'static str>> {
     let effective_hex = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
     let effective_mask = u64::from_str_radix(effective_hex.trim(), 16).ok()?;
@@ -48,7 +50,7 @@ mod tests {
             missing_capabilities_in(&status_with_effective_set("0000000000000000")),
             Some(vec!["CAP_NET_ADMIN", "CAP_NET_RAW", "CAP_PERFMON", "CAP_BPF"])
         );
-        // CAP_SYS_ADMIN, CAP_NET_ADMIN.
+        // The mask contains CAP_SYS_ADMIN and CAP_NET_ADMIN.
         assert_eq!(missing_capabilities_in(&status_with_effective_set("0000000000201000")), Some(vec!["CAP_NET_RAW"]));
         assert_eq!(missing_capabilities_in("Name:\tx\n"), None);
     }

@@ -1,4 +1,4 @@
-//! Check that this kernel accepts the programs: each is loaded and closed, without being attached.
+//! Check that this kernel accepts the BPF programs, by loading and closing each of them without attaching it.
 
 use std::mem::MaybeUninit;
 use std::net::Ipv4Addr;
@@ -15,34 +15,34 @@ use crate::skeleton;
 use crate::skeleton::dispatch::DispatchSkelBuilder;
 use crate::skeleton::lb::LbSkelBuilder;
 
-/// Loads the BPF objects with the given names. Returns the kernel's result for each of them.
+/// Loads the BPF objects with the given names. Returns each object's name and whether the kernel accepted it.
 pub fn load_programs(names: &[&str]) -> Vec<(&'static str, anyhow::Result<()>)> {
     let selected_objects = skeleton::OBJECTS.into_iter().filter(|(name, _)| names.contains(name));
     selected_objects.map(|(name, object)| (name, load_all_variants(name, object).map(drop))).collect()
 }
 
-/// Loads every BPF object of the data plane. Returns its name and the kernel's result for each.
+/// Loads every BPF object of the data plane. Returns each object's name and whether the kernel accepted it.
 pub fn load_every_program() -> Vec<(&'static str, anyhow::Result<()>)> {
     skeleton::OBJECTS.into_iter().map(|(name, object)| (name, load_all_variants(name, object).map(drop))).collect()
 }
 
-/// Verifier's cost of one BPF program in one variant (set of constants).
+/// Cost of verifying one BPF program in one variant, which is a set of compiled-in constants.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerifierCost {
-    /// Name of the program and of the variant.
+    /// Names of the variant and the program, separated by a comma.
     pub program: String,
     /// Number of instructions that the verifier processed. The kernel allows 1,000,000 (BPF_COMPLEXITY_LIMIT_INSNS in
     /// include/linux/bpf_verifier.h).
     pub verified_instructions: u32,
 }
 
-/// Loads every variant of every program and returns the verifier's costs. Fails when the kernel refuses a program.
+/// Loads every variant of every program and returns the verifier's costs. Fails when the kernel rejects a program.
 pub fn verifier_costs() -> anyhow::Result<Vec<VerifierCost>> {
     concatenate_costs(skeleton::OBJECTS.into_iter().map(|(name, object)| load_all_variants(name, object)))
 }
 
 /// Returns the number of instructions that the verifier has processed for a loaded program. Fails when the kernel does
-/// not show the program.
+/// not list the program.
 fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
     let id = Program::id_from_fd(program).context("the program's id")?;
     ProgInfoIter::default()
@@ -53,7 +53,8 @@ fn verified_instructions(program: BorrowedFd<'_>) -> anyhow::Result<u32> {
 
 fn load_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCost>> {
     match name {
-        // Variants with each rule and each mode alone, and one with all: unneeded features are not compiled in.
+        // The kernel removes code for features that a variant does not use. So each placement rule and each consistency
+        // mode is loaded alone, and all of them together.
         "lb" => {
             let (rules, modes) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
             let rule_variants = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_BIT));

@@ -1,4 +1,4 @@
-//! `bpf/server/cpu_load.bpf.c`: busy time of each CPU.
+//! Loads `bpf/server/cpu_load.bpf.c`, which measures the busy time of each CPU.
 
 use std::mem::{MaybeUninit, offset_of};
 
@@ -13,7 +13,7 @@ use crate::skeleton::cpu_load::CpuLoadSkelBuilder;
 
 type CpuBusyTimes = [intf::cpu_busy_time; intf::MAX_CPUS as usize];
 
-/// BPF programs that count each CPU's busy time, until the value is dropped.
+/// BPF programs that count each CPU's busy time until the value is dropped.
 #[derive(Debug)]
 pub struct CpuBusyTimeCounter {
     busy_times: MmapArray<CpuBusyTimes>,
@@ -21,13 +21,13 @@ pub struct CpuBusyTimeCounter {
 }
 
 impl CpuBusyTimeCounter {
-    /// Starts counting busy time on all CPUs. Fails when the kernel refuses the programs, which need BTF.
+    /// Starts counting busy time on all CPUs. Fails when the kernel rejects the programs, for which it needs BTF.
     pub fn start() -> anyhow::Result<Self> {
         let mut object_storage = MaybeUninit::uninit();
         let open_skeleton =
             CpuLoadSkelBuilder::default().open(&mut object_storage).context("bpf/server/cpu_load.bpf.c")?;
         let skeleton = open_skeleton.load().context("the kernel refused bpf/server/cpu_load.bpf.c")?;
-        // Programs for ends are attached before those for begins: each counted begin has a counted end.
+        // The programs for ends are attached before those for begins, so that each counted begin has a counted end.
         let programs = [
             &skeleton.progs.interrupt_ends,
             &skeleton.progs.softirq_ends,
@@ -44,7 +44,7 @@ impl CpuBusyTimeCounter {
         })
     }
 
-    /// Returns the time in ns for which `cpu` has been busy since the start; 0 if that CPU is not counted.
+    /// Returns the time in ns for which `cpu` has been busy since the start, or 0 if that CPU is not counted.
     pub fn busy_ns(&self, cpu: usize) -> u64 {
         if cpu >= intf::MAX_CPUS as usize {
             return 0;
@@ -52,7 +52,7 @@ impl CpuBusyTimeCounter {
         let offset = cpu * size_of::<intf::cpu_busy_time>() + offset_of!(intf::cpu_busy_time, encoded_busy_ns);
         let mut encoded_busy_ns = self.busy_times.load(offset);
         loop {
-            // An unchanged word means that the CPU was always busy, or always idle, while the clock was read.
+            // If the word has not changed, the CPU was always busy or always idle while the clock was read.
             let busy_ns = decode_busy_ns(encoded_busy_ns, monotonic_ns());
             let reread_busy_ns = self.busy_times.load(offset);
             if reread_busy_ns == encoded_busy_ns {
@@ -63,7 +63,7 @@ impl CpuBusyTimeCounter {
     }
 }
 
-/// Decodes the value of `cpu_busy_time.encoded_busy_ns`. Returns the busy time in ns until `now_ns`.
+/// Decodes `cpu_busy_time.encoded_busy_ns` and returns the CPU's busy time in ns until `now_ns`.
 fn decode_busy_ns(encoded: u64, now_ns: u64) -> u64 {
     match encoded % 2 {
         0 => encoded / 2,
@@ -77,7 +77,7 @@ mod tests {
 
     #[test]
     fn busy_time_excludes_idle_time() {
-        // Busy for 300 ns, then idle; then busy since 1,000 ns.
+        // The CPU was busy for 300 ns, then idle, and has been busy again since 1,000 ns.
         assert_eq!(decode_busy_ns(600, 5_000), 300);
         let encoded_while_busy = 600_u64.wrapping_sub(2 * 1_000).wrapping_add(1);
         assert_eq!(decode_busy_ns(encoded_while_busy, 1_000), 300);

@@ -1,6 +1,7 @@
-//! `bpf/server/decap.bpf.c` at a server's device, which removes outer headers of configured load balancers.
+//! Loads `bpf/server/decap.bpf.c` at a server's device. The program removes the outer headers that configured load
+//! balancers add.
 //!
-//! Maps and link are pinned below one directory of a bpffs, so that the program works without the process:
+//! The maps and the link are pinned below one directory of a bpffs, so that the program works without the process:
 //!
 //! ```text
 //! decap/sources   addresses of load balancers
@@ -27,14 +28,14 @@ use crate::lb::link::{self, XdpLink};
 use crate::per_cpu::sum_over_cpus;
 use crate::skeleton::decap::DecapSkelBuilder;
 
-/// Number of counters of the decapsulation program.
+/// Number of counters that the decapsulation program has.
 pub const COUNTER_COUNT: usize = intf::DECAP_COUNTER_COUNT as usize;
 
 const MAP_NAMES: [&str; 3] = ["sources", "vips", "counters"];
-/// Length of an address as a map key, in bytes. IPv4 addresses are stored as in `struct service_key`.
+/// Length in bytes of an address as a map key. IPv4 addresses are stored as in `struct service_key`.
 const ADDRESS_KEY_BYTES: usize = 16;
 
-/// XDP program that decapsulates packets, and its maps. The program stays attached after the value is dropped.
+/// XDP program that decapsulates packets, with its maps. The program stays attached after the value is dropped.
 #[derive(Debug)]
 pub struct Decapsulation {
     program: OwnedFd,
@@ -48,8 +49,8 @@ fn decap_pin_directory(pin_directory: &Path) -> PathBuf {
 }
 
 impl Decapsulation {
-    /// Attaches the program to a device, in the driver if possible. A program of an earlier process is replaced, and
-    /// its maps are kept. Fails when the device has another XDP program, or the kernel rejects the program.
+    /// Attaches the program to a device, in the driver if possible. An earlier process's program is replaced, and its
+    /// maps are kept. Fails when the device has another XDP program, or the kernel rejects the program.
     pub fn attach(interface_index: u32, pin_directory: &Path) -> anyhow::Result<Self> {
         let decap_directory = decap_pin_directory(pin_directory);
         let mut pinned_link = XdpLink::open_pinned(&decap_directory.join("link"))?;
@@ -103,7 +104,7 @@ impl Decapsulation {
         self.program.as_fd()
     }
 
-    /// Sets the addresses of the load balancers whose packets are decapsulated. Fails when there are too many of them.
+    /// Sets the addresses of the load balancers whose packets are decapsulated. Fails when there are too many.
     pub fn set_sources(&self, sources: &[IpAddr]) -> anyhow::Result<()> {
         let max_sources = intf::MAX_DECAP_SOURCES as usize;
         ensure!(
@@ -119,7 +120,7 @@ impl Decapsulation {
         set_addresses(&self.vip_addresses, vips)
     }
 
-    /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the maps were created.
+    /// Returns the counters in the order of [`COUNTER_NAMES`]. They count from the creation of the maps.
     pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
         sum_over_cpus(&self.counters)
     }
@@ -146,8 +147,8 @@ fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Removes the pinned maps of older versions, which held IPv4 addresses only. The attached program keeps its maps until
-/// it is replaced.
+/// Removes the pinned maps of older versions, which could hold only IPv4 addresses. The attached program keeps using
+/// these maps until it is replaced.
 fn remove_ipv4_only_pins(pins: &Path) -> anyhow::Result<()> {
     match MapHandle::from_pinned_path(pins.join(MAP_NAMES[0])) {
         Ok(sources) if sources.key_size() as usize != ADDRESS_KEY_BYTES => {
@@ -157,7 +158,7 @@ fn remove_ipv4_only_pins(pins: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Detaches the program and removes its pins, if there are any.
+/// Detaches the decapsulation program and removes its pins, if there are any.
 pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
     let decap_directory = decap_pin_directory(pin_directory);
     for name in ["link"].into_iter().chain(MAP_NAMES) {

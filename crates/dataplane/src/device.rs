@@ -1,4 +1,4 @@
-//! Properties of a network device, read-only.
+//! Queries about a network device, such as its XDP programs and its MTU.
 
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -8,18 +8,19 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
 use crate::ethtool::named_ifreq;
 
-/// XDP programs attached to a network device, and its driver's support of XDP.
+/// XDP programs that are attached to a network device, and whether its driver supports XDP.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct XdpState {
     /// Id of the attached program that runs in the driver (native XDP).
     pub native_program_id: Option<u32>,
     /// Id of the attached program that runs after the driver (generic XDP).
     pub generic_program_id: Option<u32>,
-    /// Whether the driver supports XDP_PASS, XDP_DROP and XDP_TX; `None`: the kernel does not report it (before 6.3).
+    /// Whether the driver supports XDP_PASS, XDP_DROP and XDP_TX, or `None` if the kernel (before 6.3) does not report
+    /// it.
     pub supports_native: Option<bool>,
 }
 
-/// NETDEV_XDP_ACT_BASIC of include/uapi/linux/netdev.h: support of XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
+/// Flag of include/uapi/linux/netdev.h for drivers that support XDP_ABORTED, XDP_DROP, XDP_PASS and XDP_TX.
 const NETDEV_XDP_ACT_BASIC: u64 = 1;
 
 /// Returns the XDP state of a device. Fails when no device has this index.
@@ -34,7 +35,7 @@ pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
         return Err(io::Error::from_raw_os_error(-result));
     }
     let id = |id: u32| (id != 0).then_some(id);
-    // libbpf leaves 0 if the kernel does not support the query, and the kernel returns 0 for a driver without XDP.
+    // Flags of 0 mean either a driver without XDP, or a kernel without this query, for which libbpf leaves 0.
     let is_feature_set_reported = query_options.feature_flags != 0 || reports_xdp_features();
     Ok(XdpState {
         native_program_id: id(query_options.drv_prog_id),
@@ -43,8 +44,8 @@ pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
     })
 }
 
-/// Returns whether the kernel reports XDP support: since 6.3, with the netdev family. Probing a device does not work:
-/// loopback has no XDP driver, and veth devices may be absent.
+/// Returns whether the kernel reports which drivers support XDP, as it does since version 6.3 in the netdev family.
+/// Probing a device would not answer this, because loopback has no XDP driver and veth devices may be absent.
 fn reports_xdp_features() -> bool {
     nix::sys::utsname::uname().is_ok_and(|name| {
         let kernel_release = name.release().to_string_lossy();

@@ -1,8 +1,8 @@
-//! Loading and maintenance of `bpf/dispatch/dispatch.bpf.c` at the workers of a UDP service.
+//! Loading and maintenance of `bpf/dispatch/dispatch.bpf.c`, which dispatches a UDP service's requests to its workers.
 //!
-//! Each service has a directory of a bpffs with the pins `workers` (the array of sockets), `sockets` (their slots),
-//! `state`, `requests`, `responses_link` and `drops_link`. [`DispatchPrograms`] changes them; [`RequestLedger`] reads
-//! and repairs the programs' counts. Both work while requests are dispatched.
+//! Each service has a directory of a bpffs with the pins `workers` (the array of sockets), `sockets` (each socket's
+//! slot in that array), `state`, `requests`, `responses_link` and `drops_link`. [`DispatchPrograms`] manages the pinned
+//! objects. [`RequestLedger`] reads and repairs the programs' counts. Both work while requests are dispatched.
 
 mod options;
 mod request_ledger;
@@ -46,7 +46,7 @@ const REQUESTS_PIN: &str = "requests";
 const RESPONSES_LINK_PIN: &str = "responses_link";
 const DROPS_LINK_PIN: &str = "drops_link";
 
-/// BPF programs that dispatch the requests of one service. They continue to work after the value is dropped.
+/// BPF programs that dispatch one service's requests. They continue to work after the value is dropped.
 #[derive(Debug)]
 pub struct DispatchPrograms {
     select_program: OwnedFd,
@@ -62,9 +62,9 @@ pub struct DispatchPrograms {
 }
 
 impl DispatchPrograms {
-    /// Loads the programs and starts to observe responses. Pinned state in `pins`, the service's own directory, is
-    /// taken over, with the sockets in their slots and the requests in flight. `cgroup` is a directory of a cgroup2
-    /// file system that contains all workers. The calling thread must be in the service's network namespace. Fails when
+    /// Loads the programs and starts to observe responses. If `pins`, the service's own directory, has pinned state, it
+    /// is taken over with the workers' sockets and the requests in flight. `cgroup` is a directory of a cgroup2 file
+    /// system that contains all workers. The calling thread must be in the service's network namespace. Fails when
     /// `pins` is not on a bpffs, the pins are of another version, or the kernel rejects a program. Panics when
     /// `options` has more than [`MAX_TYPES`] types.
     pub fn load(pins: &Path, cgroup: &Path, options: &Options) -> anyhow::Result<Self> {
@@ -111,39 +111,40 @@ impl DispatchPrograms {
         })
     }
 
-    /// Returns whether pinned state of an earlier process was taken over.
+    /// Returns whether an earlier process's pinned state was taken over.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
 
-    /// Returns the file descriptor of the program that selects a worker's socket.
+    /// Returns the file descriptor of the program that selects a worker's socket for each request.
     pub fn select_program(&self) -> BorrowedFd<'_> {
         self.select_program.as_fd()
     }
 
-    /// Returns the file descriptor of the program that observes sent datagrams.
+    /// Returns the file descriptor of the program that observes the responses that workers send.
     pub fn response_program(&self) -> BorrowedFd<'_> {
         self.response_program.as_fd()
     }
 
-    /// Returns the ledger with the requests and counts of the programs.
+    /// Returns the ledger, which holds the outstanding requests and all counts.
     pub fn ledger(&self) -> &RequestLedger {
         &self.ledger
     }
 
-    /// Attaches the program to the SO_REUSEPORT group of `socket`, in place of an attached program. Fails when the
-    /// socket is in no such group.
+    /// Attaches the program to the SO_REUSEPORT group that contains `socket`, and replaces a program attached there.
+    /// Fails when the socket is in no such group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         reuseport::attach(self.select_program.as_fd(), socket)
     }
 
-    /// Returns the cookie of each worker's socket, by slot. A socket that is closed leaves its slot by itself.
+    /// Returns the cookie of each worker's socket, by slot. The kernel removes a closed socket from its slot.
     pub fn worker_sockets(&self) -> BTreeMap<u32, SocketCookie> {
         self.worker_sockets.cookies_by_slot()
     }
 
-    /// Adds the process that reads `socket` as a worker, which gets requests from now on. Returns its slot. `pid` is
-    /// only displayed. Fails when all slots are taken, or the socket is in another array or has no SO_REUSEPORT.
+    /// Adds the process that reads `socket` as a worker, which gets requests from now on. Returns the worker's slot.
+    /// `pid` is only displayed. Fails when all slots are taken, the socket is in another array, or it has no
+    /// SO_REUSEPORT.
     pub fn add_worker(&self, socket: BorrowedFd<'_>, pid: u32) -> anyhow::Result<u32> {
         let slot = self.worker_sockets.find_free_slot()?;
         let socket_cookie = reuseport::socket_cookie(socket)?;
@@ -160,49 +161,49 @@ impl DispatchPrograms {
         Ok(slot)
     }
 
-    /// Sets the limits of outstanding requests per worker, by priority class; `jsq` uses the first class only. `bounds`
-    /// gets the number of workers and returns their limits in the order of slots. Panics when it returns more than
-    /// [`MAX_WORKERS`] limits.
+    /// Sets how many outstanding requests each worker may have, by priority class. The policy `jsq` uses only the first
+    /// class. `bounds` gets the number of workers and returns their limits in the order of slots. Panics when it
+    /// returns more than [`MAX_WORKERS`] limits.
     pub fn set_request_limits(&self, bounds: impl Fn(u16) -> ClassBounds) {
         let used_slots: Vec<u32> = self.worker_sockets().into_keys().collect();
         let class_bounds = bounds(used_slots.len().max(1) as u16);
         let limits_by_class: Vec<Vec<u32>> =
             (0..MAX_CLASSES as u8).map(|class| class_bounds.for_class(class).to_vec()).collect();
-        // jsq reads only the limit of slot 0, even if slot 0 has no worker.
+        // The policy jsq reads only the limit of slot 0, even if that slot has no worker.
         let slot_0_limit = (self.policy == Policy::ShortestQueue).then(|| limits_by_class[0][0]);
         self.ledger.set_request_limits(&used_slots, &limits_by_class, slot_0_limit);
     }
 
-    /// Sets the expected service time of each type, in the order of [`Options::types`]; the last time is for requests
-    /// of no type. Panics when there are more times than types are possible.
+    /// Sets the expected service time of each type, in the order of [`Options::types`]. One more time, the last, is for
+    /// requests that match no type. Panics when there are more times than possible types.
     pub fn set_expected_service_times(&self, times: &[Duration]) {
         for (number, time) in times.iter().enumerate() {
             self.ledger.set_expected_service_time(number, RoundedServiceTime::new(*time));
         }
     }
 
-    /// Maintains the service; to be called once per [`POLL_INTERVAL`]. Reads the sockets' queues, gives up requests
-    /// without a response, and disables workers that do not read. Returns whether a worker has died since the last
-    /// call. `now` may be from any monotonic clock. Fails when the queues cannot be read.
+    /// Maintains the service, and must be called once per [`POLL_INTERVAL`]. Reads the sockets' queues, gives up
+    /// requests without a response, and disables workers that do not read. Returns whether a worker has died since the
+    /// last call. `now` may be from any monotonic clock. Fails when the queues cannot be read.
     pub fn maintain(&mut self, now: Duration, timeouts: &Timeouts) -> anyhow::Result<bool> {
         self.ledger.increment_request_ages();
         self.read_queues()?;
         Ok(self.ledger.reconcile(&self.worker_sockets.cookies_by_slot(), now, timeouts))
     }
 
-    /// Runs `bpf/dispatch/dispatch.bpf.c`, `queues`, over all UDP sockets of this network namespace.
+    /// Runs the program `queues` in `bpf/dispatch/dispatch.bpf.c` over all UDP sockets of this network namespace.
     fn read_queues(&self) -> anyhow::Result<()> {
         let mut queue_iterator = Iter::new(&self.queue_iterator_link).context("looking at the queues")?;
         let mut read_buffer = [0; 8];
-        // The program prints nothing: the first read runs it over all sockets.
+        // The program prints nothing, so reading only runs it over all sockets.
         while queue_iterator.read(&mut read_buffer).context("reading the queues")? > 0 {}
         Ok(())
     }
 }
 
-/// Removes the pins in `pins`, and with them all programs except that of the sockets' group ([`reuseport::detach`]).
-/// The sockets may then join another array, and responses are no longer observed. Fails when a pin or a program cannot
-/// be removed.
+/// Removes all pins in `pins`. All programs then end, except the program attached to the sockets' SO_REUSEPORT group
+/// ([`reuseport::detach`]). The sockets may then join another array, and responses are no longer observed. Fails when a
+/// pin or a program cannot be removed.
 pub fn remove(pins: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pins.join(WORKERS_PIN)) {
         let worker_sockets = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
@@ -210,7 +211,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     }
     let response_link_path = pins.join(RESPONSES_LINK_PIN);
     if response_link_path.exists() {
-        // An error means that the cgroup is gone, and the program with it.
+        // An error means that the cgroup was removed, which also ended the program.
         if let Err(error) = Link::open(&response_link_path).and_then(|link| link.detach()) {
             tracing::debug!(
                 event = "link-not-detached",
@@ -226,7 +227,7 @@ pub fn remove(pins: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Opens the pinned ledger of a service for reading. Fails when no ledger of this version is pinned in `pins`.
+/// Opens a service's pinned ledger for reading. Fails when no ledger of this version is pinned in `pins`.
 pub fn open_pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     let open_map =
         |name| MapHandle::from_pinned_path(pins.join(name)).with_context(|| pins.join(name).display().to_string());
@@ -235,8 +236,8 @@ pub fn open_pinned_ledger(pins: &Path) -> anyhow::Result<RequestLedger> {
     Ok(ledger)
 }
 
-/// Returns the mount point of the cgroup2 file system, which contains all processes, from /proc/mounts. Fails when no
-/// cgroup2 file system is mounted.
+/// Returns the mount point of the cgroup2 file system, which contains all processes. It is read from /proc/mounts.
+/// Fails when no cgroup2 file system is mounted.
 pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
     let cgroup2_mount = |line: &str| {
@@ -250,7 +251,7 @@ pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
         .context("no cgroup2 file system is mounted: expected one, as responses are seen there")
 }
 
-/// Sets the constants in the read-only data of a service's programs.
+/// Sets the read-only constants of a service's programs before they are loaded.
 pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
     let network_namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
     let constants = open.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
@@ -294,7 +295,7 @@ fn attach_response_program(program: &libbpf_rs::ProgramMut<'_>, cgroup: &Path, p
     Ok(link)
 }
 
-/// Attaches the program that observes dropped datagrams, in place of an earlier program with another map of requests.
+/// Attaches the program that observes dropped datagrams. It replaces an earlier program, whose map may differ.
 fn attach_drop_program(program: &libbpf_rs::ProgramMut<'_>, pin: &Path) -> anyhow::Result<Link> {
     if pin.exists() {
         fs::remove_file(pin).with_context(|| format!("removing {}", pin.display()))?;

@@ -1,6 +1,7 @@
-//! Driver settings and counters by the ethtool ioctl.
+//! Settings and counters of network drivers, which are accessed by the ethtool ioctl.
 //!
-//! The layouts are those of include/uapi/linux/ethtool.h; each request is one buffer that begins with its number.
+//! The layouts are those of include/uapi/linux/ethtool.h. Each request is one buffer, whose first word is the command's
+//! number.
 
 use std::io;
 use std::os::fd::AsRawFd as _;
@@ -15,11 +16,11 @@ const ETHTOOL_SFLAGS: u32 = 0x26;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
-/// Bit in [`offload_flags`]: the device strips VLAN tags from received packets.
+/// Bit of [`flags`] that is set if the device strips VLAN tags from received packets.
 pub const ETH_FLAG_RXVLAN: u32 = 1 << 8;
-/// Bit in [`offload_flags`]: the device merges received packets (LRO), which then cannot be forwarded.
+/// Bit of [`flags`] that is set if the device merges received packets (LRO). Merged packets cannot be forwarded.
 pub const ETH_FLAG_LRO: u32 = 1 << 15;
-/// Bit in [`offload_flags`]: the device applies flow steering rules, as accelerated RFS needs.
+/// Bit of [`flags`] that is set if the device applies flow steering rules, which accelerated RFS needs.
 pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 
 /// Performs one ethtool ioctl on a device. `request` holds the command as 32-bit words and receives the answer. Fails
@@ -36,7 +37,8 @@ pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Returns a device's offload flags, as in `enum ethtool_flags`. Fails when the driver does not report them.
+/// Returns a device's offload flags, whose bits are those of `enum ethtool_flags`. Fails when the driver does not
+/// report them.
 pub fn flags(interface: &str) -> io::Result<u32> {
     let mut flags_request = [ETHTOOL_GFLAGS, 0];
     // SAFETY: struct ethtool_value has two words.
@@ -44,13 +46,13 @@ pub fn flags(interface: &str) -> io::Result<u32> {
     Ok(flags_request[1])
 }
 
-/// Sets a device's offload flags, as in `enum ethtool_flags`. Fails when the driver rejects them.
+/// Sets a device's offload flags, whose bits are those of `enum ethtool_flags`. Fails when the driver rejects them.
 pub fn set_offload_flags(interface: &str, flags: u32) -> io::Result<()> {
     // SAFETY: struct ethtool_value has two words.
     unsafe { request(interface, &mut [ETHTOOL_SFLAGS, flags]) }
 }
 
-/// Returns an ioctl request that names the network interface.
+/// Returns an argument for interface ioctls that contains the interface's name. Fails when the name is too long.
 pub(crate) fn named_ifreq(interface: &str) -> io::Result<libc::ifreq> {
     // SAFETY: a struct of integers and pointers, for which zero is a value.
     let mut ifreq: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -67,12 +69,12 @@ pub(crate) fn named_ifreq(interface: &str) -> io::Result<libc::ifreq> {
 /// does not exist, or its driver has no such set.
 pub fn string_set(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
     const STRING_U32_COUNT: usize = 8;
-    // struct ethtool_sset_info: cmd, reserved, sset_mask (64 bits), then a count for each set that was asked for.
+    // struct ethtool_sset_info consists of cmd, reserved, sset_mask (64 bits) and a count for each requested set.
     let mut set_info_request = [ETHTOOL_GSSET_INFO, 0, 1 << set, 0, 0];
     // SAFETY: one set is asked for, and there is room for its count.
     unsafe { request(interface, &mut set_info_request) }?;
     let string_count = set_info_request[4].min(limit);
-    // struct ethtool_gstrings: cmd, string_set, len, then names of 32 bytes. The kernel writes as many as there are.
+    // struct ethtool_gstrings consists of cmd, string_set, len and names of 32 bytes. The kernel writes all names.
     let mut strings_request = vec![0; 3 + set_info_request[4] as usize * STRING_U32_COUNT];
     strings_request[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, set, set_info_request[4]]);
     // SAFETY: there is room for as many names as the driver has.
@@ -84,12 +86,13 @@ pub fn string_set(interface: &str, set: u32, limit: u32) -> io::Result<Vec<Strin
     Ok(strings_request[3..].chunks(STRING_U32_COUNT).take(string_count as usize).map(decode_string).collect())
 }
 
-/// Returns the names and values of the driver's counters (`ethtool -S`); an empty list if the driver has none.
+/// Returns the names and values of the driver's counters (`ethtool -S`), or an empty list if the driver has none.
 pub fn driver_counters(interface: &str) -> Vec<(String, u64)> {
     const ETH_SS_STATS: u32 = 1;
-    // A NIC has some thousand counters.
+    // The names are not limited, because a NIC has only some thousand counters.
     let counter_names = string_set(interface, ETH_SS_STATS, u32::MAX).unwrap_or_default();
-    // struct ethtool_stats: cmd, n_stats, then 64 bits per counter. A larger number of queues may add counters.
+    // struct ethtool_stats consists of cmd, n_stats and 64 bits per counter. There is extra room, because counters are
+    // added if the number of queues has grown since the names were read.
     let mut statistics_request = vec![0; 2 + 2 * (2 * counter_names.len() + 1024)];
     statistics_request[..2].copy_from_slice(&[ETHTOOL_GSTATS, counter_names.len() as u32]);
     // SAFETY: there is room for all counters.
@@ -102,13 +105,13 @@ pub fn driver_counters(interface: &str) -> Vec<(String, u64)> {
     counter_names.into_iter().zip(statistics_request[2..].chunks(2).map(counter_value)).collect()
 }
 
-/// Returns the nonzero driver counters of frames that XDP programs sent and the driver dropped.
+/// Returns the nonzero driver counters of frames that an XDP program sent but the driver dropped.
 pub fn xdp_transmit_errors(interface: &str) -> Vec<(String, u64)> {
     filter_xdp_transmit_errors(driver_counters(interface))
 }
 
-/// Filters the counters of XDP transmit errors by name: `rx_queue_0_xdp_tx_errors` (veth), `rx_xdp_tx_full` and
-/// `rx_xdp_tx_err` (mlx5); bnxt, ena and virtio_net have similar names.
+/// Selects the counters of XDP transmit errors by their names, such as `rx_queue_0_xdp_tx_errors` (veth),
+/// `rx_xdp_tx_full` and `rx_xdp_tx_err` (mlx5). The drivers bnxt, ena and virtio_net have similar names.
 fn filter_xdp_transmit_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
     let is_transmit_error = |name: &str| {
         let xdp_tx_suffix = name.split_once("xdp_tx").map(|(_, rest)| rest);
@@ -117,13 +120,13 @@ fn filter_xdp_transmit_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)
     counters.into_iter().filter(|(name, count)| *count > 0 && is_transmit_error(name)).collect()
 }
 
-/// Returns the number of receive queues of a device, combined ones included (`ethtool -l`). Fails when the driver does
-/// not report it.
+/// Returns the number of a device's receive queues, including combined queues (`ethtool -l`). Fails when the driver
+/// does not report it.
 pub fn receive_queue_count(interface: &str) -> io::Result<u16> {
     queue_counts(interface).map(|channels| channels.receive_queues)
 }
 
-/// Numbers of a device's queues, as in `ethtool -l`. Combined queues count as receive and as transmit queues.
+/// Numbers of a device's queues (`ethtool -l`). Combined queues count both as receive and as transmit queues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueCounts {
     /// Number of receive queues, at least 1.
@@ -134,9 +137,9 @@ pub struct QueueCounts {
     pub transmit_queues: u16,
 }
 
-/// Returns the numbers of queues. Fails when the driver does not report them.
+/// Returns the numbers of a device's queues. Fails when the driver does not report them.
 pub fn queue_counts(interface: &str) -> io::Result<QueueCounts> {
-    // struct ethtool_channels: cmd, max_{rx,tx,other,combined}, {rx,tx,other,combined}_count.
+    // struct ethtool_channels consists of cmd, max_{rx,tx,other,combined} and {rx,tx,other,combined}_count.
     let mut channels_request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
     // SAFETY: the struct has nine words.
     unsafe { self::request(interface, &mut channels_request) }?;

@@ -1,5 +1,5 @@
-//! `bpf/health/health.bpf.c` at a load balancer's device, which rewrites connections to a server's own address: they
-//! reach the server at the VIP.
+//! Loads `bpf/health/health.bpf.c` at a load balancer's device. It rewrites the addresses of health checks, so that a
+//! check that connects to a server's own address reaches that server at the VIP.
 
 use std::mem::MaybeUninit;
 use std::net::IpAddr;
@@ -16,15 +16,15 @@ use zerocopy::IntoBytes as _;
 use crate::skeleton::health::HealthSkelBuilder;
 use crate::tc::{self, Direction, TemporaryAttachment};
 
-/// Maximum number of concurrent connections; each needs two entries of the table.
+/// Maximum number of concurrent health check connections. Each of them needs two table entries.
 pub const MAX_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
 
-/// Connection of a health check whose addresses the programs rewrite.
+/// Connection of a health check, whose addresses the programs rewrite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NatConnection {
     /// The server's own address, to which the load balancer connects.
     pub server: IpAddr,
-    /// VIP that the server sees as the destination address; of the same address family as `server_address`.
+    /// VIP that the server sees as the destination address. It has the same address family as `server`.
     pub vip: IpAddr,
     /// Port of the server to which the health check connects.
     pub server_port: u16,
@@ -44,19 +44,19 @@ impl NatConnection {
     }
 }
 
-/// Converts an address to the layout of the BPF programs.
+/// Converts an address to the layout that the BPF programs use.
 fn nat_address(address: IpAddr) -> intf::nat_address {
     intf::nat_address { word: address_words(address) }
 }
 
-/// BPF programs that rewrite health checks, attached to a device until the value is dropped.
+/// BPF programs that rewrite health check connections. They are attached to a device until the value is dropped.
 #[derive(Debug)]
 pub struct NatPrograms {
     nat_table: Arc<NatTable>,
     _attachments: [TemporaryAttachment; 2],
 }
 
-/// Table of the connections that the programs rewrite.
+/// Table of the connections whose addresses the programs rewrite.
 #[derive(Debug)]
 pub struct NatTable(MapHandle);
 
@@ -79,14 +79,14 @@ impl NatPrograms {
         })
     }
 
-    /// Returns the table of connections, which any thread may use.
+    /// Returns the table of rewritten connections, which any thread may use.
     pub fn nat_table(&self) -> &Arc<NatTable> {
         &self.nat_table
     }
 }
 
 impl NatTable {
-    /// Adds a connection: its packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`] connections.
+    /// Adds a connection, whose packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`] connections.
     pub fn add(&self, path: &NatConnection) -> anyhow::Result<()> {
         for (key, to) in path.map_entries() {
             self.0.update(key.as_bytes(), to.as_bytes(), MapFlags::ANY).context("a path for a health check")?;

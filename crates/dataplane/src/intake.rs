@@ -1,4 +1,5 @@
-//! Requests of UDP services by AF_XDP: [`program`] redirects them to one socket per receive queue ([`queue`]).
+//! Intake of UDP services' requests by AF_XDP. An XDP program ([`program`]) redirects the requests that arrive in each
+//! receive queue to that queue's socket ([`queue`]).
 
 pub mod program;
 pub mod queue;
@@ -19,7 +20,7 @@ use queue::{CopyMode, XdpQueue};
 /// Length of an Ethernet header, an IPv4 header without options and a UDP header together, in bytes.
 const HEADERS_BYTES: usize = 14 + 20 + 8;
 
-/// UDP datagram with a request, in a received frame.
+/// UDP datagram with a request, parsed from a received frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Datagram<'f> {
     /// Address and port of the client.
@@ -31,7 +32,8 @@ pub struct Datagram<'f> {
 }
 
 impl<'f> Datagram<'f> {
-    /// Parses a frame whose headers the XDP program has checked; `None`: the frame is shorter than its headers.
+    /// Parses a frame whose headers the XDP program has checked. Returns `None` if the frame lacks bytes that its
+    /// headers announce.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
         let (headers, rest) = frame.split_first_chunk::<HEADERS_BYTES>()?;
         let socket_address_at =
@@ -46,7 +48,7 @@ impl<'f> Datagram<'f> {
     }
 }
 
-/// XDP program and AF_XDP sockets at a device. Both end when the value is dropped, and when the process is killed.
+/// XDP program and AF_XDP sockets at one device. They are removed when the value is dropped or the process ends.
 #[derive(Debug)]
 pub struct DatagramIntake {
     program: IntakeProgram,
@@ -56,9 +58,9 @@ pub struct DatagramIntake {
 }
 
 impl DatagramIntake {
-    /// Attaches the program to an interface, in the driver if possible, and opens a socket for each receive queue, with
-    /// zero-copy if the driver supports it. Fails when the interface has another XDP program, or the kernel rejects
-    /// something.
+    /// Attaches the program to an interface, in the driver if possible, and opens a socket for each receive queue. The
+    /// sockets use zero-copy if the driver supports it. Fails when the interface has another XDP program, or the kernel
+    /// rejects the program or a socket.
     pub fn open(interface: &str, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
         let interface_index = nix::net::if_::if_nametoindex(interface);
         let interface_index = interface_index.with_context(|| format!("interface {interface:?} does not exist"))?;
@@ -80,14 +82,14 @@ impl DatagramIntake {
         Ok(Self { program, queues, received_datagrams: 0, malformed_datagrams: 0 })
     }
 
-    /// Returns how frames get into the sockets' memory: zero-copy only if all queues use it.
+    /// Returns how frames get into the sockets' memory. The result is zero-copy only if all queues use it.
     pub fn copy_mode(&self) -> CopyMode {
         let is_zero_copy = self.queues.iter().all(|queue| queue.copy_mode() == CopyMode::ZeroCopy);
         if is_zero_copy { CopyMode::ZeroCopy } else { CopyMode::Copy }
     }
 
-    /// Receives a batch of requests from each queue and passes them to `accept`. Returns the number of requests. Fails
-    /// when the driver cannot be woken.
+    /// Receives a batch of requests from each queue and passes them to `accept`. Returns the number of received frames.
+    /// Fails when the driver cannot be woken.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> io::Result<usize> {
         let Self { queues, received_datagrams: received, malformed_datagrams: malformed, .. } = self;
         let mut frame_count = 0;
@@ -103,17 +105,17 @@ impl DatagramIntake {
         Ok(frame_count)
     }
 
-    /// Returns the AF_XDP sockets, by which a caller waits for requests.
+    /// Returns the AF_XDP sockets, on which a caller can wait for requests.
     pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.queues.iter().map(XdpQueue::as_fd)
     }
 
-    /// Checks that the sockets still have a device. Fails when the device was removed.
+    /// Checks that the device of the sockets still exists. Fails when it was removed.
     pub fn check_sockets(&self) -> io::Result<()> {
         self.queues.iter().try_for_each(XdpQueue::check_device)
     }
 
-    /// Returns the counters with their names. Each datagram that was redirected is received or dropped.
+    /// Returns all counters with their names. Each redirected datagram is counted as either received or dropped.
     pub fn counters(&self) -> anyhow::Result<Vec<(&'static str, u64)>> {
         let mut counters: Vec<_> = program::COUNTER_NAMES.into_iter().zip(self.program.counters()?).collect();
         let (mut ring_full, mut no_buffer) = (0, 0);

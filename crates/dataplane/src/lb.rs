@@ -1,6 +1,6 @@
-//! Loading and state of `bpf/lb/lb.bpf.c` at the load balancer's device.
+//! Loads `bpf/lb/lb.bpf.c` at the load balancer's device and manages the state that it shares with user space.
 //!
-//! The program's maps are pinned below `lb/` of the configured directory and outlive the process:
+//! The program's maps are pinned below `lb/` in the configured directory, so that they outlive the process:
 //!
 //! ```text
 //! lb/state                 struct lb_state: keys, services, offsets of their tables
@@ -69,7 +69,7 @@ use program::{MapSizes, Maps};
 use services::{Service, read_services, required_features};
 use variant::{ProgramVariant, RequiredFeatures, VlanSettings};
 
-/// Rate of packets, limited by a token bucket.
+/// Packet rate that is limited by a token bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PacketRate {
     /// Sustained rate in packets per second, at least 1.
@@ -78,14 +78,14 @@ pub struct PacketRate {
     pub burst_packets: u32,
 }
 
-/// Rate limits of packets that are broadcast for one reason (`bpf/lb/broadcast.h`).
+/// Rate limits of packets that are broadcast for the same reason (`bpf/lb/broadcast.h`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BroadcastRates {
-    /// Limit of packets from one source address. Several sources may share a token bucket.
+    /// Limit of packets from one source address. Several source addresses may share a token bucket.
     pub source_limit: PacketRate,
     /// Limit of packets to one service.
     pub service_limit: PacketRate,
-    /// Limit of all packets of the load balancer.
+    /// Limit of all packets that this load balancer broadcasts for this reason.
     pub total_limit: PacketRate,
 }
 
@@ -104,14 +104,15 @@ impl BroadcastRates {
         }
     }
 
-    /// Returns limits that all have the same rate.
+    /// Returns limits that all have the given rate.
     pub const fn with_equal_rates(rate: PacketRate) -> Self {
         Self { source_limit: rate, service_limit: rate, total_limit: rate }
     }
 
-    /// Default limits, which sum to 80,000 packets per second. One source may use a quarter of a service's rate. ICMP
-    /// errors without a cookie have the largest rate, because forged ones from any source look the same. After the loss
-    /// of a connection table, each of its connections causes one broadcast, all at the same time.
+    /// Default limits, which allow 80,000 broadcast packets per second in total. One source may use at most a quarter
+    /// of a service's rate. ICMP errors without a cookie have the largest limit, because forged ones from any source
+    /// look like genuine ones. If a connection table is lost, each of its connections causes a broadcast at about the
+    /// same time.
     pub const DEFAULT_BROADCAST_LIMITS: BroadcastLimits = {
         let low_rates = Self::new((250, 64), (1_000, 128), (10_000, 1_000));
         let mut rates_by_kind = [low_rates; intf::LIMITED_KIND_COUNT as usize];
@@ -123,28 +124,28 @@ impl BroadcastRates {
     };
 }
 
-/// Maximum number of entries of the flow table: 256 MB of kernel memory.
+/// Maximum number of entries in the flow table, which then takes 256 MB of kernel memory.
 pub const MAX_FLOW_TABLE_ENTRIES: u32 = 1 << 24;
 
 /// Options with which a load balancer is loaded.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// Directory in a BPF file system for pinned objects; `None`: maps and programs end with the process.
+    /// Directory in a BPF file system for pinned objects. With `None`, maps and programs end with the process.
     pub pin_directory: Option<PathBuf>,
     /// Rate limits of packets that are broadcast to every server.
     pub broadcast_limits: BroadcastLimits,
-    /// Number of entries for connections without a cookie (16 bytes each): 1 to [`MAX_FLOW_TABLE_ENTRIES`], rounded up
-    /// to sets of 8. A table that is taken over keeps its size.
+    /// Number of flow table entries, for connections without a cookie (16 bytes each). It must be from 1 to
+    /// [`MAX_FLOW_TABLE_ENTRIES`] and is rounded up to sets of 8. A table that is taken over keeps its size.
     pub flow_table_entry_count: u32,
     /// Clock from which LB-side stamping restores servers' timestamps.
     pub lb_stamping_clock: LbStampingClock,
-    /// Whether packets of stateful services update the clock if [`LoadBalancer::tick`] is late, so that entries age
-    /// without a daemon. With false, the default, only `tick` sets the clock, to any time.
+    /// Whether packets of stateful services update the clock if [`LoadBalancer::tick`] is late, so that entries also
+    /// age without a daemon. With false, the default, only `tick` sets the clock, to any time that it is given.
     pub packets_read_clock: bool,
     /// Number of connection table entries for stateful services (64 bytes each). A pinned table of another size is
-    /// replaced if it is empty; else loading fails.
+    /// replaced if it is empty. If it has entries in use, loading fails.
     pub connection_table_size: TableSize,
-    /// Hash key of a new connection table; `None`: random. Tests with a fixed seed set a key.
+    /// Hash key for a new connection table, or `None` for a random key. Tests with a fixed seed set a key.
     pub connection_hash_key: Option<CookieKey>,
     /// VLAN in which clients' packets arrive.
     pub vip_vlan: Vlan,
@@ -165,24 +166,25 @@ impl Default for Options {
     }
 }
 
-/// Clock from which LB-side stamping restores servers' timestamps.
+/// Clock from which LB-side stamping restores the timestamps that servers sent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum LbStampingClock {
     /// The kernel's clock (CLOCK_MONOTONIC).
     #[default]
     Kernel,
-    /// The time of the last [`LoadBalancer::tick`], which stops without a daemon; for comparisons with the model.
+    /// The time passed to the last [`LoadBalancer::tick`]. It stops without a daemon, and is used for comparisons with
+    /// the model.
     DaemonTicks,
 }
 
 /// XDP mode that the configuration requests.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum XdpMode {
-    /// The program runs in the driver; attaching fails if the driver does not support this.
+    /// The program runs in the driver. Attaching fails if the driver does not support this.
     Native,
     /// The program runs after the driver, on any device.
     Generic,
-    /// Native mode; generic mode with a warning if the driver does not support native mode.
+    /// Native mode if the driver supports it, or else generic mode with a warning.
     #[default]
     Auto,
 }
@@ -201,7 +203,7 @@ pub enum AttachedXdpMode {
 pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
-    /// Returns the index as a number, as connection table entries contain it.
+    /// Returns the index as the number that connection table entries contain.
     pub fn get(self) -> u16 {
         self.0
     }
@@ -210,13 +212,14 @@ impl ServiceIndex {
 /// A server's address and state in the data plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// MAC address of the server; `None`: it is not resolved, so the server gets no packets.
+    /// MAC address of the server, or `None` if it is not resolved. The server then gets no packets.
     pub mac: Option<MacAddress>,
-    /// Whether the server gets new connections. A draining or unhealthy server gets only packets of established ones.
+    /// Whether the server gets new connections. A draining or unhealthy server gets only packets of established
+    /// connections.
     pub is_eligible: bool,
 }
 
-/// Load balancer program with its maps and link. Pinned objects continue to work after the value is dropped.
+/// Load balancer program with its maps and its link. Pinned objects continue to work after the value is dropped.
 #[derive(Debug)]
 pub struct LoadBalancer {
     lb_directory: Option<PathBuf>,
@@ -226,30 +229,28 @@ pub struct LoadBalancer {
     xdp_link: Option<XdpLink>,
     attached_interface: Option<String>,
     services: BTreeMap<ServiceAddress, Service>,
-    /// Addresses of services by index, for the indexes that were used since the start of the process.
+    /// Addresses of services by index, for all indexes used since the process started.
     services_by_index: Vec<Option<ServiceAddress>>,
-    /// Last known source MAC address of the replies of each server with LB-side stamping.
+    /// Last known source MAC address in the replies of each server with LB-side stamping.
     lb_stamped_macs: BTreeMap<(ServiceIndex, ServerId), MacAddress>,
-    /// VLANs that contain servers.
     server_vlans: BTreeSet<Vlan>,
     grace_periods: GracePeriods,
-    /// Ticket of the grace period after the last switch of the service directory; its idle half may be written then.
+    /// Ticket of the grace period that must pass before the service directory's idle half may be written.
     directory_grace_ticket: GraceTicket,
     /// Index of the connection table entry at which the next sweep starts.
     sweep_start_index: u32,
-    /// Number of used entries of the connection table.
     occupancy: TableOccupancy,
     is_taken_over: bool,
-    /// Link of a program of another version, with another map layout, which forwards until the upgrade.
+    /// Link of another version's program, whose maps have another layout. That program forwards until the upgrade.
     pending_upgrade: Option<XdpLink>,
 }
 
 impl LoadBalancer {
-    /// Loads the program. Objects pinned by an earlier process are taken over with keys, services, servers, tables and
-    /// counters, and continue to forward. Pinned objects with another layout forward until
-    /// [`commit_upgrade`](Self::commit_upgrade). Fails when the pin directory is not on a BPF file system, the pinned
-    /// connection table cannot get the requested size, the flow table's size is out of range, or the kernel rejects the
-    /// program.
+    /// Loads the program. Objects that an earlier process pinned are taken over and continue to forward. Keys,
+    /// services, servers, tables and counters are thus kept. Pinned objects with another layout forward until
+    /// [`commit_upgrade`](Self::commit_upgrade). Fails when the pin directory is not on a BPF file system, or the
+    /// kernel rejects the program. Also fails when the flow table's size is out of range, or the pinned connection
+    /// table cannot get the requested size.
     pub fn load(options: Options) -> anyhow::Result<Self> {
         ensure!(
             (1..=MAX_FLOW_TABLE_ENTRIES).contains(&options.flow_table_entry_count),
@@ -262,7 +263,7 @@ impl LoadBalancer {
         if let (Some(pins), None) = (&lb_directory, &pinned_link)
             && program::has_pinned_map(pins)
         {
-            // Unused pins of an interrupted start, or of a removed link.
+            // These pins remained from an interrupted start or a removed link.
             tracing::warn!(
                 event = "pins-removed",
                 pin_directory = %pins.display(),
@@ -330,7 +331,7 @@ impl LoadBalancer {
         Ok(Self {
             occupancy: TableOccupancy::count_used_entries(&maps),
             services_by_index: addresses_by_index,
-            // Objects may have been released just before the take-over: the first write waits for a grace period.
+            // Objects may have been released just before the take-over, so the first write waits for a grace period.
             directory_grace_ticket: grace_periods.request(),
             grace_periods,
             lb_directory,
@@ -348,7 +349,7 @@ impl LoadBalancer {
         })
     }
 
-    /// Loads another variant of the program. If a program is attached, the variant replaces it atomically.
+    /// Loads another variant of the program, which atomically replaces the attached program if there is one.
     fn load_variant(&mut self, variant: ProgramVariant) -> anyhow::Result<()> {
         if variant == self.variant {
             return Ok(());
@@ -364,12 +365,12 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Returns whether a program of another version still forwards until [`commit_upgrade`](Self::commit_upgrade).
+    /// Returns whether another version's program still forwards until [`commit_upgrade`](Self::commit_upgrade).
     pub fn is_upgrade_pending(&self) -> bool {
         self.pending_upgrade.is_some()
     }
 
-    /// Replaces the program of another version, if one still forwards, without loss of packets. To be called when this
+    /// Replaces another version's program without losing packets, if one still forwards. It must be called once this
     /// program's tables are complete. Fails when the kernel rejects the program or the pins.
     pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
@@ -382,7 +383,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Returns whether [`load`](Self::load) took over the state of a running load balancer.
+    /// Returns whether [`load`](Self::load) took over a running load balancer's state.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
@@ -392,7 +393,7 @@ impl LoadBalancer {
         self.program.as_fd()
     }
 
-    /// Sets the keys by which cookies are made and checked.
+    /// Sets the keys with which cookies are made and checked.
     pub fn set_keys(&mut self, keys: &FleetCookieKeys) {
         let key_switch_ms = self.key_switch_ms(keys);
         let fleet_keys = intf::fleet_keys {
@@ -430,7 +431,7 @@ impl LoadBalancer {
 
 const SERVER_FLAGS_SHIFT: u32 = 48;
 
-/// Returns the offset in bytes of a server's entry in an array of `T` indexed by server id.
+/// Returns the byte offset of a server's entry in an array of `T` that is indexed by server id.
 fn server_entry_offset<T>(id: u16) -> usize {
     usize::from(id) * size_of::<T>()
 }

@@ -1,10 +1,9 @@
-//! Sockets of a service and their processes, for an unmodified server: listening sockets (TCP), or unconnected ones
-//! (UDP).
+//! Listening (TCP) or unconnected (UDP) sockets of an unmodified server, and the processes that use them.
 //!
 //! nginx's master opens one socket per worker (`listen ... reuseport`), and every process inherits all of them. Only
-//! epoll sets show which worker uses which socket. The kernel lists the members of an epoll set, with inode numbers,
-//! in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may read its socket without epoll: then
-//! only the open descriptors show the owner ([`find_owners`]).
+//! epoll sets show which worker uses which socket. The kernel lists the members of an epoll set, with their inode
+//! numbers, in `/proc/PID/fdinfo/FD` (fs/eventpoll.c, ep_show_fdinfo). A UDP worker may read its socket without epoll.
+//! In that case only the open descriptors show the owner ([`find_owners`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -17,29 +16,29 @@ use anyhow::Context as _;
 
 use crate::sockets::{self, SocketInode};
 
-/// Socket of a service, with a process that has it open.
+/// Socket of a service, with a process that has opened or inherited it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceSocket {
     /// Inode number of the socket.
     pub inode: SocketInode,
-    /// Number of the socket's file descriptor in the process.
+    /// File descriptor of the socket in the process.
     pub descriptor: i32,
-    /// Id of the process.
+    /// Id of the process that has the socket.
     pub pid: i32,
     /// CPUs on which the process may run.
     pub cpu_affinity: BTreeSet<usize>,
 }
 
-/// Returns the inodes of TCP sockets that listen at `address`. If there are none, returns those that listen at its port
-/// on the wildcard address, as the kernel does. Fails when the kernel's list cannot be read.
+/// Returns the inodes of TCP sockets that listen at `address`. If there are none, returns those that listen at the same
+/// port on the wildcard address, as the kernel does. Fails when the kernel's list of sockets cannot be read.
 pub fn tcp_listener_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketInode>> {
     Ok(sockets_reached_by(address, &sockets::counts::list_listening_sockets()?))
 }
 
-/// Returns the inodes of unconnected UDP sockets at `address`. If there are none, returns those at its port on 0.0.0.0,
-/// or else on `[::]`, which also receives IPv4. Fails when the kernel's lists cannot be read.
+/// Returns the inodes of unconnected UDP sockets at `address`. If there are none, returns those at the same port on
+/// 0.0.0.0, or else on `[::]`, which also receives IPv4. Fails when the kernel's lists of sockets cannot be read.
 pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketInode>> {
-    // The kernel's state TCP_CLOSE: not connected.
+    // Unconnected sockets have the kernel's state TCP_CLOSE.
     const UNCONNECTED_STATE: &str = "07";
     let mut unconnected_sockets = read_proc_sockets("udp", UNCONNECTED_STATE)?;
     // A kernel without IPv6 has no /proc/net/udp6.
@@ -47,8 +46,8 @@ pub fn udp_socket_inodes(address: SocketAddr) -> anyhow::Result<BTreeSet<SocketI
     Ok(sockets_reached_by(address, &unconnected_sockets))
 }
 
-/// Returns those of `sockets` that connections to `address` reach: sockets bound to this address or, if there are none,
-/// to its port on the wildcard address.
+/// Returns those of `sockets` that connections to `address` reach. They are bound to this address or, if there are
+/// none, to the same port on the wildcard address.
 pub fn sockets_reached_by(address: SocketAddr, sockets: &[(SocketAddr, SocketInode)]) -> BTreeSet<SocketInode> {
     let wildcard_ipv4 = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port());
     let wildcard_ipv6 = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
@@ -74,13 +73,13 @@ fn read_proc_sockets(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr,
     Ok(sockets)
 }
 
-/// Parses a line of /proc/net/tcp, udp or udp6. Returns the local address, the state and the inode of the socket.
+/// Parses a line of /proc/net/tcp, udp or udp6. Returns the socket's local address, state and inode.
 fn parse_proc_line(line: &str) -> Option<(SocketAddr, &str, SocketInode)> {
     let mut line_fields = line.split_whitespace();
     let (local, state) = (line_fields.nth(1)?, line_fields.nth(1)?);
     let inode = line_fields.nth(5)?.parse().ok()?;
     let (address, port) = local.split_once(':')?;
-    // The address is written as 32-bit words in memory order, the port as a number.
+    // The address consists of 32-bit words in memory order, but the port is a number.
     let parse_word = |at: usize| u32::from_str_radix(address.get(at * 8..at * 8 + 8)?, 16).ok().map(u32::to_ne_bytes);
     let ip: IpAddr = match address.len() {
         8 => Ipv4Addr::from(parse_word(0)?).into(),
@@ -130,8 +129,9 @@ fn parse_epoll_member(line: &str) -> Option<(SocketInode, i32)> {
     Some((SocketInode::from_str_radix(inode, 16).ok()?, descriptor))
 }
 
-/// Finds, for each of these sockets, a process that has it open. Among several (a master and workers that inherited its
-/// sockets) it is the one with the fewest of these sockets, or else the youngest. Fails when /proc cannot be read.
+/// Finds, for each of these sockets, a process that has it open. If a master's workers inherited all of its sockets,
+/// several processes have it. Of these, the process with the fewest of the sockets is returned, or else the youngest.
+/// Fails when /proc cannot be read.
 pub fn find_owners(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
     let mut sockets_by_process: Vec<(i32, Vec<(SocketInode, i32)>)> = Vec::new();
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
@@ -171,7 +171,7 @@ fn cpu_affinity(pid: i32) -> BTreeSet<usize> {
     (0..nix::sched::CpuSet::count()).filter(|cpu| cpu_set.is_set(*cpu).unwrap_or(false)).collect()
 }
 
-/// Duplicates the socket of another process (pidfd_getfd, Linux 5.6). Returns the new descriptor. Fails when the
+/// Duplicates another process's socket with pidfd_getfd (Linux 5.6) and returns the new descriptor. Fails when the
 /// process has ended, or access is denied (CAP_SYS_PTRACE).
 pub fn duplicate_socket(listener: &ServiceSocket) -> anyhow::Result<OwnedFd> {
     let fd_from_result = |result: libc::c_long| {

@@ -1,4 +1,4 @@
-//! Sizes of LRU maps.
+//! Sizes of maps that evict the least recently used entry (LRU maps).
 
 use std::path::Path;
 
@@ -9,8 +9,8 @@ use libbpf_rs::{MapCore as _, MapHandle, OpenMapMut};
 /// Without extra room for them, a map of 4,096 entries evicts early with two CPUs, and at once with 32.
 const RESERVED_ENTRIES_PER_CPU: u32 = 128;
 
-/// Sets the size of an LRU map so that it holds `capacity` entries, whatever the number of CPUs. A map that is pinned
-/// at `pin` keeps its size. Fails when the pin cannot be opened, or the map has already been created.
+/// Sets an LRU map's size so that it holds `capacity` entries for any number of CPUs. A map that is pinned at `pin`
+/// keeps its size. Fails when the pin cannot be opened, or the map has already been created.
 pub(crate) fn set_lru_capacity(map: &mut OpenMapMut<'_>, capacity: u32, pin: Option<&Path>) -> anyhow::Result<()> {
     let existing_pin = pin.filter(|pin| pin.exists());
     let entry_count = match existing_pin {

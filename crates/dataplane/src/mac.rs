@@ -2,15 +2,15 @@
 
 use std::fmt;
 
-/// MAC address: six bytes in the order of transmission.
+/// MAC address of six bytes, in the order of transmission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MacAddress(pub [u8; 6]);
 
 impl MacAddress {
-    /// Broadcast address ff:ff:ff:ff:ff:ff.
+    /// The broadcast address ff:ff:ff:ff:ff:ff.
     pub const BROADCAST: MacAddress = MacAddress([0xff; 6]);
 
-    /// Returns whether this is a multicast or broadcast address: its first bit sent is 1 (IEEE 802.3, Sect. 3.2.3).
+    /// Returns whether this is a multicast or broadcast address, whose first sent bit is 1 (IEEE 802.3, Sect. 3.2.3).
     pub fn is_group_address(self) -> bool {
         self.0[0] & 1 != 0
     }
@@ -21,7 +21,7 @@ impl MacAddress {
         u64::from_le_bytes([a, b, c, d, e, f, 0, 0])
     }
 
-    /// Converts the low 48 bits of a word to an address; the upper 16 bits are ignored.
+    /// Converts the low 48 bits of a word to an address. The upper 16 bits are ignored.
     pub(crate) fn from_word(word: u64) -> Self {
         let [a, b, c, d, e, f, ..] = word.to_le_bytes();
         Self([a, b, c, d, e, f])

@@ -1,8 +1,9 @@
-//! The values of a BPF array map, shared as memory with the programs that use the map.
+//! Values of a BPF array map, in memory that is shared with the programs that use the map.
 //!
-//! Programs read and write the memory at any time, on any CPU. So there are no references into the memory: each access
-//! is an atomic 64-bit word. Larger values are written where no program reads, and then activated by one word. Offsets
-//! are bytes from the start, by `std::mem::offset_of!` of the layouts in `bpf/include/intf.h`.
+//! Programs read and write the memory at any time, on any CPU. Therefore no references into the memory are given out,
+//! and each access is to one atomic 64-bit or 32-bit word. Larger values are written where no program reads, and then
+//! activated by one word. Offsets count bytes from the start, and come from `std::mem::offset_of!` for the layouts in
+//! `bpf/include/intf.h`.
 
 use std::marker::PhantomData;
 use std::num::NonZeroUsize;
@@ -13,7 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// Memory of a BPF array map, mapped as a `T`: one value, or a slice of values.
+/// Memory of a BPF array map, mapped as a `T`, which is one value or a slice of values.
 #[derive(Debug)]
 pub struct MmapArray<T: ?Sized> {
     start_address: NonNull<libc::c_void>,
@@ -27,8 +28,8 @@ unsafe impl<T: ?Sized> Send for MmapArray<T> {}
 unsafe impl<T: ?Sized> Sync for MmapArray<T> {}
 
 impl<T: FromBytes + IntoBytes> MmapArray<T> {
-    /// Maps the value of an array map made with `BPF_F_MMAPABLE`. The map's value must be a `T`: Rust and BPF code take
-    /// the type from `bpf/include/intf.h`. Fails when the map is smaller than a `T` or cannot be mapped.
+    /// Maps the value of an array map made with `BPF_F_MMAPABLE`. That value must be a `T`, a type from
+    /// `bpf/include/intf.h` that Rust and BPF code share. Fails when the map is smaller than a `T` or cannot be mapped.
     pub fn new(map: impl AsFd) -> nix::Result<Self> {
         Self::map_bytes(map, size_of::<T>())
     }
@@ -40,8 +41,9 @@ impl<T: FromBytes + IntoBytes> MmapArray<T> {
 }
 
 impl<T: FromBytes + IntoBytes> MmapArray<[T]> {
-    /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each value must be a `T`, with a size
-    /// that is a multiple of 8, as the kernel aligns values. Fails when the map is smaller or cannot be mapped.
+    /// Maps the first `count` values of an array map made with `BPF_F_MMAPABLE`. Each value must be a `T`. Its size
+    /// must be a multiple of 8, because the kernel aligns values to that. Fails when the map is smaller or cannot be
+    /// mapped.
     pub fn new_slice(map: impl AsFd, count: usize) -> nix::Result<Self> {
         const { assert!(size_of::<T>().is_multiple_of(WORD_BYTES)) };
         Self::map_bytes(map, count * size_of::<T>())
@@ -79,26 +81,26 @@ impl<T: ?Sized> MmapArray<T> {
         &self.words()[offset / WORD_BYTES..(offset + bytes) / WORD_BYTES]
     }
 
-    /// Returns the 64-bit word at byte `offset`. Panics when `offset` is not a multiple of 8, or out of bounds.
+    /// Returns the 64-bit word at byte `offset`. Panics when `offset` is not a multiple of 8 or is out of bounds.
     pub fn load(&self, offset: usize) -> u64 {
         self.words_in_range(offset, WORD_BYTES)[0].load(Ordering::Acquire)
     }
 
     /// Sets the 64-bit word at byte `offset`. Programs that read the new word also see all earlier writes. Panics when
-    /// `offset` is not a multiple of 8, or out of bounds.
+    /// `offset` is not a multiple of 8 or is out of bounds.
     pub fn store(&self, offset: usize, word: u64) {
         self.words_in_range(offset, WORD_BYTES)[0].store(word, Ordering::Release);
     }
 
-    /// Replaces the word at `offset` by `new` if it equals `old`, atomically, with acquire and release ordering.
-    /// Returns whether it did. Panics when `offset` is not a multiple of 8, or out of bounds.
+    /// Atomically replaces the 64-bit word at byte `offset` by `new` if it equals `old`, with acquire and release
+    /// ordering. Returns whether it was replaced. Panics when `offset` is not a multiple of 8 or is out of bounds.
     pub fn compare_exchange(&self, offset: usize, old: u64, new: u64) -> bool {
         let word = &self.words_in_range(offset, WORD_BYTES)[0];
         word.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// Returns the 32-bit word at byte `offset`, for atomic operations of that size, as programs use. Panics when
-    /// `offset` is not a multiple of 4, or out of bounds.
+    /// Returns the 32-bit word at byte `offset`, for atomic operations of the size that programs use. Panics when
+    /// `offset` is not a multiple of 4 or is out of bounds.
     pub fn word32(&self, offset: usize) -> &AtomicU32 {
         assert!(
             offset.is_multiple_of(HALF_WORD_BYTES) && offset + HALF_WORD_BYTES <= self.length_bytes.get(),
@@ -108,14 +110,14 @@ impl<T: ?Sized> MmapArray<T> {
         unsafe { AtomicU32::from_ptr(self.start_address.as_ptr().byte_add(offset).cast()) }
     }
 
-    /// Returns the 64-bit word at byte `offset`, for atomic operations, as programs use. Panics when `offset` is not a
-    /// multiple of 8, or out of bounds.
+    /// Returns the 64-bit word at byte `offset`, for atomic operations of the size that programs use. Panics when
+    /// `offset` is not a multiple of 8 or is out of bounds.
     pub fn word(&self, offset: usize) -> &AtomicU64 {
         &self.words_in_range(offset, WORD_BYTES)[0]
     }
 
     /// Returns a copy of the value at byte `offset`. It is read word by word, so a program may write in between. Panics
-    /// when offset or size is not a multiple of 8, or the value is out of bounds.
+    /// when the offset or the value's size is not a multiple of 8, or the value is out of bounds.
     pub fn read<V: FromBytes + IntoBytes>(&self, offset: usize) -> Box<V> {
         let mut value = V::new_box_zeroed().expect("memory for one value");
         let words = self.words_in_range(offset, size_of::<V>());
@@ -125,8 +127,8 @@ impl<T: ?Sized> MmapArray<T> {
         value
     }
 
-    /// Returns a copy of `count` values from byte `offset` on, read word by word like [`read`](Self::read). Panics when
-    /// `offset` is not a multiple of 8, or a value is out of bounds.
+    /// Returns a copy of `count` values from byte `offset` on. They are read word by word, like by
+    /// [`read`](Self::read). Panics when `offset` is not a multiple of 8, or a value is out of bounds.
     pub fn read_slice<V: FromBytes + IntoBytes>(&self, offset: usize, count: usize) -> Vec<V> {
         let mut values = V::new_vec_zeroed(count).expect("memory for the values");
         let bytes = values.as_mut_slice().as_mut_bytes();
@@ -144,8 +146,8 @@ impl<T: ?Sized> MmapArray<T> {
         }
     }
 
-    /// Writes `value` at byte `offset`, word by word, which is for memory that no program reads yet. Panics when offset
-    /// or size is not a multiple of 8, or the value is out of bounds.
+    /// Writes `value` at byte `offset`, word by word, so no program may read that memory yet. Panics when the offset or
+    /// the value's size is not a multiple of 8, or the value is out of bounds.
     pub fn write<V: IntoBytes + Immutable + ?Sized>(&self, offset: usize, value: &V) {
         let words = self.words_in_range(offset, size_of_val(value));
         for (bytes, word) in value.as_bytes().chunks_exact(WORD_BYTES).zip(words) {

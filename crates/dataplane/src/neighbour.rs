@@ -1,11 +1,11 @@
-//! MAC addresses of servers, resolved by ARP (RFC 826) and neighbour discovery (RFC 4861) in user space.
+//! Resolution of servers' MAC addresses in user space, by ARP (RFC 826) and neighbour discovery (RFC 4861).
 //!
 //! The kernel refreshes its neighbour table for packets that the host itself sends. XDP packets do not refresh it, so
-//! the kernel would notice a new MAC address after up to half a minute. Here every server is probed once a second: at
-//! its known MAC address, and at the broadcast address after a missed probe. So a changed MAC address is in force
-//! within about two seconds, and at once when the server announces the address (gratuitous ARP).
+//! the kernel would notice a new MAC address only after up to half a minute. Therefore this module probes every server
+//! once a second at its known MAC address, and after a missed probe at the broadcast address. A changed MAC address is
+//! applied within about two seconds, or at once if the server announces it (gratuitous ARP).
 //!
-//! [`Neighbours`] has the state and the schedule without I/O; [`Resolver`] is the thread with the socket.
+//! [`Neighbours`] contains the state and the schedule without I/O. [`Resolver`] is the thread with the sockets.
 
 mod filter;
 mod ndp;
@@ -32,38 +32,39 @@ use crate::vlan_device;
 pub const PROBE_INTERVAL: Duration = Duration::from_secs(1);
 /// Interval at which an unresolved neighbour is probed.
 pub const UNRESOLVED_PROBE_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum number of probes sent before replies are read. With [`BURST_INTERVAL`] this allows 32,000 probes per second:
-/// ten thousand servers are probed within a third of a second, and no switch or server is flooded.
+/// Maximum number of probes that are sent before replies are read. With [`BURST_INTERVAL`], it limits the rate to
+/// 32,000 probes per second. Ten thousand servers are then probed within a third of a second, without flooding switches
+/// or servers.
 pub const PROBES_PER_BURST: usize = 32;
 /// Minimum time between two bursts of probes.
 pub const BURST_INTERVAL: Duration = Duration::from_millis(1);
 /// Number of consecutive unanswered probes after which a neighbour counts as unresolved.
 pub const MAX_MISSED_PROBES: u32 = 4;
 
-/// Length of an Ethernet frame with an ARP packet for IPv4, in bytes.
+/// Length in bytes of an Ethernet frame with an ARP packet for IPv4.
 pub const ARP_FRAME_BYTES: usize = 42;
 /// Maximum number of frames that are read before probes are sent again.
 const MAX_FRAMES_PER_BURST: usize = 256;
 const ETHERTYPE_ARP: u16 = 0x0806;
 const ETHERTYPE_VLAN: u16 = 0x8100;
-/// First bytes of an ARP packet: hardware type Ethernet, protocol IPv4, address lengths 6 and 4.
+/// First bytes of an ARP packet, with the hardware type Ethernet, the protocol IPv4, and the address lengths 6 and 4.
 const ARP_ETHERNET_IPV4_HEADER: [u8; 6] = [0, 1, 8, 0, 6, 4];
 
-/// Change of the MAC address of a neighbour.
+/// Change of a neighbour's MAC address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MacChange {
     /// IP address of the neighbour.
     pub address: IpAddr,
-    /// New MAC address; `None`: the neighbour has become unresolved.
+    /// New MAC address of the neighbour, or `None` if the neighbour has become unresolved.
     pub mac: Option<MacAddress>,
 }
 
-/// Probe that is due to be sent: an ARP request or a neighbour solicitation.
+/// Probe that is due to be sent as an ARP request or a neighbour solicitation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NeighbourProbe {
     /// IP address to resolve.
     pub address: IpAddr,
-    /// MAC address to which the probe is sent; `None`: the probe is broadcast or multicast.
+    /// MAC address to which the probe is sent, or `None` if the probe is broadcast or multicast.
     pub mac: Option<MacAddress>,
 }
 
@@ -74,11 +75,11 @@ struct Neighbour {
     next_probe_time: Duration,
 }
 
-/// State of all neighbours, and the schedule of their probes. All times must be from one monotonic clock.
+/// State of all neighbours and the schedule of their probes. All times must be from the same monotonic clock.
 #[derive(Debug, Clone, Default)]
 pub struct Neighbours {
     by_address: BTreeMap<IpAddr, Neighbour>,
-    /// Time of the next probe and address of each neighbour, sorted by time.
+    /// Next probe time and address of each neighbour, sorted by time.
     probe_schedule: BTreeSet<(Duration, IpAddr)>,
 }
 
@@ -95,7 +96,7 @@ impl Neighbours {
     }
 
     /// Records the sender of an ARP or neighbour discovery packet (reply, request or announcement). Returns the change
-    /// of its MAC address, if any.
+    /// of the sender's MAC address, if it has changed.
     pub fn observe_sender(&mut self, address: IpAddr, mac: MacAddress, now: Duration) -> Option<MacChange> {
         let neighbour = self.by_address.get_mut(&address)?;
         neighbour.missed_probes = 0;
@@ -126,13 +127,13 @@ impl Neighbours {
         (probes, changes)
     }
 
-    /// Returns the time at which the next probe is due; `None`: there are no neighbours.
+    /// Returns the time at which the next probe is due, or `None` if there are no neighbours.
     pub fn next_probe_time(&self) -> Option<Duration> {
         self.probe_schedule.first().map(|(due, _)| *due)
     }
 }
 
-/// Returns the frame of an ARP request for `address`, sent to the MAC address `mac`; with `None` it is broadcast.
+/// Returns the frame of an ARP request for `address`. It is sent to `mac`, or broadcast if `mac` is `None`.
 pub fn arp_request_frame(
     address: Ipv4Addr,
     mac: Option<MacAddress>,
@@ -151,7 +152,8 @@ pub fn arp_request_frame(
     frame
 }
 
-/// Returns the sender of an ARP frame; `None`: the frame is not ARP for IPv4, or its sender has a group address.
+/// Returns the sender of an ARP frame. Returns `None` if the frame is not ARP for IPv4, or the sender's MAC address is
+/// a group address or 0.
 pub fn parse_sender(frame: &[u8]) -> Option<(Ipv4Addr, MacAddress)> {
     if frame.len() < ARP_FRAME_BYTES
         || frame[12..14] != ETHERTYPE_ARP.to_be_bytes()
@@ -173,8 +175,8 @@ pub struct Resolver {
 }
 
 impl Resolver {
-    /// Starts the thread on the device `interface` of the caller's network namespace. The receiver gets the changes of
-    /// MAC addresses. Fails when the interface does not exist, or packet sockets are not allowed.
+    /// Starts the thread on the device `interface` of the caller's network namespace. The returned receiver gets the
+    /// changes of MAC addresses. Fails when the interface does not exist, or packet sockets are not allowed.
     pub fn start(interface: &str) -> anyhow::Result<(Self, Receiver<MacChange>)> {
         let (changes, receiver) = mpsc::channel();
         let send_change = move |change| changes.send(change).is_ok();
@@ -182,8 +184,8 @@ impl Resolver {
         Ok((resolver, receiver))
     }
 
-    /// Starts the thread for neighbours in a VLAN; otherwise like [`start`](Self::start). It sends tagged frames, so it
-    /// needs no VLAN device. `notify` gets the changes, and ends the thread by returning false.
+    /// Starts the thread for neighbours in a VLAN, but otherwise like [`start`](Self::start). The thread sends tagged
+    /// frames itself, so it needs no VLAN device. `notify` gets the changes, and ends the thread by returning false.
     pub fn start_in_vlan(
         interface: &str,
         vlan: Vlan,
@@ -289,7 +291,7 @@ impl ArpNdpSockets {
         Ok(())
     }
 
-    /// Sends the probes. A probe that cannot be sent, because the link is down, counts as missed.
+    /// Sends the probes. A probe that cannot be sent because the link is down counts as missed.
     fn send_probes(&self, probes: &[NeighbourProbe], own: &OwnAddresses) {
         for NeighbourProbe { address, mac } in probes {
             let send_result = match *address {
@@ -312,7 +314,7 @@ impl ArpNdpSockets {
         }
     }
 
-    /// Sends a frame, with the VLAN's tag if the VLAN is tagged.
+    /// Sends a frame, with a VLAN tag if the VLAN is tagged.
     fn send_frame(&self, socket: &OwnedFd, frame: &[u8]) -> nix::Result<usize> {
         const MAC_ADDRESSES_BYTES: usize = 12;
         if !self.vlan.is_tagged() {
@@ -322,8 +324,8 @@ impl ArpNdpSockets {
         nix::unistd::write(socket, &[&frame[..MAC_ADDRESSES_BYTES], &vlan_tag, &frame[MAC_ADDRESSES_BYTES..]].concat())
     }
 
-    /// Waits until a frame arrives or a probe is due, at most 51 ms so that new addresses are soon noticed. Returns the
-    /// senders of received frames.
+    /// Waits until a frame arrives or a probe is due. It waits at most 51 ms, so that new addresses are noticed soon.
+    /// Returns the senders of received frames.
     fn wait_for_senders(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let time_until_probe =
             neighbours.next_probe_time().map_or(UNRESOLVED_PROBE_INTERVAL, |due| due.saturating_sub(start.elapsed()));
@@ -353,7 +355,7 @@ impl ArpNdpSockets {
         while senders.len() < MAX_FRAMES_PER_BURST {
             match recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
                 Ok(length) => senders.extend(sender(&frame[..length])),
-                // ENETDOWN: the device is down, and may be set up again.
+                // ENETDOWN means that the device is down. It may be set up again.
                 Err(Errno::EAGAIN | Errno::EINTR | Errno::ENETDOWN) => break,
                 Err(error) => return Err(error).with_context(|| format!("reading neighbours at {}", self.interface)),
             }
@@ -398,7 +400,7 @@ fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> an
     Ok(socket)
 }
 
-/// Returns the first IPv4 address of a device or, if it has none, its first IPv6 address that is not link-local.
+/// Returns a device's first IPv4 address or, if it has none, its first IPv6 address that is not link-local.
 pub fn own_routable_address(interface: &str) -> Option<IpAddr> {
     let own_addresses = OwnAddresses::of(interface)?;
     [own_addresses.ipv4.into(), own_addresses.routable_ipv6.into()]
@@ -414,20 +416,22 @@ pub fn outer_source_addresses(interface: &str) -> OuterSourceAddresses {
     OuterSourceAddresses { ipv4, ipv6 }
 }
 
-/// Addresses of a device. The first IPv4 and IPv6 addresses are the sources of probes.
+/// Addresses of a device. The first IPv4 and the first IPv6 address are the source addresses of probes.
 struct OwnAddresses {
     mac: MacAddress,
-    /// First IPv4 address, or 0.0.0.0 (an "ARP probe", RFC 5227, Sect. 1.1).
+    /// First IPv4 address of the device, or 0.0.0.0 if it has none. Requests are then "ARP probes" (RFC 5227, Sect.
+    /// 1.1).
     ipv4: Ipv4Addr,
-    /// First IPv6 address, or the unspecified address, as in duplicate address detection.
+    /// First IPv6 address of the device. If it has none, solicitations are sent from the unspecified address, which
+    /// duplicate address detection also uses.
     ipv6: Ipv6Addr,
-    /// First IPv6 address that is not link-local, or the unspecified address.
+    /// First IPv6 address of the device that is not link-local, or the unspecified address if it has none.
     routable_ipv6: Ipv6Addr,
 }
 
 impl OwnAddresses {
-    /// Returns the addresses of the VLAN's device. If there is none, returns those of the interface, except its IPv4
-    /// address, which belongs to another network.
+    /// Returns the addresses of the VLAN's device. If there is no such device, returns those of the interface. The
+    /// interface's IPv4 address is then omitted, because it belongs to another network.
     fn read_vlan_device(interface: &str, vlan: Vlan) -> Option<Self> {
         match vlan_device::name(interface, vlan) {
             Some(device) => Self::of(&device),
@@ -479,7 +483,7 @@ mod tests {
         );
         assert_eq!(neighbours.observe_sender(A, NEIGHBOUR_MAC, at(2)), None);
         assert!(neighbours.take_due_probes(at(500)).0.is_empty());
-        // The first probe goes to the neighbour's MAC address; after a missed probe, probes are broadcast.
+        // The first probe goes to the neighbour's MAC address. After a missed probe, probes are broadcast.
         assert_eq!(neighbours.take_due_probes(at(1002)).0, [NeighbourProbe { address: A, mac: Some(NEIGHBOUR_MAC) }]);
         let mut lost_time = None;
         for ms in (1003..10_000).step_by(10) {

@@ -1,9 +1,9 @@
-//! Per-CPU arrays of counters.
+//! Counters in per-CPU arrays.
 
 use anyhow::Context as _;
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 
-/// Returns the first `N` counters of the array, each summed over the CPUs. Fails when the array has fewer counters.
+/// Returns the array's first `N` counters, each summed over all CPUs. Fails when the array has fewer counters.
 pub(crate) fn sum_over_cpus<const N: usize>(counters: &MapHandle) -> anyhow::Result<[u64; N]> {
     let mut counter_sums = [0; N];
     for (counter, sum) in (0u32..).zip(&mut counter_sums) {

@@ -1,4 +1,4 @@
-//! Pin directory of a daemon's data plane: on a BPF file system, and locked by one process at a time.
+//! Pin directory of a daemon. It is on a BPF file system and is locked by one process at a time.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -11,11 +11,11 @@ use nix::errno::Errno;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
-/// Lock of a pin directory, released when this is dropped or the process ends.
+/// Lock of a pin directory. It is released when the value is dropped or the process ends.
 ///
-/// Two daemons on the same pins would both free entries of one connection table and undo each other's configuration.
-/// The controller rejects the second daemon only after it has taken the pins over. Readers (`coreward connections`)
-/// need no lock.
+/// Two daemons with the same pins would both free entries of the connection table, and undo each other's configuration.
+/// The controller would reject the second daemon only after that daemon has taken over the pins. Processes that only
+/// read (`coreward connections`) need no lock.
 #[derive(Debug)]
 pub struct PinDirectoryLock(#[allow(dead_code, reason = "held")] Flock<File>);
 
@@ -23,11 +23,11 @@ pub struct PinDirectoryLock(#[allow(dead_code, reason = "held")] Flock<File>);
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Maximum depth of directories that are searched for pins.
+/// Maximum depth of the directories that are searched for pins.
 const MAX_SEARCH_DEPTH: usize = 5;
 
 impl PinDirectoryLock {
-    /// Locks the directory, which is created if it is missing. Fails when the directory is not on a BPF file system, or
+    /// Locks the directory, and creates it if it is missing. Fails when the directory is not on a BPF file system, or
     /// another process holds the lock for two seconds.
     pub fn new(directory: &Path) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
@@ -50,8 +50,9 @@ impl PinDirectoryLock {
     }
 }
 
-/// Returns the other directories on the BPF file system of `directory` in which the relative path `file` is pinned.
-/// Unreadable directories are left out. (The kernel shows programs' names only with CAP_SYS_ADMIN, which daemons lack.)
+/// Returns other directories on the BPF file system of `directory` in which the relative path `file` is pinned.
+/// Unreadable directories are skipped. Pins are used because programs' names are visible only with CAP_SYS_ADMIN, which
+/// daemons lack.
 pub fn other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     let Some(root) = directory.ancestors().filter(|folder| ensure_bpf_file_system(folder).is_ok()).last() else {
         return Vec::new();
@@ -70,7 +71,7 @@ pub fn other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
     found
 }
 
-/// Removes a pin directory if it is empty. Fails when it cannot be removed.
+/// Removes a pin directory if it is empty. Fails when an empty directory cannot be removed.
 pub fn remove_if_empty(directory: &Path) -> anyhow::Result<()> {
     match fs::remove_dir(directory) {
         Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => Ok(()),
@@ -78,7 +79,7 @@ pub fn remove_if_empty(directory: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Checks that the directory is on a BPF file system. Fails when it is not, or does not exist.
+/// Checks that the directory is on a BPF file system. Fails when it is not or does not exist.
 pub fn ensure_bpf_file_system(directory: &Path) -> anyhow::Result<()> {
     let file_system = statfs(directory).with_context(|| directory.display().to_string())?;
     ensure!(

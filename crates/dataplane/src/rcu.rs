@@ -1,4 +1,4 @@
-//! RCU grace periods, awaited by a separate thread. A writer that switches programs to other memory continues at once.
+//! RCU grace periods, for which a separate thread waits. A writer that switches programs to other memory does not wait.
 //! It reuses the old memory after a grace period that began after the switch.
 
 use std::os::fd::{AsFd as _, AsRawFd as _};
@@ -9,18 +9,18 @@ use anyhow::{Context as _, bail};
 use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, libbpf_sys};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-/// Outer and inner map, used by no program: an update of the outer map's only element waits for an RCU grace period.
+/// Map of maps, with its inner map, that no program uses. Updates of its only element wait for an RCU grace period.
 static GRACE_PERIOD_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 
-/// Returns when every program that ran at the time of the call has ended: programs run inside an RCU read-side section.
+/// Waits until every program that ran at the time of the call has ended. Programs run inside an RCU read-side section.
 ///
 /// The kernel waits for a grace period after each update of a map of maps (maybe_wait_bpf_programs() in
-/// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but with `nohz_full` it
-/// returns EINVAL. Fails when the kernel refuses the maps or the update.
+/// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but it returns EINVAL with
+/// `nohz_full`. Fails when the kernel rejects the maps or the update.
 pub fn wait_for_running_programs() -> anyhow::Result<()> {
     let (outer, inner) = match GRACE_PERIOD_MAPS.get() {
         Some(maps) => maps,
-        // Two threads may create maps at the same time: the maps of the slower thread are closed.
+        // If two threads create maps at the same time, the maps of the slower thread are closed.
         None => {
             let outer_and_inner_map = create_map_of_maps()?;
             GRACE_PERIOD_MAPS.get_or_init(|| outer_and_inner_map)
@@ -32,7 +32,7 @@ pub fn wait_for_running_programs() -> anyhow::Result<()> {
         .context("waiting for an RCU grace period by an update of a map of maps")
 }
 
-/// Creates a map of maps that contains one map. Returns the outer and the inner map.
+/// Creates a map of maps with one element. Returns the outer and the inner map.
 fn create_map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     let sz = size_of::<libbpf_sys::bpf_map_create_opts>() as _;
     let mut map_options = libbpf_sys::bpf_map_create_opts { sz, ..Default::default() };
@@ -45,7 +45,7 @@ fn create_map_of_maps() -> anyhow::Result<(MapHandle, MapHandle)> {
     Ok((outer_map, inner_map))
 }
 
-/// Number of the first grace period that begins after a switch of programs (see [`GracePeriods::has_passed`]).
+/// Number of the first grace period that begins after programs were switched (see [`GracePeriods::has_passed`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct GraceTicket(u64);
 
@@ -55,9 +55,7 @@ pub struct GracePeriods(Arc<GracePeriodShared>);
 
 #[derive(Debug, Default)]
 struct GracePeriodShared {
-    /// Number of grace periods that have begun.
     begun_count: AtomicU64,
-    /// Number of grace periods that have ended.
     ended_count: AtomicU64,
     wait_requests: Mutex<GraceWaitRequests>,
     state_changed: Condvar,
@@ -65,7 +63,7 @@ struct GracePeriodShared {
 
 #[derive(Debug, Default)]
 struct GraceWaitRequests {
-    /// Number of the latest grace period for which a caller waits.
+    /// Number of the latest grace period that a caller has requested.
     last_requested: u64,
     is_stopped: bool,
     wait_error: Option<String>,
@@ -113,7 +111,7 @@ impl GracePeriods {
         Ok(Self(shared_state))
     }
 
-    /// Requests a grace period and returns its ticket. To be called after programs or tables were switched.
+    /// Requests a grace period and returns its ticket. It must be called after programs or tables were switched.
     pub fn request(&self) -> GraceTicket {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);

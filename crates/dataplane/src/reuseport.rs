@@ -1,7 +1,7 @@
-//! Groups of SO_REUSEPORT sockets: the selecting program, and its array of sockets.
+//! Groups of SO_REUSEPORT sockets, with the program that selects a socket and the array of sockets that it uses.
 //!
-//! A socket can be in one REUSEPORT_SOCKARRAY only, so a restarted process takes over the pinned array and replaces the
-//! attached program.
+//! A socket can be in only one REUSEPORT_SOCKARRAY. Therefore a restarted process takes over the pinned array and
+//! replaces the attached program.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -12,15 +12,15 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle};
 /// Cookie (SO_COOKIE) that identifies a socket for its lifetime.
 pub type SocketCookie = u64;
 
-/// Attaches a program of type sk_reuseport to the group of `socket`, in place of an attached program. Fails when the
-/// socket is in no SO_REUSEPORT group.
+/// Attaches a program of type sk_reuseport to the group that contains `socket`, and replaces a program attached there.
+/// Fails when the socket is in no SO_REUSEPORT group.
 pub fn attach(program: BorrowedFd<'_>, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_socket_option(socket, libc::SO_ATTACH_REUSEPORT_EBPF, program.as_raw_fd())
         .context("attaching to the group of sockets")
 }
 
-/// Detaches the program from the group of `socket`, so that the kernel selects sockets by hash again. Fails when no
-/// program is attached.
+/// Detaches the program from the group that contains `socket`, so that the kernel selects sockets by hash again. Fails
+/// when no program is attached.
 pub fn detach(socket: BorrowedFd<'_>) -> anyhow::Result<()> {
     set_socket_option(socket, libc::SO_DETACH_REUSEPORT_BPF, 0).context("detaching from the group of sockets")
 }
@@ -57,7 +57,7 @@ pub fn socket_cookie(socket: BorrowedFd<'_>) -> anyhow::Result<SocketCookie> {
     Ok(socket_cookie)
 }
 
-/// BPF map of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY, which holds a socket in each slot.
+/// BPF map of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY, which holds a socket in each used slot.
 #[derive(Debug)]
 pub struct SocketArray {
     map: MapHandle,
@@ -65,7 +65,7 @@ pub struct SocketArray {
 }
 
 impl SocketArray {
-    /// Wraps `map`, which must be of that type and have `slot_count` slots.
+    /// Wraps `map`, which must be of type BPF_MAP_TYPE_REUSEPORT_SOCKARRAY and have `slot_count` slots.
     pub fn new(map: MapHandle, slot_count: u32) -> Self {
         Self { map, slot_count }
     }

@@ -1,8 +1,8 @@
-//! Next hops of servers behind routers, from the kernel's routing table by rtnetlink(7).
+//! Next hops of servers behind routers, which are read from the kernel's routing table by rtnetlink(7).
 //!
-//! The XDP program could look up each packet's route (`bpf_fib_lookup`), at the cost of a helper call and a walk
-//! through rules, tables and neighbours. Routes change seldom, so user space queries the kernel after notified changes
-//! only.
+//! The XDP program could look up each packet's route (`bpf_fib_lookup`), but that would cost a helper call and a walk
+//! through rules, tables and neighbours. Routes seldom change, so user space queries the kernel only after it was
+//! notified of a change.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -21,23 +21,23 @@ use crate::veth::find_attribute;
 const RTA_DST: u16 = 1;
 const RTA_OIF: u16 = 4;
 const RTA_GATEWAY: u16 = 5;
-/// Route attribute for a gateway of another address family than the destination (struct rtvia; RFC 8950).
+/// Route attribute for a gateway whose address family differs from the destination's (struct rtvia, RFC 8950).
 const RTA_VIA: u16 = 18;
-/// Size of the field `rtvia_family` of struct rtvia in bytes; the address follows it.
+/// Size in bytes of the field `rtvia_family` in struct rtvia. The address follows this field.
 const RTVIA_FAMILY_BYTES: usize = 2;
 /// Size of struct nlmsghdr and struct rtmsg together, in bytes.
 const ROUTE_HEADERS_BYTES: usize = 16 + 12;
 /// Size of struct rtattr in bytes.
 const ATTRIBUTE_HEADER_BYTES: usize = 4;
-/// Bytes of the sequence number `nlmsg_seq` in struct nlmsghdr.
+/// Range of the bytes of the sequence number `nlmsg_seq` in struct nlmsghdr.
 const SEQUENCE_NUMBER_RANGE: Range<usize> = 8..12;
 /// Offset of `rtm_type` from the start of the message, in bytes.
 const ROUTE_TYPE_OFFSET: usize = 16 + 7;
-/// Multicast groups of changes of links, and of addresses, routes and rules of IPv4 and IPv6: RTMGRP_* of
-/// include/uapi/linux/rtnetlink.h. The last group is 1 << (RTNLGRP_IPV6_RULE - 1).
+/// Multicast groups for changes of links, addresses, routes and rules (IPv4 and IPv6). The values are RTMGRP_* of
+/// include/uapi/linux/rtnetlink.h, and 1 << (RTNLGRP_IPV6_RULE - 1) for the last group.
 const ROUTE_MULTICAST_GROUPS: u32 = 0x1 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18;
 
-/// Reason why packets to a server cannot be sent by the load balancer's interface.
+/// Reason why the load balancer's interface cannot send packets to a server.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RouteError {
     /// The kernel has no route to the server.
@@ -46,7 +46,7 @@ pub enum RouteError {
     /// The route to the server is not a unicast route.
     #[error("a route of type {0}: expected a unicast route by the load balancer's interface")]
     NotUnicast(u8),
-    /// The route leads to another interface, but XDP can send packets only by the interface that received them.
+    /// The route leads to another interface. XDP can send packets only by the interface that received them.
     #[error("a route by the interface of index {found}: expected index {expected}, the load balancer's interface")]
     OtherInterface {
         /// Index of the interface to which the route leads.
@@ -56,8 +56,8 @@ pub enum RouteError {
     },
 }
 
-/// Netlink sockets for the kernel's routes and notifications of their changes, in the network namespace of the thread
-/// that called [`open`](Self::open).
+/// Netlink sockets to query the kernel's routes and get notified of changes. They belong to the network namespace of
+/// the thread that called [`open`](Self::open).
 #[derive(Debug)]
 pub struct Routes {
     notification_socket: OwnedFd,
@@ -83,7 +83,7 @@ impl Routes {
         let mut notification_buffer = [0; 4096];
         loop {
             match recv(self.notification_socket.as_raw_fd(), &mut notification_buffer, MsgFlags::MSG_DONTWAIT) {
-                // ENOBUFS: notifications were lost.
+                // ENOBUFS means that notifications were lost.
                 Ok(_) | Err(Errno::ENOBUFS) => has_changed = true,
                 Err(Errno::EINTR) => {}
                 Err(_) => return has_changed,
@@ -91,8 +91,8 @@ impl Routes {
         }
     }
 
-    /// Returns the next hop of packets to `server`: a gateway, or the server itself. Fails when the packets do not
-    /// leave by the device with the index `interface`.
+    /// Returns the next hop of packets to `server`, which is a gateway or the server itself. Fails when the packets do
+    /// not leave by the device with the index `interface`.
     pub fn next_hop(&mut self, interface: u32, server: IpAddr) -> Result<IpAddr, RouteError> {
         self.send_query(server).map_err(RouteError::NoRoute)?;
         let mut answer_buffer = [0; 4096];
@@ -101,14 +101,14 @@ impl Routes {
                 Err(Errno::EINTR) => continue,
                 result => result.map_err(RouteError::NoRoute)?,
             };
-            // An answer to an earlier query may have come after its time limit.
+            // An answer to an earlier query may have arrived after that query's timeout.
             if answer_buffer.get(SEQUENCE_NUMBER_RANGE) == Some(&self.query_sequence.to_ne_bytes()[..]) {
                 return parse_next_hop(&answer_buffer[..answer_length], interface, server);
             }
         }
     }
 
-    /// Sends a query for the route to `server`, with the next sequence number.
+    /// Sends a query for the route to `server` with the next sequence number.
     fn send_query(&mut self, server: IpAddr) -> Result<(), Errno> {
         self.query_sequence = self.query_sequence.wrapping_add(1);
         let (family, destination) = match server {
@@ -120,9 +120,9 @@ impl Routes {
         query_message.extend(libc::RTM_GETROUTE.to_ne_bytes());
         query_message.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
         query_message.extend(self.query_sequence.to_ne_bytes());
-        // nlmsg_pid: assigned by the kernel.
+        // The kernel assigns nlmsg_pid.
         query_message.extend([0; 4]);
-        // struct rtmsg: family, length of the destination in bits, zeros.
+        // struct rtmsg contains the address family, the destination's length in bits, and zeros.
         query_message.extend([family as u8, destination.len() as u8 * 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         query_message.extend(((ATTRIBUTE_HEADER_BYTES + destination.len()) as u16).to_ne_bytes());
         query_message.extend(RTA_DST.to_ne_bytes());

@@ -1,4 +1,4 @@
-//! `bpf/server/server.bpf.c` at a server's device: loading, attaching, pinning, take-over, configuration, counters.
+//! Loads and configures `bpf/server/server.bpf.c` at a server's device, and takes over the state of an earlier process.
 //!
 //! The maps are pinned below one directory of a bpffs, so that they outlive the process:
 //!
@@ -50,15 +50,15 @@ pub const COUNTER_COUNT: usize = intf::SERVER_COUNTER_COUNT as usize;
 /// Options with which the server's programs are loaded.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
-    /// Index of the network device that receives the packets of the services.
+    /// Index of the network device that receives the services' packets.
     pub interface_index: u32,
     /// Directory in a bpffs for pinned objects.
     pub pin_directory: PathBuf,
-    /// Whether all arriving TCP SYNs are sampled, not only those to services. It cannot be changed after loading.
+    /// Whether all arriving TCP SYNs are sampled instead of only those to services. It cannot be changed after loading.
     pub sample_every_syn: bool,
 }
 
-/// The programs at the device, and the memory shared with them. The programs continue to work after a drop.
+/// Programs at the server's device, with the memory shared with them. They continue to work after the value is dropped.
 #[derive(Debug)]
 pub struct ServerPrograms {
     options: ServerOptions,
@@ -71,7 +71,6 @@ pub struct ServerPrograms {
     counter_row_count: usize,
     rss_mapping: MmapArray<intf::rss_mapping>,
     chained_server_entries: MmapArray<ChainedServerEntries>,
-    /// Whether packets are encapsulated with IPv6 outer headers.
     has_ipv6_outer_headers: bool,
     /// Maps of the programs that will replace another version's programs. They are pinned once the services are known.
     pending_upgrade_maps: Option<[OwnedFd; MAP_NAMES.len()]>,
@@ -82,11 +81,11 @@ const FIRST_LAYOUT_VERSION_WITH_KEYS: u64 = 3;
 type ChainedServerEntries = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
 
 impl ServerPrograms {
-    /// Loads the programs and attaches them to the device. State pinned by an earlier process is taken over with keys,
-    /// services and counters, and the old programs are replaced atomically. Programs of another layout version continue
-    /// until [`set_services`](Self::set_services) has configured the new programs, which take over the keys. Fails when
-    /// the pin directory is not on a bpffs, the device has programs that are pinned in another directory, or the kernel
-    /// rejects programs or links.
+    /// Loads the programs and attaches them to the device. State that an earlier process pinned is taken over with its
+    /// keys, services and counters, and the old programs are replaced atomically. Programs of another layout version
+    /// continue until [`set_services`](Self::set_services) has configured the new programs, which take over the keys.
+    /// Fails when the pin directory is not on a bpffs, or the kernel rejects the programs or links. Also fails when the
+    /// device has programs that are pinned in another directory.
     pub fn attach(options: ServerOptions) -> anyhow::Result<Self> {
         let server_directory = options.pin_directory.join("server");
         ensure_no_other_stamper(options.interface_index, &options.pin_directory)?;
@@ -120,7 +119,7 @@ impl ServerPrograms {
         self.options.pin_directory.join("server")
     }
 
-    /// Attaches the programs to the device, in place of those of an earlier process.
+    /// Attaches the programs to the device, in place of an earlier process's programs.
     fn attach_programs(&mut self) -> anyhow::Result<()> {
         let (pins, index) = (self.server_pin_directory(), self.options.interface_index);
         self.attach_mechanism =
@@ -129,9 +128,9 @@ impl ServerPrograms {
         Ok(())
     }
 
-    /// Copies the keys and the time key from state of another layout, so that issued cookies stay valid and TSvals
-    /// continue. They have the same offsets in all layouts from [`FIRST_LAYOUT_VERSION_WITH_KEYS`] on. Cookies of older
-    /// layouts are not recognised any more.
+    /// Copies the cookie keys and the time key from state with another layout, so that issued cookies stay valid and
+    /// TSvals continue. The keys have the same offsets in all layouts from [`FIRST_LAYOUT_VERSION_WITH_KEYS`] on.
+    /// Cookies of older layouts are no longer recognised.
     fn copy_keys_from_state(&mut self, state: &Path) -> anyhow::Result<()> {
         let state_map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
         let old_state = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
@@ -217,7 +216,7 @@ impl ServerPrograms {
         })
     }
 
-    /// Returns whether the pinned state of an earlier process was taken over.
+    /// Returns whether an earlier process's pinned state was taken over.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
@@ -240,14 +239,14 @@ impl ServerPrograms {
         self.rss_map.as_fd()
     }
 
-    /// Sets the address family of outer headers, IPv4 by default, to that of `address`, this server's address. It
-    /// applies from the next [`set_services`](Self::set_services) on.
+    /// Sets the address family of outer headers to that of `address`, this server's address. The default is IPv4. The
+    /// change applies from the next [`set_services`](Self::set_services) on.
     pub fn set_outer_address_family(&mut self, address: IpAddr) {
         self.has_ipv6_outer_headers = address.is_ipv6();
     }
 
-    /// Replaces the services of this server atomically, each with the server's id in the service and the mode. Fails
-    /// when there are too many services, or a service is listed twice.
+    /// Replaces this server's services atomically. Each is given with the server's id in the service and the service's
+    /// mode. Fails when there are too many services, a service has port 0, or a service is listed twice.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServerId, ServiceMode)]) -> anyhow::Result<()> {
         let slot_number_for = |id, mode| encode_slot_number(id, mode, self.has_ipv6_outer_headers);
         let addresses_with_numbers: Vec<_> =
@@ -260,7 +259,8 @@ impl ServerPrograms {
         self.commit_upgrade()
     }
 
-    /// Returns whether the service's last SYN-ACK was forwarded: the listening socket is in another network namespace.
+    /// Returns whether the service's last SYN-ACK was forwarded by this host. If so, the listening socket is in another
+    /// network namespace.
     pub fn forwards_syn_acks(&self, service: &ServiceAddress) -> bool {
         let service_word = service_slots::service_hash_word(&service.key());
         let slot_offset = service_slots::forwarded_service_index(service_word) * size_of::<u64>();
@@ -272,7 +272,7 @@ impl ServerPrograms {
     }
 
     /// Sets the MAC address of another server, for daisy chaining (`SERVER_NUMBER_CHAINED`, and services without
-    /// timestamps). `None`: the address is unknown, and packets for that server are not forwarded.
+    /// timestamps). With `None`, the address is unknown, and packets for that server are not forwarded.
     pub fn set_server_mac(&mut self, server: ServerId, mac: Option<MacAddress>) {
         let MacAddress(mac_address) = mac.unwrap_or(MacAddress([0; 6]));
         let server_flags = if mac.is_some() { intf::SERVER_RESOLVED as u16 } else { 0 };
@@ -286,18 +286,18 @@ impl ServerPrograms {
         service_directory.slots.iter().any(|slot| slot.key.port != 0)
     }
 
-    /// Sets the cookie keys of the fleet. From the TSval `switch_ms` on (by the server's own clock, in ms), packets are
-    /// stamped with the current key, before with the other. `switch_ms` is within 2^31 ms of now. When the current key
-    /// changes, `switch_ms` must be later than every sent packet, and the whole fleet must have both keys.
+    /// Sets the fleet's cookie keys. Packets are stamped with the current key from the TSval `switch_ms` on, and with
+    /// the other key before. `switch_ms` is a time in ms by the server's own clock, within 2^31 ms of now. When the
+    /// current key changes, `switch_ms` must be later than every sent packet, and the whole fleet must have both keys.
     pub fn set_keys(&mut self, keys: &FleetCookieKeys, switch_ms: u32) {
         let bpf_keys = keys.keys.map(|key| key.to_bpf_key());
         let switch_and_current_word = u64::from(switch_ms) << 32 | keys.current.get() as u64;
-        // The keys are written first: the new current key replaces an unused key.
+        // The keys are written first, because the new current key replaces a key that is not in use.
         self.state.write(KEYS_OFFSET, &bpf_keys);
         self.state.store(KEYS_OFFSET + offset_of!(intf::fleet_keys, current), switch_and_current_word);
     }
 
-    /// Returns the keys and `switch_ms` set by [`set_keys`](Self::set_keys), also by an earlier process.
+    /// Returns the keys and `switch_ms` set by [`set_keys`](Self::set_keys), even if an earlier process set them.
     pub fn keys_and_switch_ms(&self) -> (FleetCookieKeys, u32) {
         let stored_keys = self.state.read::<intf::fleet_keys>(KEYS_OFFSET);
         let current_index = if stored_keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
@@ -310,36 +310,36 @@ impl ServerPrograms {
         )
     }
 
-    /// Keeps the stored times of TSval clamps within 2^29 ms of `now_ms`, by the server's own clock. To be called at
-    /// least every few days, because the PAWS clamp compares 32-bit times.
+    /// Keeps the stored times of TSval clamps within 2^29 ms of `now_ms`, by the server's own clock. It must be called
+    /// at least every few days, because the PAWS clamp compares 32-bit times.
     pub fn refresh_clamp_times(&mut self, now_ms: u32) {
         let first_offset = offset_of!(intf::server_state, last_clamp_ms);
         for group in 0..intf::CLAMP_GROUPS as usize {
             let clamp_time = self.state.word32(first_offset + group * size_of::<u32>());
             let stored_ms = clamp_time.load(Ordering::Relaxed);
             let age_ms = now_ms.wrapping_sub(stored_ms) as i32;
-            // A time that seems to be in the future was never set: it is 0, and the clock is beyond 2^31 ms.
+            // A time that seems to be in the future was never set. It is 0, and the clock is beyond 2^31 ms.
             if !(-MAX_CLAMP_AHEAD_MS..=MAX_CLAMP_AGE_MS).contains(&age_ms) {
                 let oldest_ms = now_ms.wrapping_sub(MAX_CLAMP_AGE_MS as u32);
-                // The exchange fails if a packet was clamped since, which is newer.
+                // The exchange fails if a packet was clamped since, which made the stored time newer.
                 let _ = clamp_time.compare_exchange(stored_ms, oldest_ms, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
     }
 
-    /// Returns the key that masks the time part of this server's stamps. It is random, drawn when the state is created.
+    /// Returns the key that masks the time part of this server's stamps. It is drawn when the state is created.
     pub fn time_key(&self) -> CookieKey {
         let stored_key = self.state.read::<intf::cookie_key>(TIME_KEY_OFFSET);
         CookieKey { k0: stored_key.k0, k1: stored_key.k1 }
     }
 
-    /// Sets the server's RSS configuration, for sampling and steering; `None`: it is unknown. `generation` is the
+    /// Sets the server's RSS configuration for sampling and steering, or `None` if it is unknown. `generation` is the
     /// agent's number of this configuration.
     ///
     /// During the change no receive queue is predicted. A program that is already reading the old table may read parts
-    /// of the new one; the verdict over many SYNs tolerates such a sample.
+    /// of the new one. The result over many SYNs tolerates such a sample.
     pub fn set_rss_config(&mut self, rss: Option<&RssConfig>, generation: u32) {
-        // The first word of the map: entry_count in the lower half, generation in the upper half.
+        // The map's first word holds entry_count in the lower half and generation in the upper half.
         let header_word = |entry_count: u32| u64::from(generation) << 32 | u64::from(entry_count);
         self.rss_mapping.store(0, header_word(0));
         if let Some(rss) = rss {
@@ -350,7 +350,7 @@ impl ServerPrograms {
         }
     }
 
-    /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the state was created.
+    /// Returns the counters in the order of [`COUNTER_NAMES`]. They count from the creation of the state.
     pub fn counters(&self) -> [u64; COUNTER_COUNT] {
         let mut counter_sums = [0u64; COUNTER_COUNT];
         let counters_offset = offset_of!(intf::server_state, counters);
@@ -363,29 +363,29 @@ impl ServerPrograms {
         counter_sums
     }
 
-    /// Returns the value of one counter, counted since the state was created.
+    /// Returns one counter, which counts from the creation of the state.
     pub fn counter(&self, counter: intf::server_counter) -> u64 {
         self.counters()[counter as usize]
     }
 
-    /// Returns the sequence number of the newest sample, or 0 if no SYN has been sampled.
+    /// Returns the sequence number of the newest SYN sample, or 0 if no SYN has been sampled.
     pub fn newest_sample_sequence(&self) -> u32 {
         rss_samples::newest_sequence(&self.state)
     }
 
-    /// Returns the SYN samples with sequence numbers after `after` (0 for all), oldest first. Only the last
-    /// [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing.
+    /// Returns the SYN samples whose sequence numbers are after `after`, or all samples if `after` is 0. The oldest
+    /// comes first. Only the last [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing.
     pub fn samples_after(&self, after: u32) -> Vec<intf::rss_sample> {
         rss_samples::samples_after(&self.state, after)
     }
 
-    /// Detaches the programs and removes their pins. Connections whose packets are stamped break.
+    /// Detaches the programs and removes their pins. Open connections whose packets are stamped break.
     pub fn remove(self) -> anyhow::Result<()> {
         remove(self.options.interface_index, &self.options.pin_directory)
     }
 }
 
-/// Detaches the programs of [`ServerPrograms::attach`] from a device, and removes their pins.
+/// Detaches the programs of [`ServerPrograms::attach`] from a device and removes their pins.
 pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     let server_directory = pin_directory.join("server");
     tc::detach(interface_index, Direction::Egress, &server_directory.join("egress"))?;
@@ -394,8 +394,8 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
     fs::remove_dir(&server_directory).with_context(|| server_directory.display().to_string())
 }
 
-/// Fails when another stamping program is attached: each would overwrite the other's cookies, and no connection could
-/// open. (Before kernel 6.6 the fixed handle in the clsact qdisc excludes a second program.)
+/// Fails when another stamping program is attached. Both programs would overwrite each other's cookies, so that no
+/// connection could open. (Before kernel 6.6, the fixed handle in the clsact qdisc excludes a second program.)
 fn ensure_no_other_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     for elsewhere in pins::other_pin_directories(pin_directory, "server/egress") {
         let egress_pin = elsewhere.join("server").join("egress");
@@ -409,9 +409,9 @@ fn ensure_no_other_stamper(interface_index: u32, pin_directory: &Path) -> anyhow
     Ok(())
 }
 
-/// Maximum age of a stored clamp time in ms; an older time is set to this age.
+/// Maximum age of a stored clamp time in ms. An older time is set to this age.
 const MAX_CLAMP_AGE_MS: i32 = 1 << 29;
-/// Maximum time by which a stored clamp time may be in the future, because another CPU's clock may be ahead.
+/// Maximum time in ms by which a stored clamp time may be in the future, because another CPU's clock may be ahead.
 const MAX_CLAMP_AHEAD_MS: i32 = 60_000;
 
 const KEYS_OFFSET: usize = offset_of!(intf::server_state, keys);
@@ -444,7 +444,7 @@ fn maps_in_name_order(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP
     Ok(owned_fds.try_into().expect("one per name"))
 }
 
-/// Encodes the server's id and the flags of the mode as the number in a service's slot.
+/// Encodes the server's id and the flags of the service's mode as the number in the service's slot.
 fn encode_slot_number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
     let encapsulates = mode.forwarding.encapsulates();
     let flag_if = |set: bool, flag: u32| if set { flag } else { 0 };
@@ -470,8 +470,8 @@ fn unpin_if_present(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Returns why [`ServerPrograms::attach`] would not take over the state that is pinned below `pin_directory`; `None`:
-/// it would, or nothing is pinned. Fails when the pins cannot be opened.
+/// Returns why [`ServerPrograms::attach`] would not take over the state that is pinned below `pin_directory`. Returns
+/// `None` if it would, or if nothing is pinned. Fails when the pins cannot be opened.
 pub fn take_over_problem(pin_directory: &Path) -> anyhow::Result<Option<String>> {
     state_take_over_problem(&pin_directory.join("server").join("state"))
 }

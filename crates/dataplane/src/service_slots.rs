@@ -1,5 +1,5 @@
-//! The perfect hash in which BPF programs find a service (`bpf/include/service.h`), at the load balancer and on
-//! servers.
+//! Perfect hash tables, called directories, in which BPF programs find a service (`bpf/include/service.h`). The load
+//! balancer and the servers have different ones.
 
 use std::collections::BTreeSet;
 
@@ -8,10 +8,10 @@ use coreward_model::ServiceAddress;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-/// Stream of [`seeded_rng`] from which seeds are drawn.
+/// Stream of [`seeded_rng`] from which the hash seeds are drawn.
 const SLOT_SEED_RNG_STREAM: u64 = 16;
-/// Maximum number of seeds that are tried. On a server with 128 keys in 1024 slots one seed in 4,000 fits, so all of
-/// these fail with probability e^-250. At the load balancer most seeds fit.
+/// Maximum number of seeds that are tried. On a server with 128 keys in 1024 slots, one seed in 4,000 fits, so all of
+/// them fail with probability e^-250. On a load balancer, most seeds fit.
 const MAX_TRIED_SEEDS: usize = 1 << 20;
 
 /// Reason why no directory can be built for a list of services.
@@ -37,8 +37,8 @@ fn key_tail(key: &intf::service_key) -> u64 {
     u64::from(key.address[3]) | u64::from(key.port) << 32 | u64::from(key.protocol) << 48 | u64::from(key.family) << 56
 }
 
-/// Returns the word that is hashed to find a service's slot: the last 64 bits of its key, for IPv6 combined with the
-/// rest of the address.
+/// Returns the word that is hashed to find a service's slot. It contains the last 64 bits of the service's key, for
+/// IPv6 combined with the rest of the address.
 pub(crate) fn service_hash_word(key: &intf::service_key) -> u64 {
     if u32::from(key.family) == intf::ADDRESS_FAMILY_IPV4 {
         return key_tail(key);
@@ -48,7 +48,7 @@ pub(crate) fn service_hash_word(key: &intf::service_key) -> u64 {
     key_tail(key) ^ mixed_first_word ^ (middle | upper << 32).wrapping_mul(intf::SERVICE_WORD_MIDDLE_FACTOR)
 }
 
-/// Returns the index in `forwarded_services` (`bpf/include/server.h`) of the service with this hash word.
+/// Returns the index in `forwarded_services` (`bpf/include/server.h`) for the service with this hash word.
 pub(crate) fn forwarded_service_index(word: u64) -> usize {
     (word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
@@ -57,7 +57,7 @@ fn server_slot(word: u64, seed: u64) -> usize {
     (word.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
-/// Returns the group of a word in a load balancer's directory, and its slot before displacement.
+/// Returns a word's group in a load balancer's directory, and its slot before the group's displacement.
 fn group_and_slot(word: u64, seed: u64) -> (usize, u16) {
     let word_hash = word.wrapping_mul(seed);
     let undisplaced_slot = word_hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
@@ -70,8 +70,9 @@ fn lb_slot(directory: &intf::lb_service_directory, word: u64) -> usize {
     usize::from(slot ^ directory.displacement[group])
 }
 
-/// Returns a server's directory: the number of each service, and [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY)
-/// for each VIP (port and protocol 0). Fails for the reasons of [`DirectoryError`].
+/// Builds a server's directory from each service's address and number. It also contains an entry with the number
+/// [`SERVICE_ADDRESS_ONLY`](intf::SERVICE_ADDRESS_ONLY) for each VIP, with port and protocol 0. Fails for the reasons
+/// in [`DirectoryError`].
 pub fn build_server_directory(
     services: &[(ServiceAddress, u32)],
 ) -> Result<Box<intf::service_directory>, DirectoryError> {
@@ -86,7 +87,7 @@ pub fn build_server_directory(
     Ok(server_directory)
 }
 
-/// Builds a load balancer's directory, with the same entries. Fails for the reasons in [`DirectoryError`].
+/// Builds a load balancer's directory with the same kinds of entries. Fails for the reasons in [`DirectoryError`].
 pub fn build_lb_directory(
     services: &[(ServiceAddress, u32)],
 ) -> Result<Box<intf::lb_service_directory>, DirectoryError> {
@@ -128,7 +129,7 @@ fn build_slots(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf
     Ok(service_slots)
 }
 
-/// Address of a VIP, without port and protocol.
+/// Address of a VIP without port and protocol.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct VipKey {
     address: [u32; 4],
@@ -152,7 +153,7 @@ fn find_server_seed(words: &[u64]) -> Option<u64> {
 
 type Displacements = [u16; intf::LB_SERVICE_GROUPS as usize];
 
-/// Finds a seed and displacements by which all words have different slots; `None`: no tried seed fits.
+/// Finds a seed and displacements by which all words have different slots. Returns `None` if no tried seed fits.
 fn find_perfect_hash(words: &[u64]) -> Option<(u64, Displacements)> {
     let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
     let mut tried_seeds = (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1);
@@ -194,8 +195,8 @@ mod tests {
         ServiceAddress { socket: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
-    /// Returns `count` services on different VIPs, half of them IPv6. The last service is UDP at the first service's
-    /// VIP. No port is 0 or 1, in either byte order.
+    /// Returns `count` services on different VIPs, half of which are IPv6. The last service is UDP at the first
+    /// service's VIP. No port is 0 or 1 in either byte order.
     fn many_services(count: u32) -> Vec<(ServiceAddress, u32)> {
         let service_text = |n: u32| match n % 2 {
             0 => format!("10.{}.{}.1:{}", 200 + n / 256, n % 256, 1024 + n),
@@ -221,7 +222,7 @@ mod tests {
         }
     }
 
-    /// The service is looked up as by `find_service` in bpf/include/service.h.
+    /// The test looks up services as `find_service` in bpf/include/service.h does.
     #[test]
     fn server_directory_finds_the_maximum_number_of_services() {
         let services = many_services(intf::MAX_SERVICES_OF_SERVER);
@@ -229,7 +230,7 @@ mod tests {
         assert_all_found(&services, |word| directory.slots[server_slot(word, directory.seed)]);
     }
 
-    /// The service is looked up as by `find_lb_service` in bpf/include/service.h.
+    /// The test looks up services as `find_lb_service` in bpf/include/service.h does.
     #[test]
     fn lb_directory_finds_the_maximum_number_of_services() {
         for count in [2, 64, intf::MAX_SERVICES] {

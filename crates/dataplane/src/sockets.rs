@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// Inode number of a socket, which identifies it for its lifetime.
 pub type SocketInode = u64;
 
-/// struct nlmsghdr of linux/netlink.h, the header of a netlink message. (The type in libc lacks zerocopy's traits.)
+/// Header of a netlink message, struct nlmsghdr of linux/netlink.h. (The type in libc lacks zerocopy's traits.)
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct NetlinkHeader {
@@ -25,7 +25,7 @@ struct NetlinkHeader {
     port_id: u32,
 }
 
-/// struct inet_diag_sockid of linux/inet_diag.h: addresses and ports of a socket, in network byte order.
+/// Addresses and ports of a socket in network byte order, struct inet_diag_sockid of linux/inet_diag.h.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct SocketId {
@@ -37,7 +37,7 @@ struct SocketId {
     cookie: [u32; 2],
 }
 
-/// Query to sock_diag(7): struct nlmsghdr and struct inet_diag_req_v2.
+/// Query to sock_diag(7), which consists of struct nlmsghdr and struct inet_diag_req_v2.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct InetDiagRequest {
@@ -51,11 +51,11 @@ struct InetDiagRequest {
 }
 
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
-/// Offset of inet_diag_msg.idiag_state in a reply, after the header and the family.
+/// Offset of inet_diag_msg.idiag_state in a reply, where it follows the header and the family.
 const STATE_OFFSET: usize = size_of::<NetlinkHeader>() + 1;
-/// TCP_LISTEN of include/net/tcp_states.h. A look-up without a connection finds the listening socket instead.
+/// TCP_LISTEN of include/net/tcp_states.h. If a connection does not exist, its look-up finds the listening socket.
 const TCP_LISTEN: u8 = 10;
-/// Number of queries sent at once, whose replies fit the smallest receive buffer.
+/// Number of queries that are sent at once. Their replies fit into the smallest receive buffer.
 const QUERIES_PER_BATCH: usize = 64;
 
 fn socket_request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
@@ -87,15 +87,15 @@ fn socket_request(sequence: u32, connection: &FourTuple) -> InetDiagRequest {
             source_address: address_bytes(vip),
             destination_address: address_bytes(client),
             interface_index: 0,
-            // INET_DIAG_NOCOOKIE: any socket.
+            // INET_DIAG_NOCOOKIE matches any socket.
             cookie: [u32::MAX; 2],
         },
     }
 }
 
-/// Returns for each connection, in order, whether this host has a socket of it: established, half-open, closing or in
-/// TIME-WAIT. This takes about 2 us of CPU per connection. Fails when the kernel has no sock_diag(7) for TCP, or does
-/// not answer.
+/// Returns for each connection, in order, whether this host has a socket for it. The socket may be established,
+/// half-open, closing or in TIME-WAIT. This takes about 2 us of CPU per connection. Fails when the kernel has no
+/// sock_diag(7) for TCP or does not answer.
 pub fn have_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>> {
     static CHECKED_SUPPORT: OnceLock<()> = OnceLock::new();
     if CHECKED_SUPPORT.get().is_none() {
@@ -148,7 +148,8 @@ fn open_diag_socket() -> anyhow::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Records the replies of one read in `found`. Returns the number of replies.
+/// Records in `found` which queried connections have a socket, by the replies in `bytes`. Returns the number of
+/// replies.
 fn read_answers(mut bytes: &[u8], found: &mut [bool]) -> anyhow::Result<usize> {
     let mut answer_count = 0;
     while let Ok((header, _)) = NetlinkHeader::read_from_prefix(bytes) {
@@ -161,7 +162,7 @@ fn read_answers(mut bytes: &[u8], found: &mut [bool]) -> anyhow::Result<usize> {
                 let error_code =
                     message.get(size_of::<NetlinkHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
                 match error_code.map(|(code, _)| Errno::from_raw(-code)) {
-                    // ENOENT: no such socket. ESTALE: it disappeared during the query.
+                    // ENOENT means that the socket does not exist, and ESTALE that it disappeared during the query.
                     Some(Errno::ENOENT | Errno::ESTALE) => *is_found = false,
                     Some(error) => bail!("sock_diag: {error}"),
                     None => bail!("sock_diag: an error without a number"),

@@ -1,7 +1,7 @@
-//! `bpf/server/steer.bpf.c` at a group of listening sockets: loading, attaching, pinning, take-over, counters.
+//! Loads `bpf/server/steer.bpf.c` at a group of listening sockets, among which it selects one for each connection.
 //!
-//! A restarted agent takes over the pins below `steer/NAME/` of one directory of a bpffs (`workers` and `state`) and
-//! replaces the attached program, for the reason in [`crate::reuseport`].
+//! A restarted agent takes over the pins `workers` and `state`, which are below `steer/NAME/` in one directory of a
+//! bpffs. It also replaces the attached program, for the reason in [`crate::reuseport`].
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -34,7 +34,7 @@ pub struct SteerProgram {
     is_taken_over: bool,
 }
 
-/// Read access to the steering counters of one service, for which the agent need not run.
+/// Read access to one service's steering counters, for which the agent need not run.
 #[derive(Debug)]
 pub struct SteerCounters(MmapArray<intf::steer_state>);
 
@@ -59,9 +59,10 @@ impl SteerCounters {
 }
 
 impl SteerProgram {
-    /// Loads the program. `name`, the service's name, becomes part of the pins' path; pinned sockets stay in their
-    /// slots. `rss_map` is [`rss_map`](crate::server::ServerPrograms::rss_map) of the server's programs. Fails when the
-    /// pin directory is not on a bpffs, the pins are of another version, or the kernel rejects the program.
+    /// Loads the program. `name` is the service's name, which becomes part of the pins' path. Pinned sockets stay in
+    /// their slots. `rss_map` is the map that [`rss_map`](crate::server::ServerPrograms::rss_map) of the server's
+    /// programs returns. Fails when the pin directory is not on a bpffs, the pins are of another version, or the kernel
+    /// rejects the program.
     pub fn load(pin_directory: &Path, name: &str, rss_map: BorrowedFd<'_>) -> anyhow::Result<Self> {
         let service_directory = pin_directory.join("steer").join(name);
         fs::create_dir_all(&service_directory).with_context(|| service_directory.display().to_string())?;
@@ -90,13 +91,13 @@ impl SteerProgram {
         Ok(steer_program)
     }
 
-    /// Returns whether the pinned state of an earlier process was taken over.
+    /// Returns whether an earlier process's pinned state was taken over.
     pub fn is_taken_over(&self) -> bool {
         self.is_taken_over
     }
 
-    /// Attaches the program to the SO_REUSEPORT group of `socket`, in place of an attached program. Fails when the
-    /// socket is in no such group.
+    /// Attaches the program to the SO_REUSEPORT group that contains `socket`, and replaces a program attached there.
+    /// Fails when the socket is in no such group.
     pub fn attach(&self, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         reuseport::attach(self.select_program.as_fd(), socket)
     }
@@ -114,8 +115,8 @@ impl SteerProgram {
         Ok(free_slot)
     }
 
-    /// Sets the slot of the socket that gets each receive queue's connections. For `None`, and for queues beyond the
-    /// list, the kernel selects. Panics with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
+    /// Sets which slot's socket gets the connections of each receive queue. For `None`, and for queues beyond the list,
+    /// the kernel selects the socket. Panics with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
     pub fn set_slots_of_queues(&self, slots: &[Option<u32>]) {
         let mut slots_by_queue = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
         for (queue, slot) in slots_by_queue[..slots.len()].iter_mut().zip(slots) {

@@ -1,5 +1,5 @@
-//! Programs at a device's tc hooks: attached by pinned tcx links from kernel 6.6 on, by filters of a clsact qdisc
-//! before. Programs stay attached when this process ends. Attaching again replaces the program atomically.
+//! Attachment of programs to a device's tc hooks, by pinned tcx links or (before kernel 6.6) by clsact filters.
+//! Programs stay attached when this process ends. Attaching again replaces them atomically.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -35,7 +35,7 @@ impl Direction {
     }
 }
 
-/// Mechanism by which a tc program is attached to a device.
+/// Mechanism by which a program is attached to a device's tc hook.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttachMechanism {
     /// The program is attached by a tcx link.
@@ -49,8 +49,8 @@ const CLSACT_FILTER_PRIORITY: u32 = 1;
 const CLSACT_FILTER_HANDLE: u32 = 0xc03e;
 const CLSACT_TEMPORARY_PRIORITY: u32 = 2;
 
-/// Attaches `program` to a device. It replaces the program of the link pinned at `pin` if that link is of the same
-/// device. Fails when neither tcx nor clsact accepts the program.
+/// Attaches `program` to a device. If the link pinned at `pin` is of the same device, its program is replaced. Fails
+/// when neither tcx nor clsact accepts the program.
 pub fn attach(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -76,7 +76,7 @@ pub fn attach(
     }
 }
 
-/// Attachment of a program to a hook, which ends when the value is dropped.
+/// Attachment of a program to a tc hook, which ends when the value is dropped.
 #[derive(Debug)]
 pub struct TemporaryAttachment(TemporaryHook);
 
@@ -86,8 +86,9 @@ enum TemporaryHook {
     Clsact(TcHook),
 }
 
-/// Attaches `program` in addition to others, until the result is dropped. If the process is killed, the program stays
-/// attached before kernel 6.6, until the next call replaces it. Fails when neither tcx nor clsact accepts the program.
+/// Attaches `program` in addition to others until the result is dropped. If the process is killed, the program is
+/// detached from kernel 6.6 on. Before, it stays attached until the next call replaces it. Fails when neither tcx nor
+/// clsact accepts the program.
 pub fn attach_until_drop(
     program: BorrowedFd<'_>,
     interface_index: u32,
@@ -132,7 +133,7 @@ pub fn attach_to_clsact(program: BorrowedFd<'_>, interface_index: u32, direction
 /// Detaches the program that [`attach`] has attached, if any.
 pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<()> {
     if let Some(link) = open_pinned_link(pin)? {
-        // Fails when the device was removed: then nothing is attached.
+        // An error means that the device was removed, so that nothing is attached.
         if let Err(error) = link.detach() {
             tracing::debug!(
                 event = "link-not-detached",
@@ -154,15 +155,15 @@ pub fn detach(interface_index: u32, direction: Direction, pin: &Path) -> anyhow:
 }
 
 /// Returns whether the link pinned at `pin` attaches a program to this hook. Fails when the pin is not a link, or the
-/// kernel does not list the programs of the hook.
+/// kernel does not list the hook's programs.
 pub fn is_attached(interface_index: u32, direction: Direction, pin: &Path) -> anyhow::Result<bool> {
     let Some(link) = open_pinned_link(pin)? else { return Ok(false) };
-    // The ids of programs decide because an index may be that of an interface in another network namespace.
+    // The program ids decide, because the same interface index may exist in another network namespace.
     let program_ids_at_hook = query_program_ids(interface_index, direction)?;
     Ok(is_attached_to(&link, interface_index) && program_ids_at_hook.contains(&link.info()?.prog_id))
 }
 
-/// Maximum number of programs attached to one hook (the kernel's BPF_MPROG_MAX).
+/// Maximum number of programs that can be attached to one hook (the kernel's BPF_MPROG_MAX).
 const MAX_PROGRAMS_PER_HOOK: usize = 64;
 
 fn query_program_ids(interface_index: u32, direction: Direction) -> anyhow::Result<Vec<u32>> {
@@ -178,7 +179,7 @@ fn query_program_ids(interface_index: u32, direction: Direction) -> anyhow::Resu
         libbpf_sys::bpf_prog_query_opts(interface_index as i32, direction.tcx_attach_type(), &raw mut query_options)
     };
     match -result {
-        // The kernel has no tcx.
+        // EINVAL means that the kernel has no tcx.
         libc::EINVAL => return Ok(Vec::new()),
         error if error > 0 => {
             return Err(std::io::Error::from_raw_os_error(error)).context("asking for the programs at the device");
@@ -198,7 +199,7 @@ fn open_pinned_link(pin: &Path) -> anyhow::Result<Option<Link>> {
 }
 
 fn is_attached_to(link: &Link, interface_index: u32) -> bool {
-    // A link whose device was removed shows 0.
+    // A link whose device was removed has the index 0.
     matches!(link.info().map(|info| info.info), Ok(LinkTypeInfo::Tcx(tcx)) if tcx.ifindex == interface_index)
 }
 
@@ -219,7 +220,7 @@ fn create_tcx_link(
     Ok(unsafe { OwnedFd::from_raw_fd(link_fd_or_error) })
 }
 
-/// Replaces the program of a link atomically, without loss of packets.
+/// Replaces a link's program atomically, without losing packets.
 fn replace_program(link: &Link, program: BorrowedFd<'_>) -> std::io::Result<()> {
     // SAFETY: no options are passed; the kernel checks the rest.
     let result =

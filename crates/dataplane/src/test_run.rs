@@ -1,4 +1,4 @@
-//! Runs of a loaded program on a packet (`BPF_PROG_TEST_RUN`), for tests and benchmarks.
+//! Runs of a loaded program on a packet by `BPF_PROG_TEST_RUN`, for tests and benchmarks.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, BorrowedFd};
@@ -8,7 +8,7 @@ use libbpf_rs::libbpf_sys;
 
 pub use crate::skip_if;
 
-/// Skips a test if `$missing` is `Some`: reports the missing requirement, and returns `$result` from the function.
+/// Skips a test if `$missing` is `Some`. Prints the missing requirement and returns `$result` from the function.
 #[macro_export]
 macro_rules! skip_if {
     ($missing:expr $(, $result:expr)?) => {
@@ -25,14 +25,14 @@ pub fn surrounding_function<F>(_inner: F) -> &'static str {
     std::any::type_name::<F>().rsplit("::").find(|part| !["here", "{{closure}}"].contains(part)).unwrap_or_default()
 }
 
-/// Returns the requirement that this process lacks for tests that load BPF programs; `None`: it lacks none.
-/// scripts/test sets COREWARD_WITHOUT_RIGHTS if scripts/capabilities reported a missing requirement.
+/// Returns what this process lacks to run tests that load BPF programs, or `None` if it lacks nothing. scripts/test
+/// sets COREWARD_WITHOUT_RIGHTS if scripts/capabilities reported a missing requirement.
 pub fn missing_bpf_rights() -> Option<&'static str> {
     let may_load_programs = nix::unistd::geteuid().is_root() && std::env::var_os("COREWARD_WITHOUT_RIGHTS").is_none();
     (!may_load_programs).then_some("needs root, to load BPF programs")
 }
 
-/// Result of running a program with `BPF_PROG_TEST_RUN`.
+/// Result of a program's run by `BPF_PROG_TEST_RUN`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunOutcome {
     /// Return value of the program.
@@ -43,7 +43,7 @@ pub struct RunOutcome {
     pub duration: Duration,
 }
 
-/// Receive queue of a device in the calling thread's network namespace. Packets seem to arrive from it.
+/// Receive queue from which packets seem to arrive. Its device is in the calling thread's network namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiveQueueId {
     /// Index of the network device.
@@ -63,8 +63,8 @@ pub fn run(program: BorrowedFd<'_>, packet: &[u8], repeat: u32) -> io::Result<Ru
     run_from(program, packet, repeat, None)
 }
 
-/// Runs `program` like [`run`], on a packet from the receive queue `queue`; `None`: the first queue of the loopback
-/// device. Fails as [`run`] does, and when the queue does not exist.
+/// Runs `program` like [`run`], on a packet that seems to come from the receive queue `queue`. With `None`, that is the
+/// first queue of the loopback device. Fails as [`run`] does, and when the queue does not exist.
 pub fn run_from(
     program: BorrowedFd<'_>,
     packet: &[u8],
@@ -78,14 +78,14 @@ pub fn run_from(
     Ok(RunOutcome { verdict: run_options.retval as i32, packet: output_buffer, duration: mean_duration })
 }
 
-/// Runs `program` once without allocating memory, and writes the packet to `out`. Returns the program's return value
-/// and the packet's length. Fails as [`run`] does, and when the packet does not fit into `out`.
+/// Runs `program` once without allocating memory and writes the packet to `out`. Returns the program's return value and
+/// the packet's length. Fails as [`run`] does, and when the packet does not fit into `out`.
 pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
     let run_options = run_with_context(program, packet, 1, None, out)?;
     Ok((run_options.retval as i32, run_options.data_size_out as usize))
 }
 
-/// Runs an XDP program on `frames` copies of `frame`, and executes its actions (`BPF_F_TEST_XDP_LIVE_FRAMES`). The
+/// Runs an XDP program on `frames` copies of `frame` and executes its actions (`BPF_F_TEST_XDP_LIVE_FRAMES`). The
 /// kernel reuses frames without restoring them.
 pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Result<()> {
     let mut run_options = libbpf_sys::bpf_test_run_opts {

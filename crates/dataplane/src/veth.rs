@@ -1,8 +1,8 @@
-//! Look-up of a veth device's other end by rtnetlink(7), also in another network namespace.
+//! Look-up of a veth device's other end, which may be in another network namespace, by rtnetlink(7).
 //!
-//! veth puts a frame from XDP into the ring of the other end. It wakes the other end's poll only if an XDP program is
+//! veth puts a frame that XDP sends into the other end's ring. It wakes the other end's poll only if an XDP program is
 //! attached there (veth_xdp_flush() in drivers/net/veth.c). With GRO but no program, frames wait until the kernel
-//! itself sends through the ring; without both, frames are dropped.
+//! itself sends through the ring. Without both, frames are dropped.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd};
@@ -18,13 +18,13 @@ const IFLA_XDP: u16 = 43;
 const IFLA_TARGET_NETNSID: u16 = 46;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_XDP_ATTACHED: u16 = 2;
-/// Modes in which XDP runs in the driver: XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
+/// Modes in which XDP runs in the driver, XDP_ATTACHED_DRV and XDP_ATTACHED_MULTI of include/uapi/linux/if_link.h.
 const DRIVER_ATTACH_MODES: [u8; 2] = [1, 4];
 /// Size of struct nlmsghdr and struct ifinfomsg together, in bytes.
 const LINK_HEADERS_BYTES: usize = 16 + 16;
 
-/// Returns whether the other end of a veth has a native XDP program; `None`: the device is not a veth, or the kernel
-/// does not show the other end.
+/// Returns whether the other end of a veth has a native XDP program. Returns `None` if the device is not a veth, or the
+/// kernel does not show the other end.
 pub fn peer_has_native_xdp(interface_index: u32) -> Option<bool> {
     let own_attributes = query_link_attributes(interface_index, None).ok()?;
     let link_kind = find_attribute(find_attribute(&own_attributes, IFLA_LINKINFO)?, IFLA_INFO_KIND)?;
@@ -38,7 +38,7 @@ pub fn peer_has_native_xdp(interface_index: u32) -> Option<bool> {
     Some(attach_mode.first().is_some_and(|attached| DRIVER_ATTACH_MODES.contains(attached)))
 }
 
-/// Returns the attributes of a link, whose network namespace has the id `namespace` in the caller's namespace.
+/// Returns a link's attributes. `namespace` is the id that the link's network namespace has in the caller's namespace.
 fn query_link_attributes(interface_index: u32, namespace: Option<u32>) -> io::Result<Vec<u8>> {
     let namespace_attribute = namespace.map(|namespace| {
         [&8u16.to_ne_bytes()[..], &IFLA_TARGET_NETNSID.to_ne_bytes(), &namespace.to_ne_bytes()].concat()
@@ -48,7 +48,7 @@ fn query_link_attributes(interface_index: u32, namespace: Option<u32>) -> io::Re
     query_message.extend(((LINK_HEADERS_BYTES + namespace_attribute.len()) as u32).to_ne_bytes());
     query_message.extend(libc::RTM_GETLINK.to_ne_bytes());
     query_message.extend((libc::NLM_F_REQUEST as u16).to_ne_bytes());
-    // Sequence and port of the header; family, padding and type.
+    // Sequence number and port of the header, then family, padding and type.
     query_message.extend([0; 4 + 4 + 4]);
     query_message.extend(interface_index.to_ne_bytes());
     // Flags and change mask.
@@ -75,7 +75,7 @@ fn open_route_socket() -> io::Result<OwnedFd> {
 }
 
 pub(crate) fn find_attribute(mut attributes: &[u8], attribute_type: u16) -> Option<&[u8]> {
-    // NLA_F_NESTED and NLA_F_NET_BYTEORDER.
+    // Mask without the bits NLA_F_NESTED and NLA_F_NET_BYTEORDER.
     const ATTRIBUTE_TYPE_MASK: u16 = 0x3fff;
     loop {
         let length = usize::from(u16::from_ne_bytes(attributes.get(..2)?.try_into().ok()?));

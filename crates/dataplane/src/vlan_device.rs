@@ -1,4 +1,4 @@
-//! VLAN devices of the calling thread's network namespace, and the offload that hides tags from XDP.
+//! VLAN devices of the calling thread's network namespace, and the driver offload that hides VLAN tags from XDP.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, c_char, c_int, c_short};
@@ -14,17 +14,17 @@ use crate::lb::mac_of;
 
 /// Number of the ioctl for VLAN devices (linux/sockios.h).
 const SIOCGIFVLAN: libc::c_ulong = 0x8982;
-/// Commands of SIOCGIFVLAN, of `enum vlan_ioctl_cmds` in linux/if_vlan.h.
+/// Commands of SIOCGIFVLAN, from `enum vlan_ioctl_cmds` in linux/if_vlan.h.
 const GET_VLAN_REALDEV_NAME_CMD: c_int = 8;
 const GET_VLAN_VID_CMD: c_int = 9;
 const NAME_FIELD_BYTES: usize = 24;
 
-/// Argument of SIOCGIFVLAN: struct vlan_ioctl_args of linux/if_vlan.h.
+/// Argument of SIOCGIFVLAN, struct vlan_ioctl_args of linux/if_vlan.h.
 #[repr(C)]
 struct VlanIoctlRequest {
     command: c_int,
     device_name: [c_char; NAME_FIELD_BYTES],
-    /// Answer of the kernel: the name of the underlying device, or the VLAN id in the first bytes.
+    /// Kernel's answer, which is the name of the underlying device, or the VLAN id in the first bytes.
     answer_field: [u8; NAME_FIELD_BYTES],
     priority: c_short,
 }
@@ -49,7 +49,7 @@ fn query_vlan_device(command: c_int, device: &str) -> io::Result<[u8; NAME_FIELD
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(vlan_request.answer_field) }
 }
 
-/// Returns the name of the device below a VLAN device, and the VLAN; `None`: `device` is not a VLAN device.
+/// Returns the name of the device below a VLAN device, and the VLAN. Returns `None` if `device` is not a VLAN device.
 pub fn underlying_device(device: &str) -> Option<(String, Vlan)> {
     let device_name = query_vlan_device(GET_VLAN_REALDEV_NAME_CMD, device).ok()?;
     let device_name = CStr::from_bytes_until_nul(&device_name).ok()?.to_str().ok()?.to_owned();
@@ -58,18 +58,19 @@ pub fn underlying_device(device: &str) -> Option<(String, Vlan)> {
     Some((device_name, Vlan::new(u64::try_from(id).ok()?).ok()?))
 }
 
-/// Returns the device whose receive queues and RSS apply: the underlying device of a VLAN device, or `device`.
+/// Returns the device whose receive queues and RSS apply. For a VLAN device that is the underlying device, and
+/// otherwise `device` itself.
 pub fn underlying_nic(device: &str) -> String {
     underlying_device(device).map_or_else(|| device.to_owned(), |(nic, _)| nic)
 }
 
-/// Returns the name of the device for a VLAN at `interface`: `interface` itself for untagged frames; `None`: there is
-/// no such device.
+/// Returns the name of the device for a VLAN at `interface`, or `None` if there is no such device. Untagged frames use
+/// `interface` itself.
 pub fn name(interface: &str, vlan: Vlan) -> Option<String> {
     names(interface, [vlan]).remove(&vlan)
 }
 
-/// Returns the name of the device for each of these VLANs at `interface`; VLANs without a device are left out. Queries
+/// Returns the name of the device for each of these VLANs at `interface`. VLANs without a device are omitted. Queries
 /// all devices of the network namespace if `vlans` has a tagged VLAN.
 pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap<Vlan, String> {
     let mut tagged_vlans: BTreeSet<Vlan> = vlans.into_iter().collect();
@@ -100,7 +101,8 @@ pub fn missing_device_message(interface: &str, vlan: Vlan) -> String {
     )
 }
 
-/// Returns an error text if a VLAN device has another MAC address than `interface`: its frames are then not forwarded.
+/// Returns an error message if a VLAN device has another MAC address than `interface`. The load balancer does not
+/// forward frames to such an address.
 pub fn mac_mismatch_message(interface: &str, device: &str) -> Option<String> {
     let read_mac = |name| mac_of(name).ok().flatten();
     let (expected, found) = (read_mac(interface)?, read_mac(device)?);

@@ -1,4 +1,4 @@
-//! The arguments of `coreward dispatch`.
+//! The arguments of `coreward dispatch`, and what the command does.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ pub struct DispatchArgs {
     /// Pin directory in a BPF file system
     #[arg(long, value_name = "DIRECTORY", conflicts_with = "config")]
     pin_directory: Option<PathBuf>,
-    /// Stop dispatching for the given services, or for all: the kernel selects the worker again
+    /// Stop dispatching for the given services, or for all, so that the kernel selects the worker again
     #[arg(long)]
     detach: bool,
     /// Show the outstanding, dispatched, completed and abandoned requests of each worker
@@ -42,7 +42,7 @@ enum Format {
     Json,
 }
 
-/// Runs the command. Returns the text to print, if any. Fails when the file is invalid or the kernel rejects something.
+/// Runs the command and returns its output, if any. Fails when the file is invalid or the kernel rejects something.
 pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
     let config = args.config()?;
     let pin_directory = match &config {
@@ -74,7 +74,8 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
 }
 
 impl DispatchArgs {
-    /// Returns the configuration of the file, or of the one service on the command line; `None` if neither is given.
+    /// Returns the configuration from the file or for the one service on the command line, or `None` if neither is
+    /// given.
     fn config(&self) -> anyhow::Result<Option<Config>> {
         if let Some(path) = &self.config {
             return Ok(Some(Config::load(path)?));

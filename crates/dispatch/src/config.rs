@@ -1,4 +1,5 @@
-//! The file of `coreward dispatch`, which is `[dispatch]` in the agent's; docs/dispatch.md is the reference for users.
+//! The file of `coreward dispatch`, which is also `[dispatch]` in the agent's file. Users find its reference in
+//! docs/dispatch.md.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -16,30 +17,28 @@ use coreward_dataplane::dispatch::{
 };
 use coreward_model::dispatch::{ClassBounds, RoundedServiceTime};
 
-/// Default pin directory.
 pub const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward/dispatch";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Directory for the pins of the data plane, in a BPF file system.
+    /// Directory for the pinned programs and maps, in a BPF file system.
     pub pin_directory: PathBuf,
-    /// Directory of a cgroup2 file system that contains all workers; `None`: its root.
+    /// Directory in a cgroup2 file system that contains all workers, or `None` for the file system's root.
     pub cgroup: Option<PathBuf>,
-    /// Address at which `coreward dispatch` serves metrics; `None`: no metrics are served.
+    /// Address at which `coreward dispatch` serves metrics, or `None` if it serves none.
     pub metrics: Option<SocketAddr>,
-    /// Dispatched services, at least one.
     pub services: Vec<Service>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// Options of the service's BPF programs.
     pub options: Options,
-    /// Timeouts that user space applies.
+    /// Timeouts that are checked in user space instead of by the BPF programs.
     pub user_space_timeouts: Timeouts,
-    /// Expected service time of each type, then of all other requests; `None`: learned.
+    /// Expected service time of each request type, followed by that of all other requests. `None` means that it is
+    /// learned.
     pub expected_service_times: Vec<Option<Duration>>,
-    /// Default of the bounds that [`Service::class_bounds`] returns.
+    /// Default for the bounds that [`Service::class_bounds`] returns.
     default_class_bound: u32,
     reserved_workers: u16,
     reserved_worker_bound: u32,
@@ -67,7 +66,7 @@ impl Service {
         }
     }
 
-    /// Returns the bounds on outstanding requests of each class, for a service with this number of workers.
+    /// Returns the bounds on each class's outstanding requests, for a service with the given number of workers.
     pub fn class_bounds(&self, workers: u16) -> ClassBounds {
         ClassBounds::with_reserved_cores(
             workers,
@@ -79,17 +78,17 @@ impl Service {
     }
 }
 
-/// Default bound on a worker's outstanding requests, equal to RingLeader's (NSDI'23, Sect. 7.1).
+/// Default bound on each worker's outstanding requests, which is that of RingLeader (NSDI'23, Sect. 7.1).
 const DEFAULT_CLASS_BOUND: u32 = 4;
-/// Default number of reserved workers if there are several classes.
+/// Default number of reserved workers, if there are several classes.
 const DEFAULT_RESERVED_WORKERS: u16 = 1;
 
 config_struct! {
-    /// The unchecked configuration: the file of `coreward dispatch`, or a table in another daemon's file.
+    /// The configuration before its checks, from the file of `coreward dispatch` or a table in another daemon's file.
     pub struct UncheckedConfig {
-        /// Directory of the data plane, in a BPF file system.
+        /// Directory for the pinned programs and maps, in a BPF file system.
         pin_directory: Option<AbsolutePath>,
-        /// A directory of a cgroup2 file system that all workers are in or below; without it its root.
+        /// A directory of a cgroup2 file system in or below which all workers are; without it the file system's root.
         cgroup: Option<PathBuf>,
         /// Address and port of the metrics for Prometheus; without it none are served.
         metrics: Option<Spanned<SocketAddr>>,
@@ -98,7 +97,8 @@ config_struct! {
     }
 }
 
-/// Minimum of response timeouts in ns: shorter times than the poll interval have no effect.
+/// Minimum response timeout in ns. A shorter one would have no effect, because timeouts are checked once per poll
+/// interval.
 const MIN_RESPONSE_TIMEOUT_NS: u64 = POLL_INTERVAL.as_nanos() as u64;
 
 config_struct! {
@@ -128,7 +128,7 @@ config_struct! {
     }
 }
 
-/// Maximum offset of a field in bytes: no UDP payload is longer.
+/// Maximum offset of a field in bytes, because no UDP payload is longer.
 const MAX_FIELD_OFFSET: u64 = 65_500;
 
 config_struct! {
@@ -150,7 +150,7 @@ type ClassNumber = Number<0, { MAX_CLASSES as u64 - 1 }>;
 config_struct! {
     #[derive(Default)]
     struct OtherTypesTable {
-        /// Service time; without it it is learned.
+        /// Service time; without it, it is learned.
         expected: Option<ExpectedServiceTime>,
         /// Priority: 0 is the highest.
         class: Option<ClassNumber>,
@@ -163,7 +163,7 @@ config_struct! {
         value: Option<u64>,
         /// First bytes of the payload, 1 to 8.
         prefix: Option<String>,
-        /// Service time; without it it is learned.
+        /// Service time; without it, it is learned.
         expected: Option<ExpectedServiceTime>,
         /// Priority: 0 is the highest.
         class: ClassNumber = Number(0),
@@ -176,7 +176,7 @@ string_enum!(PolicyName, "policy", Policy::all().map(|policy| (policy.name().to_
 
 config_file!(Config, |table: UncheckedConfig, reader| Some(table.check(reader)));
 
-/// Decodes a `[dispatch]` table in the configuration file of another daemon.
+/// Decodes a `[dispatch]` table in another daemon's configuration file.
 impl FromToml for Config {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let table = UncheckedConfig::read(value, reader)?;
@@ -193,7 +193,7 @@ impl FromToml for Config {
 }
 
 impl UncheckedConfig {
-    /// Checks a table of another daemon's file like [`UncheckedConfig::check`]; the other daemon serves the metrics.
+    /// Checks a table in another daemon's file. It must not have `metrics`, because the other daemon serves them.
     fn check_embedded(self, reader: &mut Reader<'_>) -> Config {
         if let Some(metrics) = &self.metrics {
             let metrics_address = metrics.get_ref();
@@ -205,7 +205,7 @@ impl UncheckedConfig {
         self.check(reader)
     }
 
-    /// Checks the configuration. Mistakes are added to the reader's list.
+    /// Checks the configuration, and adds mistakes to the reader's list.
     pub fn check(self, reader: &mut Reader<'_>) -> Config {
         let mut services: Vec<Service> = Vec::new();
         let services_span = self.services.span();
@@ -234,7 +234,8 @@ impl ServiceTable {
             let message = format!("{}: expected a port from 1 to 65535", listen_address?);
             reader.report(self.listen.span.clone(), message);
         }
-        // Without an address there is no service, but its types may have mistakes, too.
+        // Without an address there is no service. The check goes on with another address, because the types may have
+        // mistakes, too.
         let mut service = Service::new(listen_address.unwrap_or_else(|| ([0, 0, 0, 0], 1).into()), self.policy.0);
         service.default_class_bound = self.bound.0 as u32;
         service.reserved_workers = self.reserved.0 as u16;
@@ -269,7 +270,7 @@ impl ServiceTable {
             service.expected_service_times.push(request_type.expected.map(|BoundedDuration(time)| time));
         }
         let lowest_priority_class = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
-        // Requests of no type have the lowest priority.
+        // Unless `other` has a class, requests that match no type have the lowest priority.
         service.options.default_class = self.other.class.map_or(lowest_priority_class, |class| class.0 as u8);
         service.expected_service_times.push(self.other.expected.map(|BoundedDuration(time)| time));
         service.class_count = lowest_priority_class.max(service.options.default_class) + 1;

@@ -1,4 +1,4 @@
-//! `coreward dispatch`: all services, until a signal.
+//! The daemon of `coreward dispatch`, which maintains all services until a signal arrives.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -15,7 +15,7 @@ use crate::config::Config;
 use crate::dispatcher::Dispatcher;
 use crate::{service, status};
 
-/// Interval of checks that the services' maintenance thread is running.
+/// Interval between the checks whether the services' maintenance thread is running.
 const THREAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs the dispatcher until SIGTERM or SIGINT. The pinned BPF programs continue to dispatch.
@@ -39,7 +39,7 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns the counters of the BPF programs, read from the services' pins so that no thread waits for another.
+/// Returns the BPF programs' counters. Reads them from the services' pins, so that no thread waits for another.
 fn metrics_snapshot(pins: &[PathBuf]) -> Snapshot {
     let mut snapshot = component::base_snapshot(Component::Dispatch);
     match status::read_pinned_status(pins) {

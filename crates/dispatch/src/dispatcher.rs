@@ -1,5 +1,5 @@
-//! Maintenance of all services of a configuration in a thread: finds new workers and gives up requests without a
-//! response. Requests are dispatched without it, too.
+//! Maintains all configured services in a thread, which finds new workers and gives up requests without a response.
+//! Requests are dispatched even if the thread does not run.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,19 +15,19 @@ use crate::config::Config;
 use crate::service::{self, DispatchedService};
 use crate::status::ServiceStatus;
 
-/// Handle of the maintenance thread, which ends when the handle is dropped; requests are still dispatched.
+/// Handle of the maintenance thread. The thread ends when the handle is dropped, but requests are still dispatched.
 #[derive(Debug)]
 pub struct Dispatcher {
-    /// Sender of new configurations to the thread; `None` only during the drop.
+    /// Sender of new configurations to the thread. It is `None` only while the handle is dropped.
     config_change_sender: Option<Sender<ConfigChange>>,
     shared_state: Arc<Mutex<DispatchState>>,
     maintenance_thread: Option<JoinHandle<()>>,
 }
 
-/// New configuration, and the sender for the result of applying it.
+/// New configuration, and the sender for the result of its application.
 type ConfigChange = (Config, Sender<anyhow::Result<()>>);
 
-/// State of the dispatched services at the last poll.
+/// State of the dispatched services when they were last polled.
 #[derive(Debug, Clone, Default)]
 pub struct DispatchState {
     pub services: Vec<ServiceStatus>,
@@ -35,13 +35,13 @@ pub struct DispatchState {
 }
 
 impl Dispatcher {
-    /// Loads the programs, or takes over running ones, in the network namespace of the calling thread.
+    /// Loads the programs or takes over running ones, in the calling thread's network namespace.
     pub fn start(config: &Config) -> anyhow::Result<Self> {
         let mut services = MaintainedServices::start(config)?;
         let (sender, receiver) = channel();
         let shared_state = Arc::new(Mutex::new(DispatchState::default()));
         let published_state = Arc::clone(&shared_state);
-        // The thread inherits the network namespace.
+        // A new thread inherits the network namespace of its parent.
         let maintenance_thread = std::thread::Builder::new()
             .name("dispatch".to_owned())
             .spawn(move || services.run_maintenance_loop(&receiver, &published_state))
@@ -49,8 +49,8 @@ impl Dispatcher {
         Ok(Self { config_change_sender: Some(sender), shared_state, maintenance_thread: Some(maintenance_thread) })
     }
 
-    /// Replaces the services. The kernel again selects sockets of removed services; others continue without
-    /// interruption. A service whose program the kernel rejects stays unchanged. Fails when a program was rejected.
+    /// Replaces the services. For removed services, the kernel selects the socket again. Others continue without
+    /// interruption. Fails when the kernel rejects a service's program, and then this service stays unchanged.
     pub fn replace_config(&self, config: Config) -> anyhow::Result<()> {
         let (sender, outcome) = channel();
         let thread_ended_error = || anyhow!("the thread that maintains the services has ended: expected a restart");
@@ -66,18 +66,18 @@ impl Dispatcher {
         self.shared_state.lock().clone()
     }
 
-    /// Returns whether the maintenance thread is running.
     pub fn is_running(&self) -> bool {
         self.maintenance_thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 }
 
-/// Ends the dispatch of these services: the kernel selects again. Fails when something cannot be removed.
+/// Stops dispatching for these services, so that the kernel selects workers again. Fails when something cannot be
+/// removed.
 pub fn detach(config: &Config) -> anyhow::Result<()> {
     let service_pin_directories =
         |named: &crate::config::Service| service::service_pin_directory(&config.pin_directory, named.options.service);
     config.services.iter().try_for_each(|named| service::end_dispatch(&service_pin_directories(named)))?;
-    // Other services may use the directory.
+    // An error is ignored, because other services may still use the directory.
     let _ = std::fs::remove_dir(&config.pin_directory);
     Ok(())
 }
@@ -112,7 +112,7 @@ impl MaintainedServices {
         loop {
             self.services.iter_mut().for_each(DispatchedService::poll);
             *shared_state.lock() = self.current_state();
-            // Missed polls are not repeated: requests would seem older than they are.
+            // Missed polls are skipped, because a burst of polls would make requests seem older than they are.
             next_poll_at = (next_poll_at + POLL_INTERVAL).max(Instant::now());
             match requests.recv_timeout(next_poll_at.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => {}

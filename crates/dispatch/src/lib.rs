@@ -1,11 +1,11 @@
-//! `coreward dispatch`: dispatch of a UDP service's requests to workers, for unmodified servers. docs/dispatch.md is
-//! the reference for users; `bpf/dispatch/dispatch.bpf.c` describes the program.
+//! Dispatches a UDP service's requests to an unmodified server's workers (`coreward dispatch`). Users find the
+//! reference in docs/dispatch.md. The program is described in `bpf/dispatch/dispatch.bpf.c`.
 //!
 //! * [`config`]: configuration of the services
 //! * [`service`]: one service and its workers
-//! * [`dispatcher`]: all services, in a thread of the agent or of [`daemon`]
-//! * [`status`]: counts of the programs
-//! * [`command`]: the command's arguments
+//! * [`dispatcher`]: maintenance of all services, in a thread of the agent or of [`daemon`]
+//! * [`status`]: the BPF programs' counters
+//! * [`command`]: the command and its arguments
 
 pub mod command;
 pub mod config;

@@ -1,4 +1,4 @@
-//! One service: search and maintenance of its workers.
+//! Maintains one dispatched service, and searches for its workers.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -16,28 +16,27 @@ use coreward_model::dispatch::LearnedServiceTime;
 use crate::config;
 use crate::status::ServiceStatus;
 
-/// Interval of searches for new workers while no worker has died.
+/// Interval between searches for new workers, unless a worker has died recently.
 const WORKER_SEARCH_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Service whose requests are dispatched to workers. Its requests are still dispatched after a drop.
+/// Service whose requests are dispatched to workers. They are still dispatched after this value is dropped.
 #[derive(Debug)]
 pub struct DispatchedService {
     service_config: config::Service,
     dispatch_programs: DispatchPrograms,
     started_at: Instant,
     last_worker_search_at: Option<Instant>,
-    /// Time at which a worker last died.
     last_worker_death_at: Option<Instant>,
-    /// Inodes of the workers' sockets that the last search found.
+    /// Inodes of the worker sockets that the last search found.
     worker_socket_inodes: BTreeSet<SocketInode>,
     learned_service_times: Vec<LearnedServiceTime>,
     last_observed_service_times: Vec<(u64, u64)>,
-    /// Last warning of the service, kept so that each warning is logged once.
+    /// The service's last warning, which is kept so that each warning is logged only once.
     last_warning: Option<String>,
 }
 
 impl DispatchedService {
-    /// Loads the service's BPF programs, or takes over running ones.
+    /// Loads the service's BPF programs or takes over running ones.
     pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
         let listen_address = config.options.service;
         let dispatch_programs =
@@ -72,7 +71,7 @@ impl DispatchedService {
         Ok(service)
     }
 
-    /// Performs the periodic maintenance of the service; called once per [`dispatch::POLL_INTERVAL`].
+    /// Performs the service's periodic maintenance. Called once per [`dispatch::POLL_INTERVAL`].
     pub fn poll(&mut self) {
         let poll_result =
             self.dispatch_programs.maintain(self.started_at.elapsed(), &self.service_config.user_space_timeouts);
@@ -86,7 +85,7 @@ impl DispatchedService {
         if worker_died {
             self.last_worker_death_at = Some(Instant::now());
         }
-        // A new worker may replace a dead one at any time.
+        // After a death, every poll searches, because a new worker may replace the dead one at any time.
         let died_recently = self.last_worker_death_at.is_some_and(|at| at.elapsed() < WORKER_SEARCH_INTERVAL * 2);
         if died_recently || self.last_worker_search_at.is_none_or(|at| at.elapsed() >= WORKER_SEARCH_INTERVAL) {
             self.last_worker_search_at = Some(Instant::now());
@@ -133,7 +132,7 @@ impl DispatchedService {
             .zip(&observed_service_times)
             .zip(expected)
         {
-            // A configured time is not learned.
+            // Service times are learned only if none is configured.
             if expected.is_none() {
                 learned.observe(now.0.wrapping_sub(before.0), now.1.wrapping_sub(before.1));
             }
@@ -145,7 +144,7 @@ impl DispatchedService {
     fn write_expected_service_times(&self) {
         let known_service_times: Vec<Duration> =
             self.learned_service_times.iter().filter_map(|learned| learned.expected_time()).collect();
-        // A type without a response so far gets the mean of the other types.
+        // A request type that has had no response yet gets the mean of the other types.
         let mean_service_time = known_service_times
             .iter()
             .sum::<Duration>()
@@ -203,12 +202,12 @@ impl DispatchedService {
                 "the dispatcher has found a new worker, which gets requests from now on"
             );
         }
-        // A restarted server has several groups, and each needs the program.
+        // Sockets of a restarted server may be in several reuseport groups, and each group needs the program.
         self.dispatch_programs.attach(socket.as_fd()).context("the service must open its sockets with SO_REUSEPORT")
     }
 }
 
-/// Returns the process that reads each socket: one that waits for it by epoll, or else one that has it open.
+/// Returns the process that reads each socket, which is one that waits for it with epoll or else one that has it open.
 fn find_socket_readers(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
     let mut found_readers = listeners::find_epoll_waiters(inodes)?;
     let inodes_without_waiter: BTreeSet<SocketInode> =
@@ -216,16 +215,16 @@ fn find_socket_readers(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<Ser
     if !inodes_without_waiter.is_empty() {
         found_readers.extend(listeners::find_owners(&inodes_without_waiter)?);
     }
-    // Sorted by the start of the workers.
+    // The readers are in the order in which the workers started.
     found_readers.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
     Ok(found_readers)
 }
 
-/// Ends the dispatch of a service, so that the kernel selects workers again. Fails when something cannot be removed.
+/// Stops dispatching for a service, so that the kernel selects workers again. Fails when something cannot be removed.
 pub fn end_dispatch(pins: &Path) -> anyhow::Result<()> {
     if let Ok(ledger) = dispatch::open_pinned_ledger(pins) {
         let listen_address = ledger.service().0;
-        // Closed sockets have taken the program with them.
+        // If all sockets are closed, the kernel has already detached the program.
         for listener in find_socket_readers(&listeners::udp_socket_inodes(listen_address)?)? {
             if let Err(error) =
                 listeners::duplicate_socket(&listener).and_then(|socket| reuseport::detach(socket.as_fd()))
@@ -248,7 +247,7 @@ pub fn end_dispatch(pins: &Path) -> anyhow::Result<()> {
     dispatch::remove(pins)
 }
 
-/// Returns the pin directory of a service. Its name has no dots, which bpffs does not allow.
+/// Returns the pin directory of a service. Its name has no dots, because bpffs does not allow them.
 pub fn service_pin_directory(pin_directory: &Path, listen: SocketAddr) -> PathBuf {
     let address_without_dots = listen.ip().to_string().replace(['.', ':'], "_");
     pin_directory.join(format!("{address_without_dots}_{}", listen.port()))

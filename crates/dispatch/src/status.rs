@@ -1,4 +1,4 @@
-//! Counts of the programs, as text and as JSON.
+//! Shows the BPF programs' counters, as text and as JSON.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -60,7 +60,7 @@ fn to_worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
     }
 }
 
-/// Returns the status of every service with pins in these directories. Fails when one cannot be read.
+/// Returns the status of each service that is pinned in one of these directories. Fails when one cannot be read.
 pub fn read_pinned_status(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
     pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::open_pinned_ledger(directory)?))).collect()
 }

@@ -1,4 +1,4 @@
-//! `coreward doctor`.
+//! The command `coreward doctor`.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -50,7 +50,7 @@ enum Format {
     Json,
 }
 
-/// Service on the command line: ADDRESS:PORT, optionally with /tcp or /udp.
+/// Service on the command line, written as ADDRESS:PORT, optionally with /tcp or /udp.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ServiceArgument(ServiceAddress);
 
@@ -67,7 +67,7 @@ impl FromStr for ServiceArgument {
     }
 }
 
-/// Runs the checks. Returns the output, and whether no fault is left. Fails when the file or the options are wrong.
+/// Runs the checks. Returns the output, and whether no fault remains. Fails if the file or the options are invalid.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     if args.list {
         return Ok((list_checks(args.format), true));
@@ -97,7 +97,6 @@ pub fn run(args: &DoctorArgs) -> anyhow::Result<(String, bool)> {
     Ok((text, has_no_fault))
 }
 
-/// Returns the list of all checks in the given format.
 fn list_checks(format: Format) -> String {
     match format {
         Format::Text => checks::CHECKS.iter().map(report::describe_check).collect::<Vec<_>>().join("\n"),

@@ -1,4 +1,4 @@
-//! Facts about a machine, as plain data, so tests can construct them.
+//! Facts about a machine as plain data, so that tests can construct them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -29,7 +29,6 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns the role's name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Role::Lb => "lb",
@@ -39,28 +38,26 @@ impl Role {
     }
 }
 
-/// Settings of the daemon's configuration file, or their defaults.
+/// Settings from the daemon's configuration file, or their defaults.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Network device of the services' packets; `None` for a controller.
+    /// Network device that receives the services' packets, or `None` for a controller.
     pub interface: Option<String>,
     /// Directory in which the daemon pins its programs and maps.
     pub pin_directory: Option<PathBuf>,
-    /// Addresses of the controllers.
     pub controllers: Vec<SocketAddr>,
-    /// Whether the agent sets net.ipv4.tcp_timestamps.
+    /// Whether the agent sets the sysctl net.ipv4.tcp_timestamps.
     pub manage_timestamps: bool,
-    /// Whether the reported load of a core is the busy time of its CPU.
+    /// Whether the agent reports a core's load as the busy time of its CPU.
     pub is_load_cpu_time: bool,
-    /// How the agent selects workers, if it does.
+    /// Method by which the agent assigns connections to workers.
     pub steer: Steer,
-    /// XDP mode of the load balancer.
     pub xdp_mode: XdpMode,
-    /// Number of the routing table in which the load balancer announces VIPs.
+    /// Number of the routing table in which the load balancer announces VIPs, or `None` if it announces none.
     pub announcement_table: Option<u32>,
 }
 
-/// All facts about a machine that checks examine.
+/// All facts that the checks examine.
 #[derive(Debug, Clone)]
 pub struct Facts {
     pub role: Role,
@@ -68,157 +65,146 @@ pub struct Facts {
     pub kernel: Kernel,
     /// Capabilities that this process lacks.
     pub missing_capabilities: Vec<&'static str>,
-    /// Hard limit of open files, to which a daemon raises its limit.
+    /// Hard limit of open files, which a daemon makes its own limit.
     pub open_files_limit: u64,
-    /// Values of sysctls by path below /proc/sys; missing sysctls have no entry.
+    /// Values of sysctls, by path below /proc/sys. Sysctls that do not exist have no entry.
     pub sysctl_values: BTreeMap<String, String>,
-    /// File system of the pin directory.
     pub bpf_file_system: BpfFileSystem,
-    /// Reason why a new process cannot take over the pinned programs and maps.
+    /// Reason why another process could not take over the pinned programs and maps, if there is one.
     pub pins_problem: Option<String>,
-    /// Network device of the services' packets; `None`: not configured, or missing.
+    /// Network device that receives the services' packets, or `None` if it is not configured or does not exist.
     pub device: Option<Device>,
     /// Addresses of all network devices.
     pub addresses: Vec<Address>,
-    /// Names of the devices of default routes.
+    /// Names of the devices that default routes use.
     pub default_route_devices: BTreeSet<String>,
     /// Number of online CPUs.
     pub cpu_count: usize,
     pub clock: Clock,
-    /// Firewalls and connection tracking.
     pub netfilter: Netfilter,
-    /// Controller that answered, or the error; `None`: no address is configured, or this is a controller's machine.
+    /// Address of the controller that answered, or the error. `None` without a configured address, or for a controller.
     pub controller_answer: Option<Result<SocketAddr, String>>,
     /// Services that this machine serves or balances.
     pub services: Vec<Service>,
-    /// Servers of these services by name.
+    /// Servers of these services, by name.
     pub servers_by_name: BTreeMap<String, Server>,
-    /// Number of reports that the controller rejected because their time is in the future.
+    /// Number of reports that the controller rejected because they were from the future by its clock.
     pub future_report_count: u64,
-    /// Announcement of VIPs; `None`: coreward announces no VIPs.
+    /// Facts about the announcement of VIPs, or `None` if this machine announces none.
     pub announcement: Option<Announcement>,
-    /// Facts about the controller on this machine.
+    /// Facts about the controller, if this machine runs one.
     pub controller_facts: Option<ControllerFacts>,
-    /// Threads that poll instead of waiting.
+    /// Threads that occupy a CPU by polling.
     pub polling_threads: Vec<PollingThread>,
-    /// Certificates of the file's `[tls]` table.
+    /// Certificates that the table `[tls]` of the configuration file names.
     pub certificates: Vec<CertificateFacts>,
 }
 
-/// Thread that is pinned to one CPU and never waits: it polls, or is at full load.
+/// Thread that is pinned to one CPU and never waits, because it polls or is at full load.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PollingThread {
-    /// Id of the thread.
     pub thread_id: u32,
-    /// Name of the thread.
     pub name: String,
     /// CPU to which the thread is pinned.
     pub cpu: usize,
 }
 
-/// Facts about a certificate of the daemon.
+/// Facts about one of the daemon's certificates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateFacts {
-    /// Use of the certificate: "own", or "ca" for that of an authority.
+    /// Use of the certificate, which is "own", or "ca" for an authority.
     pub usage: &'static str,
-    /// Subject of the certificate.
     pub subject: String,
-    /// Identity in the certificate, if it is another daemon's.
+    /// Identity in the certificate if it belongs to another daemon.
     pub wrong_owner: Option<String>,
-    /// Remaining validity; zero if expired.
+    /// Remaining validity, which is zero if the certificate has expired.
     pub remaining_validity: Duration,
     /// Whether less than a third of the certificate's validity remains.
     pub is_renewal_due: bool,
 }
 
-/// Facts that the announcement of VIPs depends on.
+/// Facts about the announcement of VIPs through a routing daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Announcement {
-    /// Number of the routing table.
     pub routing_table_number: u32,
-    /// `ip rule` entries that use the table, or the error.
+    /// Entries of `ip rule` that use the table, or the error if they cannot be read.
     pub ip_rules: Result<Vec<String>, String>,
-    /// Name of the running routing daemon.
+    /// Name of the routing daemon that is running, if any.
     pub routing_daemon: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
-    /// Kernel release, which `uname -r` prints.
+    /// Kernel release, as `uname -r` prints it.
     pub release: String,
-    /// Whether /sys/kernel/btf/vmlinux exists.
+    /// Whether the kernel provides its BTF at /sys/kernel/btf/vmlinux.
     pub has_btf: bool,
-    /// Result of loading each program of the role; empty without capabilities.
+    /// Result of loading each BPF program of the role. Empty if this process lacks the capabilities to load programs.
     pub program_load_results: BTreeMap<&'static str, Result<(), String>>,
 }
 
-/// File system of the pin directory.
+/// File system that contains the pin directory.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BpfFileSystem {
-    /// Nearest existing ancestor of the pin directory.
+    /// Pin directory, or its nearest ancestor that exists.
     pub existing_directory: PathBuf,
-    /// Whether the directory is in a BPF file system.
+    /// Whether this directory is in a BPF file system.
     pub is_bpf: bool,
 }
 
-/// Network device of the services' packets.
+/// Network device that receives the services' packets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
     /// Whether the device is up and has a carrier.
     pub is_up: bool,
     /// Whether the device has a MAC address.
     pub is_ethernet: bool,
-    /// MTU in bytes.
+    /// MTU of the device, in bytes.
     pub mtu: u32,
-    /// Name of the device's driver.
     pub driver: String,
-    /// Numbers of channels (queues); `None`: the driver does not report them.
+    /// Numbers of the device's channels (queues), or `None` if the driver does not report them.
     pub channels: Option<QueueCounts>,
-    /// Whether the device merges received packets in hardware.
+    /// Whether the device merges received packets in hardware (LRO).
     pub is_lro_enabled: bool,
-    /// Whether RSS hashes packets of this type by their ports; no entry: the driver does not report it.
+    /// Whether RSS includes ports in its hash, by flow type. Types that the driver does not report have no entry.
     pub port_hashing_by_flow_type: BTreeMap<FlowType, bool>,
-    /// XDP programs on the device.
     pub xdp: XdpState,
-    /// Whether the other end has an XDP program; `None`: the device is no veth, or its other end is not visible.
+    /// Whether the veth peer has an XDP program. `None` if the device is no veth, or the peer is not visible.
     pub veth_peer_has_xdp: Option<bool>,
-    /// Counters of frames that XDP sent and the driver dropped, if above 0.
+    /// Counters above 0 of frames that XDP sent and the driver dropped.
     pub xdp_send_errors: Vec<(String, u64)>,
-    /// Id of coreward's XDP program, found by its pinned link.
+    /// Id of the XDP program that coreward has attached, found through its pinned link.
     pub own_program_id: Option<u32>,
-    /// Settings by which packets reach other cores than RSS selects.
+    /// Settings that direct packets to other cores than RSS selects.
     pub rss_conflicts: RssConflicts,
-    /// Known interrupts of the device by receive queue.
+    /// Interrupts of the device that are known, by receive queue.
     pub interrupts_by_queue: BTreeMap<u16, Interrupt>,
-    /// Number of entries of the RSS table and input transform of the hash, or the problem.
+    /// Number of entries in the RSS indirection table and the hash's input transform, or why they are unknown.
     pub rss_entries_and_transform: Result<(usize, InputTransform), RssProblem>,
-    /// Whether the driver moves open connections to other queues (ATR); `None`: it cannot.
+    /// Whether the driver moves open connections to other queues (ATR), or `None` if it cannot.
     pub moves_open_connections: Option<bool>,
-    /// Whether the device removes VLAN tags of received frames.
+    /// Whether the device removes the VLAN tags of received frames.
     pub strips_vlan_tags: bool,
-    /// VLAN devices on this device.
+    /// VLAN devices that use this device.
     pub vlan_devices: Vec<String>,
-    /// Whether /sys shows this network namespace. If not, RPS and interrupts are not visible.
+    /// Whether /sys shows this network namespace. If it does not, RPS and interrupts are not visible.
     pub is_sysfs_visible: bool,
 }
 
-/// Reason why the receive queue of a connection is unknown.
+/// Reason why it cannot be predicted which receive queue a connection's packets arrive at.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RssProblem {
-    /// The device shows no indirection table.
+    /// The device reports no indirection table.
     NoIndirectionTable(String),
-    /// The device uses another hash, or reports none.
+    /// The device uses another hash function, or reports none.
     UnsupportedHash(String),
 }
 
-/// IP address of a network device.
+/// IP address of a network device, with its netmask.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Address {
-    /// Name of the network device.
     pub device: String,
-    /// The IP address.
     pub address: IpAddr,
-    /// Netmask, of the same address family.
     pub mask: IpAddr,
 }
 
@@ -235,35 +221,33 @@ impl Address {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Clock {
-    /// Clock source of the kernel; empty: unknown.
+    /// Name of the kernel's clock source, which is empty if unknown.
     pub clock_source: String,
-    /// Whether the wall clock is synchronised (NTP); `None` if unknown.
+    /// Whether the wall clock is synchronised (NTP), or `None` if unknown.
     pub is_synchronised: Option<bool>,
 }
 
-/// Firewalls and connection tracking of this network namespace.
+/// Firewalls and connection tracking in this network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Netfilter {
-    /// Chains of nftables, including those of iptables-nft, or the error of reading them.
+    /// Chains of nftables, including those of iptables-nft, or the error if they cannot be read.
     pub chains: Result<Vec<NetfilterChain>, String>,
-    /// Names of the tables of legacy iptables.
+    /// Names of the tables that legacy iptables uses.
     pub legacy_tables: Vec<String>,
 }
 
 /// Service that this machine serves or balances.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// Name of the service.
     pub name: String,
-    /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
     /// Whether load balancers stamp the service's packets (`timestamps = "lb"`).
     pub is_stamped_by_lb: bool,
     /// Whether servers or load balancers stamp the service's packets.
     pub is_stamped: bool,
-    /// Kind of forwarding of packets to the servers.
+    /// Method by which load balancers forward packets to the servers.
     pub forwarding: Forwarding,
-    /// Sockets of the service on this machine, or the error; `None`: the machine does not serve it.
+    /// Sockets of the service on this machine, or the error. `None` if this machine does not serve the service.
     pub sockets: Option<Result<Sockets, String>>,
 }
 
@@ -273,62 +257,54 @@ impl Service {
     }
 }
 
-/// Server of a service, as load balancers reach it.
+/// Server of a service, as seen by load balancers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// Address by which load balancers reach the server.
+    /// Address at which load balancers reach the server.
     pub address: IpAddr,
-    /// Whether load balancers send untagged frames to the server, by `forwarding = "l2"`.
+    /// Whether load balancers forward to the server with untagged frames (`forwarding = "l2"`).
     pub is_on_segment: bool,
 }
 
-/// Sockets of a service on this machine.
+/// Sockets on this machine that receive a service's packets.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sockets {
-    /// Number of the service's sockets.
     pub socket_count: usize,
-    /// Whether the sockets have SO_REUSEPORT; `None`: unknown.
+    /// Whether the sockets have SO_REUSEPORT, or `None` if unknown.
     pub has_reuseport: Option<bool>,
-    /// CPUs on which each process that waits for one of the sockets may run.
+    /// Sets of CPUs, one for each process that waits at a socket. The process may run on these CPUs.
     pub worker_cpus: Vec<BTreeSet<usize>>,
 }
 
-/// Facts about a controller.
+/// Facts about the controller of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerFacts {
-    /// Listening address of the controller.
     pub listen_address: SocketAddr,
-    /// Error of binding the listening address.
+    /// Reason why the listening address cannot be bound, if any.
     pub listen_problem: Option<String>,
     /// Whether a controller answers at the listening address.
     pub is_running: bool,
-    /// Store of the controller's records.
     pub store: StoreFacts,
 }
 
-/// Store of the controller's records, and its problems.
+/// Store of the controller's records, with its problems.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum StoreFacts {
-    /// The store is a file.
     File {
-        /// Path of the store's file.
         path: PathBuf,
-        /// Reason why the store's file cannot be created or written.
+        /// Reason why the file cannot be created or written, if any.
         problem: Option<String>,
-        /// Permission bits of the store's file; `None`: the file does not exist.
+        /// Permission bits of the file, or `None` if the file does not exist.
         mode: Option<u32>,
     },
-    /// The store is etcd.
     Etcd {
-        /// Addresses of etcd's endpoints.
         endpoints: Vec<String>,
-        /// Name of the leading controller in etcd, or the error.
+        /// Name of the leading controller according to etcd, or the error.
         leader: Result<String, String>,
     },
 }
 
 impl Facts {
-    /// Returns the name of the services' network device.
     pub fn interface(&self) -> &str {
         self.settings.interface.as_deref().unwrap_or_default()
     }
@@ -337,7 +313,7 @@ impl Facts {
         self.sysctl_values.get(path)?.trim().parse().ok()
     }
 
-    /// Returns the values of a sysctl in net.ipv4.conf for `all` and for the services' device.
+    /// Returns a sysctl's values in net.ipv4.conf for `all` and for the services' device.
     pub fn device_and_all_sysctl(&self, name: &str) -> Option<(u32, u32)> {
         let of = |device: &str| self.sysctl(&device_sysctl_path(device, name));
         Some((of("all")?, of(self.interface())?))
@@ -348,15 +324,15 @@ impl Facts {
     }
 }
 
-/// Returns the path below /proc/sys of the sysctl that disables IPv6 on a device.
+/// Returns the path, below /proc/sys, of the sysctl that disables IPv6 on a device.
 pub fn disable_ipv6_sysctl_path(device: &str) -> String {
     format!("net/ipv6/conf/{device}/disable_ipv6")
 }
 
-/// Path below /proc/sys of the sysctl that makes the machine forward IPv6 packets.
+/// Path, below /proc/sys, of the sysctl that makes the machine forward IPv6 packets.
 pub const IPV6_FORWARDING_SYSCTL: &str = "net/ipv6/conf/all/forwarding";
 
-/// Returns the path below /proc/sys of a device's sysctl in net.ipv4.conf.
+/// Returns the path, below /proc/sys, of a device's sysctl in net.ipv4.conf.
 pub fn device_sysctl_path(device: &str, name: &str) -> String {
     format!("net/ipv4/conf/{device}/{name}")
 }

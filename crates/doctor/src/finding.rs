@@ -1,4 +1,4 @@
-//! Findings of checks.
+//! Findings of checks, and remedies for them.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use std::path::PathBuf;
 pub enum Severity {
     /// The observed state is as expected.
     Ok,
-    /// The state to be checked is not visible.
+    /// The state cannot be observed.
     Unknown,
     /// Packets are processed more slowly, or on other cores than predicted.
     Warning,
@@ -29,36 +29,36 @@ impl Severity {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Finding {
     pub severity: Severity,
-    /// Observed value or state that the finding is based on.
+    /// Observed value or state, from which the finding follows.
     pub observation: String,
-    /// Consequence of the finding; empty for `Ok`.
+    /// Consequence for the operator if nothing changes. It is empty for `Ok`.
     pub consequence: String,
     /// Steps that repair the problem.
     pub remedies: Vec<RemedyStep>,
 }
 
-/// Step by which an operator, or `--fix`, repairs a problem.
+/// Step of a remedy, which an operator or `--fix` executes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemedyStep {
     pub command: String,
-    /// Equivalent of the command that `--fix` may execute; `None`: only the operator may.
+    /// Equivalent of the command, for `--fix` to execute. `None` if only an operator may execute the step.
     pub automatic_fix: Option<Fix>,
 }
 
-/// Repair that `--fix` can execute. No repair can break a connection.
+/// Repair that `--fix` can execute. Repairs never break connections.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fix {
-    /// Set a sysctl, now and in a drop-in file for the next boot.
+    /// Set a sysctl now, and at the next boot by a drop-in file.
     Sysctl {
-        /// Path of the sysctl below /proc/sys.
+        /// Path of the sysctl, below /proc/sys.
         path: String,
         value: &'static str,
     },
-    /// Write a file of /sys, until the next boot.
+    /// Write to a file in /sys, with effect until the next boot.
     WriteFile { path: PathBuf, value: &'static str },
-    /// Mount the BPF file system at /sys/fs/bpf, until the next boot (systemd does it at boot).
+    /// Mount the BPF file system at /sys/fs/bpf until the next boot, when systemd mounts it.
     MountBpf,
-    /// Remove access to a file for all users but its owner.
+    /// Remove all permissions of a file, except for its owner's.
     RestrictToOwner(PathBuf),
 }
 
@@ -83,24 +83,24 @@ impl Finding {
         Self::new(Severity::Fault, found, why)
     }
 
-    /// Returns a fault if `worse`, otherwise a warning.
+    /// Returns a fault if `worse` is true, otherwise a warning.
     pub fn fault_if(worse: bool, found: impl Into<String>, why: &str) -> Self {
         Self::new(if worse { Severity::Fault } else { Severity::Warning }, found, why)
     }
 
-    /// Adds a step that the operator executes.
+    /// Adds a remedy step that only an operator executes.
     pub fn with_remedy_step(mut self, command: impl Into<String>) -> Self {
         self.remedies.push(RemedyStep { command: command.into(), automatic_fix: None });
         self
     }
 
-    /// Adds a step that `--fix` may execute.
+    /// Adds a remedy step that `--fix` may execute.
     pub fn with_fix(mut self, fix: Fix) -> Self {
         self.remedies.push(RemedyStep { command: fix.shell_command(), automatic_fix: Some(fix) });
         self
     }
 
-    /// Adds a step that sets a sysctl; `--fix` may execute it if `safe`.
+    /// Adds a remedy step that sets a sysctl. `--fix` may execute it if `safe` is true.
     pub fn with_sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
         if safe { self.with_fix(fix) } else { self.with_remedy_step(fix.shell_command()) }
@@ -110,7 +110,7 @@ impl Finding {
 impl Fix {
     pub fn shell_command(&self) -> String {
         match self {
-            // With slashes, because names of devices may contain dots.
+            // The name contains slashes, because device names may contain dots.
             Fix::Sysctl { path, value } => format!("sysctl -w {}={value}", sysctl_name(path)),
             Fix::WriteFile { path, value } => format!("echo {value} > {}", path.display()),
             Fix::MountBpf => "mount -t bpf bpf /sys/fs/bpf".to_owned(),
@@ -119,7 +119,7 @@ impl Fix {
     }
 }
 
-/// Returns the name of a sysctl for sysctl.d(5): slashes become dots, unless the device name contains dots.
+/// Returns a sysctl's name as in sysctl.d(5). Slashes are replaced by dots unless the path contains a dot.
 pub fn sysctl_name(path: &str) -> String {
     if path.contains('.') { path.to_owned() } else { path.replace('/', ".") }
 }

@@ -1,4 +1,4 @@
-//! `--fix`: executes safe repairs.
+//! Execution of the repairs that `coreward doctor --fix` may make.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -11,10 +11,10 @@ use nix::mount::{MsFlags, mount};
 use crate::checks::Check;
 use crate::finding::{Finding, Fix, sysctl_name};
 
-/// Drop-in file by which sysctls are set at the next boot.
+/// Drop-in file that sets sysctls at the next boot.
 pub const SYSCTL_DROP_IN_PATH: &str = "/etc/sysctl.d/90-coreward.conf";
 
-/// Executes all safe repairs. Returns a sentence for each repair that was done or has failed.
+/// Executes all repairs. Returns a sentence for each one that was done or has failed.
 pub fn apply_fixes(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     let mut repair_reports = Vec::new();
     for (check, finding) in findings {
@@ -67,7 +67,7 @@ const DROP_IN_HEADER: &str = "\
 # By `coreward doctor --fix`. The name behind each line is the check (`coreward doctor --list`).\n\
                     # Delete a line, or the file, to undo it for the next boot.\n";
 
-/// Writes `name = value` to the drop-in file, in place of an older line for the same sysctl.
+/// Writes `name = value` to the drop-in file, and removes an earlier line for the same sysctl.
 fn write_drop_in_line(file: &Path, name: &str, value: &str, check: &str) -> io::Result<()> {
     let text = match fs::read_to_string(file) {
         Err(error) if error.kind() == ErrorKind::NotFound => DROP_IN_HEADER.to_owned(),
@@ -80,7 +80,7 @@ fn write_drop_in_line(file: &Path, name: &str, value: &str, check: &str) -> io::
     fs::write(file, remove_orphan_comments(&kept_lines))
 }
 
-/// Removes comments whose sysctl line was replaced.
+/// Removes comments whose sysctl line has been replaced.
 fn remove_orphan_comments(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     let is_orphan = |at: usize| {

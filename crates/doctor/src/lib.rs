@@ -1,11 +1,11 @@
-//! `coreward doctor`: checks whether a machine is fit for its role.
+//! Implementation of `coreward doctor`, which checks whether a machine is fit for its role.
 //!
 //! * [`facts`]: facts about the machine, as plain data
-//! * [`gather`]: gathering of facts
-//! * [`checks`]: pure functions of the facts, listed in [`checks::CHECKS`]
-//! * [`finding`]: results of checks
-//! * [`fix`]: safe repairs
-//! * [`report`]: findings as text and JSON
+//! * [`gather`]: gathering of the facts
+//! * [`checks`]: checks, which are pure functions of the facts and listed in [`checks::CHECKS`]
+//! * [`finding`]: findings of checks, with remedies
+//! * [`fix`]: execution of safe repairs
+//! * [`report`]: output of the findings as text or JSON
 
 pub mod checks;
 pub mod command;

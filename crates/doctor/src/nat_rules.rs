@@ -1,4 +1,4 @@
-//! Rules of nftables that change destinations: matching with the packets of services.
+//! Matching of services' packets with nftables rules that change destination addresses.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -7,38 +7,37 @@ use std::ops::RangeInclusive;
 use coreward_model::ServiceAddress;
 use coreward_model::tuple::Protocol;
 
-/// Netfilter chain of nftables.
+/// Chain of nftables rules.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NetfilterChain {
-    /// Family, table and name of the chain.
+    /// Names of the chain's address family and table, and of the chain itself.
     pub qualified_name: String,
-    /// Name of the chain's hook; empty if it has none.
+    /// Name of the netfilter hook to which the chain is attached. It is empty for a chain without a hook.
     pub hook_name: String,
-    /// Whether the chain's policy is to drop.
+    /// Whether the chain drops packets that no rule accepts.
     pub drops_by_default: bool,
     /// Whether any rule accepts packets or jumps to another chain.
     pub accepts_packets: bool,
-    /// Whether any rule uses connection tracking state or NAT.
+    /// Whether any rule uses the state of connection tracking, or NAT.
     pub tracks_connections: bool,
     /// Whether any rule exempts packets from connection tracking.
     pub exempts_packets: bool,
-    /// Rules that change destination addresses, or lead to other chains.
+    /// Rules that change destination addresses or jump to other chains.
     pub rules: Vec<NatRule>,
 }
 
-/// Rule that changes destination addresses, or leads to other chains.
+/// Rule that changes destination addresses or jumps to other chains.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NatRule {
-    /// Conditions on packets, all of which must hold. A condition that is not understood is omitted, so that the rule
-    /// matches more packets.
+    /// Conditions that a packet must meet to match the rule. Conditions that are not understood are left out, so the
+    /// rule seems to match more packets.
     pub conditions: Vec<MatchCondition>,
-    /// Whether the rule changes destination addresses.
     pub changes_destination: bool,
     /// Names of the chains to which the rule jumps.
     pub jump_targets: Vec<String>,
 }
 
-/// Condition of a rule on a packet's destination.
+/// Condition that a rule requires of a packet's destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MatchCondition {
     Address(Vec<RangeInclusive<IpAddr>>),
@@ -56,7 +55,7 @@ impl MatchCondition {
     }
 }
 
-/// Returns the names of the chains that can change the destination of the service's packets by a rule.
+/// Returns the names of the chains that contain a rule which can change the destination of the service's packets.
 pub fn translating_chains<'a>(chains: &'a [NetfilterChain], service: &ServiceAddress) -> BTreeSet<&'a str> {
     let (mut found, mut visited) = (BTreeSet::new(), BTreeSet::new());
     let mut pending_chains: Vec<&NetfilterChain> =

@@ -1,4 +1,4 @@
-//! Findings as text and JSON.
+//! Output of findings as text and JSON.
 
 use std::fmt::Write as _;
 
@@ -12,7 +12,7 @@ fn count_by_severity(findings: &[(&Check, Finding)], severity: Severity) -> usiz
     findings.iter().filter(|(_, finding)| finding.severity == severity).count()
 }
 
-/// Describes a check in one line: its name, its roles, whether `--fix` can repair findings, and the expected state.
+/// Describes a check in one line with its name, its roles, whether `--fix` can repair findings, and the expected state.
 pub fn describe_check(check: &Check) -> String {
     let role_names: Vec<&str> = check.roles.iter().map(|role| role.name()).collect();
     let fix_note = if check.is_fixable { " (--fix)" } else { "" };
@@ -24,7 +24,7 @@ pub fn check_to_json(check: &Check) -> Value {
     json!({ "check": check.name, "roles": role_names, "fix": check.is_fixable, "expects": check.expectation })
 }
 
-/// Returns the report as text. `done` describes the executed repairs.
+/// Formats the report as text. `done` describes the repairs that were executed.
 pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> String {
     let mut text = String::new();
     for line in done {

@@ -1,6 +1,6 @@
-//! State in named parts, some of which a change replaces. The state of 10,000 servers exceeds etcd's limits: requests
-//! of 1.5 MB, transactions of 128 operations. So a change first writes its parts under its number. One transaction then
-//! replaces the manifest, which names the parts in force. Chunks without a manifest are deleted by the next leader.
+//! Store of a state that consists of named parts. The state of 10,000 servers exceeds etcd's limits of 1.5 MB for a
+//! request and 128 operations for a transaction. So a change first writes its parts under its own number. One
+//! transaction then replaces the manifest, which names the current parts. The next leader deletes unnamed parts.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -15,24 +15,24 @@ use crate::leadership::{Leadership, WriteOutcome};
 
 /// Version of the manifest's format.
 const FORMAT: u32 = 1;
-/// Maximum number of operations in a transaction, below the default of etcd's --max-txn-ops, 128.
+/// Maximum number of operations in a transaction. It is below 128, the default of etcd's --max-txn-ops.
 const MAX_TXN_OPERATIONS: usize = 100;
-/// Maximum size of a request in bytes, below the default of etcd's --max-request-bytes, 1.5 MiB.
+/// Maximum size of a request, in bytes. It is below 1.5 MiB, the default of etcd's --max-request-bytes.
 const MAX_REQUEST_BYTES: usize = 1_000_000;
-/// Number of chunks that one request reads.
+/// Maximum number of parts that one request reads.
 const CHUNKS_PER_READ: i64 = 64;
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Parts of the stored state, by the name of the part.
+/// Parts of the stored state, by name.
 pub type Chunks = BTreeMap<String, Vec<u8>>;
 
-/// Store of a state that is divided into parts, one key in etcd for each. Only the leader writes it.
+/// Store of a state whose parts have one key in etcd each. Only the leader can write it.
 pub struct ChunkedStore {
     leadership: Arc<Leadership>,
     prefix: String,
     manifest: Manifest,
-    /// Modification revision of the manifest in etcd; 0: there is no manifest yet.
+    /// Revision at which the manifest was last modified in etcd, or 0 if there is no manifest yet.
     revision: i64,
     saved_parts: Chunks,
 }
@@ -59,12 +59,12 @@ impl ChunkedStore {
         Ok(store)
     }
 
-    /// Returns the parts of the state in force; empty before the first change.
+    /// Returns the parts of the current state, which is empty before the first change.
     pub fn parts(&self) -> &Chunks {
         &self.saved_parts
     }
 
-    /// Returns the leadership without which the state cannot be written.
+    /// Returns the leadership that is required for writing the state.
     pub fn leadership(&self) -> &Arc<Leadership> {
         &self.leadership
     }
@@ -99,7 +99,7 @@ impl ChunkedStore {
             let problem = format!("format {}: expected {FORMAT}", manifest.format);
             return Err(self.content_error(&key, problem));
         }
-        // Read at the manifest's revision, at which all its parts exist.
+        // The parts are read at the manifest's revision, because all parts that it names exist then.
         let at = found.header().map_or(0, etcd_client::ResponseHeader::revision);
         let mut values = self.read_all(at, false).await?;
         for (name, number) in &manifest.parts {
@@ -139,7 +139,7 @@ impl ChunkedStore {
         }
     }
 
-    /// Deletes the keys of parts that the manifest does not reference.
+    /// Deletes the keys of parts that the manifest does not name.
     async fn delete_unreferenced_parts(&self) -> Result<(), EtcdError> {
         let there = self.read_all(0, true).await?;
         let needed: HashSet<String> =
@@ -152,8 +152,8 @@ impl ChunkedStore {
         Ok(())
     }
 
-    /// Replaces the state, of which only changed parts are written. Without an answer from etcd it retries until the
-    /// lease ends. Then the outcome is unknown, and this process no longer leads.
+    /// Replaces the state, but writes only the changed parts. Retries until the lease ends if etcd does not answer. The
+    /// outcome is then unknown, and this process no longer leads.
     pub async fn save(&mut self, parts: Chunks) -> Result<(), EtcdError> {
         let mut next = Manifest { number: self.manifest.number + 1, ..self.manifest.clone() };
         let mut superseded = Vec::new();
@@ -180,7 +180,7 @@ impl ChunkedStore {
         self.revision = self.write_manifest(&last, &encoded).await?;
         (self.manifest, self.saved_parts) = (next, parts);
         for batch in later.chunks(MAX_TXN_OPERATIONS) {
-            // The change is in force; the next leader deletes remaining chunks.
+            // The change is already complete. If this fails, the next leader deletes the remaining parts.
             if let Err(error) = self.leadership.write_if_leading(None, batch).await {
                 tracing::warn!(
                     event = "chunks-left",
@@ -193,12 +193,12 @@ impl ChunkedStore {
         Ok(())
     }
 
-    /// Writes the manifest together with `operations`, and returns its new revision.
+    /// Writes the manifest and executes `operations` in one transaction. Returns the manifest's new revision.
     async fn write_manifest(&self, operations: &[TxnOp], manifest: &[u8]) -> Result<i64, EtcdError> {
         let key = self.manifest_key();
         match self.leadership.write_if_leading(Some((&key, self.revision)), operations).await? {
             WriteOutcome::Written { revision } => Ok(revision),
-            // An earlier attempt succeeded, and its answer was lost.
+            // An earlier attempt has succeeded, but its answer was lost.
             WriteOutcome::Conflict(Some(found)) if found.value() == manifest => Ok(found.mod_revision()),
             WriteOutcome::Conflict(_) => {
                 Err(self.content_error(&key, "something else has changed it: expected one fleet per prefix"))
@@ -207,7 +207,7 @@ impl ChunkedStore {
     }
 }
 
-/// Batches of operations, each within the limits of one transaction.
+/// Operations in batches, each of which fits into one transaction.
 #[derive(Default)]
 struct Batches {
     batches: Vec<Vec<TxnOp>>,

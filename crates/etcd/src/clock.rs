@@ -1,22 +1,22 @@
-//! Clock of leases.
+//! Clock by which leases are measured.
 
 use std::ops::Add;
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 
-/// Point in time by CLOCK_BOOTTIME, which also counts while the machine sleeps. CLOCK_MONOTONIC does not: after a sleep
-/// a machine would consider an expired lease valid.
+/// Point in time on CLOCK_BOOTTIME, which continues while the machine is suspended. With CLOCK_MONOTONIC, which does
+/// not, an expired lease would seem valid after a suspension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Deadline(Duration);
 
 impl Deadline {
-    /// Returns the present time as a deadline, to which a duration can be added.
+    /// Returns the current time as a deadline, to which a duration can be added.
     pub fn now() -> Self {
         Self(clock_gettime(ClockId::CLOCK_BOOTTIME).expect("the kernel has CLOCK_BOOTTIME").into())
     }
 
-    /// Returns the time until the deadline; zero if it has passed.
+    /// Returns the time until the deadline, or zero if it has passed.
     pub fn remaining(self) -> Duration {
         self.0.saturating_sub(Self::now().0)
     }

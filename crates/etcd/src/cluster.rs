@@ -1,5 +1,5 @@
-//! Members of etcd, tried in turn, so a member that hangs costs a second and not the lease. etcd-client can balance
-//! over members, but does not move a request to another member.
+//! Members of an etcd cluster, which are tried in turn. So a member that hangs costs a second, and not the lease.
+//! etcd-client can balance requests over members, but does not repeat a request at another member.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use tonic::Code;
 use crate::EtcdError;
 use crate::clock::Deadline;
 
-/// Maximum time for one member's answer to one request.
+/// Time limit for one member to answer one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum time for a request on which no lease depends, including retries at other members.
+/// Time limit for a request on which no lease depends, including retries at other members.
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(3);
-/// Pause before the next attempt, after a request has failed at all members.
+/// Pause before the next attempt after a request has failed at all members.
 const ROUND_PAUSE: Duration = Duration::from_millis(100);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 
@@ -29,17 +29,17 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
 pub struct Cluster {
     endpoints: Vec<String>,
     clients: RwLock<Vec<Client>>,
-    /// Index of the member that answered last, which gets the next request first.
+    /// Index of the member that answered most recently. The next request tries it first.
     preferred: AtomicUsize,
     latencies: Mutex<LatencyHistogram>,
-    /// Ids of the leases granted to this process; `None` after [`Cluster::revoke_all_leases`].
+    /// Ids of the leases that this process holds, or `None` after [`Cluster::revoke_all_leases`].
     leases: Mutex<Option<BTreeSet<i64>>>,
-    /// Runtime with its own thread, so that a busy controller keeps its lease alive; `None` during the drop.
+    /// Runtime with a thread of its own, so that a busy controller still renews its lease. `None` only during the drop.
     runtime: Option<Runtime>,
 }
 
 impl Cluster {
-    /// Prepares connections to at least one endpoint, `http://HOST:PORT` or `https://HOST:PORT`. Does no I/O.
+    /// Prepares connections to at least one member at `http://HOST:PORT` or `https://HOST:PORT`. Does no I/O.
     pub fn new(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Self, EtcdError> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -60,7 +60,7 @@ impl Cluster {
         })
     }
 
-    /// Uses new certificates for new requests. If they are unusable, the previous ones stay in use.
+    /// Uses new certificates for further requests. Fails and keeps the previous ones if they are unusable.
     pub async fn replace_certificates(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
         let cluster = self.clone();
         let connected = self.spawn(async move { connect(&cluster.endpoints, Some(&tls)).await }).await;
@@ -73,12 +73,11 @@ impl Cluster {
         self.clients.read()[member_index].clone()
     }
 
-    /// Returns the URLs of all members, separated by commas.
     pub fn endpoints(&self) -> String {
         self.endpoints.join(", ")
     }
 
-    /// Returns the histogram of the durations of answered requests.
+    /// Returns a histogram of the times that members took to answer requests.
     pub fn latencies(&self) -> LatencyHistogram {
         *self.latencies.lock()
     }
@@ -87,21 +86,21 @@ impl Cluster {
         self.leases.lock()
     }
 
-    /// Registers a lease that was granted to this process. Returns false after [`Cluster::revoke_all_leases`].
+    /// Registers a lease of this process. Returns false after [`Cluster::revoke_all_leases`].
     pub(crate) fn register_lease(&self, lease_id: i64) -> bool {
         self.leases().as_mut().is_some_and(|held| held.insert(lease_id))
     }
 
     pub(crate) async fn revoke(&self, lease: i64, deadline: Deadline) -> Result<(), EtcdError> {
-        // If etcd does not answer, the lease expires.
+        // If etcd does not answer, the lease expires by itself.
         if let Some(held) = self.leases().as_mut() {
             held.remove(&lease);
         }
         self.call(deadline, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
     }
 
-    /// Revokes all leases of this process and prevents new ones. Returns whether there were any. If etcd cannot be
-    /// reached, they expire by themselves.
+    /// Revokes all leases of this process and prevents new ones. Returns whether there were any. If etcd is
+    /// unreachable, they expire by themselves.
     pub async fn revoke_all_leases(&self) -> Result<bool, EtcdError> {
         let held = self.leases().take().unwrap_or_default();
         let deadline = Deadline::now() + TIMEOUT;
@@ -116,7 +115,7 @@ impl Cluster {
         self.runtime().spawn(work)
     }
 
-    /// Runs `work` to its end, and blocks the calling thread. Panics if called from asynchronous code.
+    /// Blocks the calling thread until `work` has finished. Panics if it is called from asynchronous code.
     pub fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
         self.runtime().block_on(work)
     }
@@ -125,7 +124,7 @@ impl Cluster {
         self.runtime.as_ref().expect("it is there until the cluster is dropped")
     }
 
-    /// Repeats an idempotent request until a member answers it, at most until `deadline`.
+    /// Sends an idempotent request repeatedly until a member answers it or `deadline` has passed.
     pub async fn call<T, F: Future<Output = Result<T, Error>>>(
         &self,
         deadline: Deadline,
@@ -185,7 +184,7 @@ async fn connect(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<C
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        // The last user may drop the runtime in asynchronous code, where blocking is not allowed.
+        // The last owner may drop the cluster in asynchronous code, where waiting for the runtime's end is not allowed.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -194,7 +193,7 @@ impl Drop for Cluster {
 
 struct MemberError {
     message: String,
-    /// Whether a TLS certificate is the cause. Often a connection that is rejected after the handshake is only closed.
+    /// Whether a TLS certificate is known to be the cause. When etcd rejects one, it often just closes the connection.
     is_tls_error: bool,
 }
 
@@ -210,7 +209,7 @@ impl MemberError {
             return Self { message: failure.to_string(), is_tls_error: true };
         }
         let error_text = causes.last().map_or_else(|| error.to_string(), ToString::to_string);
-        // The HTTP/2 layer passes on only the error's text.
+        // The HTTP/2 layer passes on only the text of the TLS error.
         match error_text.split_once("received fatal alert: ") {
             Some((_, alert)) => {
                 let expected_files = "expected `certificate` and `key` of [etcd.tls] that an authority of its \
@@ -225,7 +224,7 @@ impl MemberError {
     }
 }
 
-/// Returns whether every member would return the same error, so that a retry is useless.
+/// Returns whether every member would return the same error, so that retries are useless.
 fn is_final(error: &Error) -> bool {
     match error {
         Error::GRpcStatus(status) => matches!(

@@ -1,8 +1,9 @@
-//! Leader election: the owner of the key PREFIX/leader leads for the time of its lease. Every write names the key's
-//! create revision (the term), so a deposed leader that was stopped or cut off cannot write.
+//! Leader election. The owner of the key PREFIX/leader leads for the duration of its lease. Every write requires the
+//! key's create revision (the term), so a deposed leader that was stopped or disconnected cannot write.
 //!
-//! The leader counts its lease from the time before its request, by its own clock. So the lease ends here before it
-//! ends in etcd, and there are never two leaders. Clocks may differ in speed by [`LEASE_MARGIN_DIVISOR`].
+//! A leader measures its lease by its own clock, beginning before it sends the request. So its leadership ends before
+//! the lease ends in etcd, and there are never two leaders. [`LEASE_MARGIN_DIVISOR`] allows for clocks of different
+//! speed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,37 +19,37 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 use crate::cluster::{Cluster, TIMEOUT};
 
-/// Divisor for the part of a lease that is not used, as a safety margin: one tenth.
+/// Divisor of the lease duration that yields a safety margin, which the leader does not use (one tenth).
 const LEASE_MARGIN_DIVISOR: u32 = 10;
-/// Number of renewals during one lease duration, of which several may fail.
+/// Number of times that a lease is renewed per lease duration, so that several renewals may fail.
 const RENEWAL_COUNT: u32 = 5;
-/// Maximum time to wait for a watch event before the leader's key is read again.
+/// Maximum time to wait for a watch event. The leader's key is then read again.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const CLOCK_POLL_INTERVAL: Duration = Duration::from_millis(100);
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Key in etcd that a controller competes for, and the value that it writes there as the leader.
+/// Controller that competes for the key of the leader in etcd.
 #[derive(Debug, Clone)]
 pub struct Candidate {
     pub prefix: String,
-    /// Value of the leader's key, which followers read.
+    /// Value that the leader writes to its key, for followers to read.
     pub value: String,
-    /// Maximum time for which a leader continues without etcd, and for which there is no leader after a failure. Whole
-    /// seconds, at least 2.
+    /// Time for which a leader continues when it cannot reach etcd, and maximum time without a leader after a failure.
+    /// Must be whole seconds, at least 2.
     pub lease_duration: Duration,
 }
 
-/// Leader according to the leader's key in etcd.
+/// Leader of the fleet, according to the leader's key in etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LeaderState {
     NoLeader,
-    /// Another process leads; contains the value of the leader's key.
+    /// Another process leads, which has written this value to the leader's key.
     Leader(String),
-    /// etcd did not answer; contains the reason.
+    /// etcd did not answer, for this reason.
     Unknown(String),
 }
 
-/// Leadership of this process, which lasts until its lease ends or this value is dropped.
+/// Leadership of this process. It lasts until its lease ends or this value is dropped.
 pub struct Leadership {
     cluster: Arc<Cluster>,
     key: String,
@@ -64,7 +65,7 @@ impl Candidate {
         format!("{}/leader", self.prefix)
     }
 
-    /// Waits until the leader's key is free, and takes it. Calls `seen` with each change until then.
+    /// Waits until this process has acquired the leader's key. Until then, calls `seen` whenever the leader changes.
     pub async fn campaign(&self, cluster: Arc<Cluster>, mut seen: impl FnMut(LeaderState)) -> Leadership {
         let mut reported = None;
         loop {
@@ -93,7 +94,7 @@ impl Candidate {
         }
     }
 
-    /// Takes the leader's key. Fails if another process holds it.
+    /// Acquires the leader's key. Fails if another process holds it.
     pub async fn campaign_once(&self, cluster: Arc<Cluster>) -> Result<Leadership, EtcdError> {
         match self.try_campaign(&cluster).await? {
             CampaignOutcome::Elected(leadership) => Ok(leadership),
@@ -129,21 +130,21 @@ impl Candidate {
             cluster.call(began + TIMEOUT, |mut client| async move { client.lease_grant(seconds, None).await });
         let granted = granted.await?;
         let (lease, time) = (granted.id(), Duration::from_secs(granted.ttl().unsigned_abs()));
-        // A campaign may continue after `leave`. Its key would then block other controllers for the duration of a
-        // lease.
+        // The process may be ending while a campaign continues. If it acquired the key, no other controller could lead
+        // until the lease expires.
         if !cluster.register_lease(lease) {
             return Err(EtcdError::Deposed("this process is ending".to_owned()));
         }
         let attempt = self.write_leader_key(cluster, lease, began, time).await;
         if !matches!(attempt, Ok(CampaignOutcome::Elected(_))) {
-            // The unused lease would expire; revoking it is faster.
+            // The unused lease would also expire by itself, but revoking it is faster.
             let held = cluster.clone();
             drop(cluster.spawn(async move { held.revoke(lease, Deadline::now() + TIMEOUT).await }));
         }
         attempt
     }
 
-    /// Writes the leader's key with the lease `lease`, which was requested at `began` and is valid for `time`.
+    /// Writes the leader's key with a lease that was requested at `began` and is valid for `time`.
     async fn write_leader_key(
         &self,
         cluster: &Arc<Cluster>,
@@ -152,7 +153,7 @@ impl Candidate {
         time: Duration,
     ) -> Result<CampaignOutcome, EtcdError> {
         let key = self.key();
-        // Counted from the time before the first attempt, so the lease is never counted too long.
+        // The lease is measured from before the first attempt, so that it never seems longer than it is.
         let lease_end = began + (time - time / LEASE_MARGIN_DIVISOR);
         let take = |mut client: Client| {
             let nobody = Compare::create_revision(key.clone(), CompareOp::Equal, 0);
@@ -167,7 +168,7 @@ impl Candidate {
         }
         for response in outcome.op_responses() {
             let TxnOpResponse::Get(found) = response else { continue };
-            // An earlier attempt succeeded, and its answer was lost.
+            // An earlier attempt has succeeded, but its answer was lost.
             if let Some(mine) = found.kvs().iter().find(|leader| leader.lease() == lease) {
                 return Ok(CampaignOutcome::Elected(self.new_leadership(
                     cluster,
@@ -199,7 +200,7 @@ impl Candidate {
         Leadership { cluster: cluster.clone(), key: self.key(), lease_id, term, lease_end, end_reason, renewal_task }
     }
 
-    /// Waits until the leader's key has changed since `revision`, for at most [`POLL_INTERVAL`].
+    /// Waits until the leader's key has changed after `revision`, but at most for [`POLL_INTERVAL`].
     async fn wait_for_change(&self, cluster: &Cluster, revision: i64) {
         let from = WatchOptions::new().with_start_revision(revision + 1);
         let watch = |mut client: Client| {
@@ -230,7 +231,7 @@ impl CampaignOutcome {
     }
 }
 
-/// Renews the lease until it can no longer be renewed, and sends the reason to `ending`.
+/// Renews the lease until that is no longer possible, and sends the reason to `ending`.
 async fn renew_lease(
     cluster: Arc<Cluster>,
     lease: i64,
@@ -258,7 +259,6 @@ async fn renew_lease(
                 let _ = ending.send(Some(format!("etcd has ended its lease: {reason}")));
                 return;
             }
-            // Renewals are retried until the lease ends.
             Err(error) => tracing::warn!(
                 event = "lease-not-renewed",
                 remaining = ?end().remaining(),
@@ -270,29 +270,28 @@ async fn renew_lease(
 }
 
 impl Leadership {
-    /// Returns the term: the create revision of the leader's key, which is greater for every new leader.
+    /// Returns the term, which is the create revision of the leader's key. It grows with every new leader.
     pub fn term(&self) -> u64 {
         self.term.unsigned_abs()
     }
 
-    /// Returns whether the lease has not ended, according to this machine's clock.
+    /// Returns whether the lease is still valid according to this machine's clock.
     pub fn is_valid(&self) -> bool {
         !self.lease_end().remaining().is_zero()
     }
 
-    /// Returns the time at which the lease ends unless it is renewed.
     pub fn lease_end(&self) -> Deadline {
         Deadline::at(Duration::from_nanos(self.lease_end.load(Ordering::Relaxed)))
     }
 
-    /// Waits for the end of the leadership and returns the reason.
+    /// Waits until the leadership ends, and returns the reason.
     pub async fn wait_for_end(&self) -> String {
         let mut ended = self.end_reason.clone();
         loop {
             match tokio::time::timeout(CLOCK_POLL_INTERVAL, ended.wait_for(Option::is_some)).await {
                 Ok(Ok(reason)) => return reason.clone().unwrap_or_default(),
                 Ok(Err(_)) => return "its lease is not renewed".to_owned(),
-                // The thread that renews the lease may be late, too.
+                // The task that renews the lease may be late, too.
                 Err(_) if !self.is_valid() => return "its lease has ended".to_owned(),
                 Err(_) => {}
             }
@@ -306,7 +305,8 @@ impl Leadership {
         self.cluster.revoke(self.lease_id, Deadline::now() + TIMEOUT).await
     }
 
-    /// Executes operations in one transaction while leading. `also`: another key and its required revision.
+    /// Executes operations in one transaction if this process still leads. `also` is another key and its required
+    /// revision.
     pub(crate) async fn write_if_leading(
         &self,
         also: Option<(&str, i64)>,
@@ -345,12 +345,12 @@ impl Leadership {
     }
 }
 
-/// Outcome of a write that depends on the leadership.
+/// Outcome of a write that requires the leadership.
 pub(crate) enum WriteOutcome {
     Written {
         revision: i64,
     },
-    /// The key in `also` has another revision; contains its present value.
+    /// The key in `also` has another revision. Contains the key's current value.
     Conflict(Option<etcd_client::KeyValue>),
 }
 

@@ -1,16 +1,16 @@
-//! State and leader election of several controllers in etcd.
+//! Shared state and leader election for a fleet's controllers, stored in etcd.
 //!
-//! * [`cluster`]: the members, tried in turn
-//! * [`leadership`]: leader election by a lease
-//! * [`chunked_store`]: the state, replaced atomically, written by the leader only
+//! * [`cluster`]: connections to the members, which are tried in turn
+//! * [`leadership`]: leader election with a lease
+//! * [`chunked_store`]: state that only the leader writes, and that each change replaces atomically
 //! * [`local`]: etcd processes for tests
 //!
-//! Keys below the operator's prefix:
+//! These keys exist below the operator's prefix:
 //!
 //! ```text
-//! PREFIX/leader               the leader, with its lease
-//! PREFIX/manifest             parts in force; the only key whose change changes the state
-//! PREFIX/parts/NAME/NUMBER    a part as written by change NUMBER
+//! PREFIX/leader               leader, with its lease
+//! PREFIX/manifest             names of the current parts; only a change of this key changes the state
+//! PREFIX/parts/NAME/NUMBER    part as written by the change with this number
 //! ```
 
 pub mod chunked_store;
@@ -21,18 +21,18 @@ pub mod local;
 
 pub use etcd_client::{Certificate, Identity, TlsOptions};
 
-/// Key segments that follow the prefix of a fleet. No prefix may contain them: its keys would be among another fleet's
-/// records, which that fleet's leader deletes.
+/// Key segments that follow a fleet's prefix. No prefix may contain them. Otherwise its keys would be among another
+/// fleet's records, where that fleet's leader would delete them.
 pub const RESERVED_KEY_SEGMENTS: [&str; 3] = ["leader", "manifest", "parts"];
 
-/// Reason for which a request to etcd failed.
+/// Reason why a request to etcd failed.
 #[derive(Debug, thiserror::Error)]
 pub enum EtcdError {
-    /// No member answered in time, so that the outcome is unknown.
+    /// No member answered in time, so the outcome of the request is unknown.
     #[error("etcd at {endpoints}: {problem}")]
     Unreachable {
         endpoints: String,
-        /// Error of the member that was asked last.
+        /// Error of the member that was tried last.
         problem: String,
     },
     #[error("etcd refuses: {0}")]

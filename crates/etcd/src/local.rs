@@ -1,4 +1,4 @@
-//! etcd processes for tests.
+//! Local etcd processes for tests.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub struct LocalMember {
     pub name: String,
     pub client_address: SocketAddr,
-    /// Address at which the other members connect to this one.
+    /// Address at which the member accepts connections from other members.
     pub peer_address: SocketAddr,
 }
 
-/// TLS files of a member (PEM) for connections with clients.
+/// TLS files (PEM) for a member's connections with clients.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientTls {
     /// File with the authorities that may sign clients' certificates.
@@ -23,7 +23,7 @@ pub struct ClientTls {
 }
 
 impl LocalMember {
-    /// Returns `count` members of a cluster at `address`, with two ports each, numbered consecutively from `port`.
+    /// Returns the `count` members of a cluster at `address`. Each has two ports, numbered consecutively from `port`.
     pub fn local_cluster(count: u16, address: IpAddr, port: u16) -> Vec<Self> {
         let local_member = |number: u16| Self {
             name: format!("etcd{}", number + 1),
@@ -33,23 +33,21 @@ impl LocalMember {
         (0..count).map(local_member).collect()
     }
 
-    /// Returns a single member that uses free ports of this host.
+    /// Returns a member that forms a cluster of its own and uses free ports of this host.
     pub fn single_member() -> std::io::Result<Self> {
         let [client_address, peer_address] = [free_port()?, free_port()?];
         Ok(Self { name: "etcd1".to_owned(), client_address, peer_address })
     }
 
-    /// Returns the member's client URL without TLS.
     pub fn endpoint(&self) -> String {
         format!("http://{}", self.client_address)
     }
 
-    /// Returns the member's client URL with TLS.
     pub fn secure_endpoint(&self) -> String {
         format!("https://{}", self.client_address)
     }
 
-    /// Returns the command that starts this one of `members`. Its data is below `directory`, the same after a restart.
+    /// Returns the command that starts this one of `members`. Its data is below `directory`, also after a restart.
     pub fn command(&self, members: &[LocalMember], directory: &Path) -> Command {
         self.start_command_at(members, directory, &self.endpoint())
     }
@@ -74,19 +72,19 @@ impl LocalMember {
         let peer_url = format!("http://{}", self.peer_address);
         command.args(["--listen-peer-urls", &peer_url, "--initial-advertise-peer-urls", &peer_url]);
         command.args(["--initial-cluster", &initial_cluster.join(",")]);
-        // Only processes are killed, so the page cache keeps what they wrote.
+        // Tests kill processes only, so data in the page cache is not lost.
         command.arg("--unsafe-no-fsync");
-        // Short, as tests wait for elections.
+        // The intervals are short because tests wait for elections.
         command.args(["--heartbeat-interval", "50", "--election-timeout", "500"]);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command
     }
 }
 
-/// Ports outside of `ip_local_port_range` (32768 to 60999), so that the kernel assigns none to another process.
+/// Ports outside of `ip_local_port_range` (32768 to 60999), so that the kernel does not assign them to other processes.
 const TEST_PORTS: std::ops::Range<u16> = 12_000..32_000;
 
-/// Returns a free port that this process has not returned before. Other processes begin with other ports.
+/// Returns a free port that this process has not returned before. Each process begins with another port.
 fn free_port() -> std::io::Result<SocketAddr> {
     static NEXT_OFFSET: AtomicU32 = AtomicU32::new(0);
     let port_count = TEST_PORTS.len() as u32;

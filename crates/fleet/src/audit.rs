@@ -1,4 +1,4 @@
-//! Audit log. A change and its entry are written together, so a restart or another leader loses neither.
+//! Audit log. A change and its entry are written together, so that a restart or another leader loses neither.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use crate::records::Records;
 
 /// Maximum number of entries in the audit log. The oldest ones are dropped.
 pub const MAX_ENTRIES: usize = 1000;
-/// Maximum length of a name in bytes. With these limits an entry has about 1 KB; fifty are written with each change.
+/// Maximum length of a name in bytes. These limits keep an entry at about 1 KB, because fifty are written per change.
 const MAX_NAME_BYTES: usize = 100;
 /// Maximum length of `before` and of `after` in bytes.
 const MAX_STATE_BYTES: usize = 500;
@@ -29,7 +29,7 @@ pub struct Author {
 }
 
 impl Author {
-    /// Returns the controller as the author, for changes that are due by schedule.
+    /// Returns the controller as the author of scheduled changes.
     pub fn controller() -> Self {
         Self { actor: "controller".to_owned(), from_address: String::new() }
     }
@@ -53,7 +53,7 @@ pub struct ChangeDescription {
     pub after: String,
 }
 
-/// Returns the changes of a document in one line, followed by the number of those that do not fit.
+/// Returns a document's changes in one line, followed by the number of changes that do not fit.
 pub fn describe_changes(changes: &[String]) -> String {
     let mut description = String::new();
     for (number, change) in changes.iter().enumerate() {
@@ -77,7 +77,7 @@ fn truncate_text(text: &str, limit: usize) -> String {
     format!("{} [{} more bytes]", &text[..truncated_length], text.len() - truncated_length)
 }
 
-/// Returns the entry with texts that are truncated to the maximum lengths.
+/// Returns the entry with its texts truncated to the maximum lengths.
 pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
     AuditEntry {
         actor: truncate_text(&entry.actor, MAX_NAME_BYTES),
@@ -91,7 +91,7 @@ pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
 }
 
 impl Records {
-    /// Appends an entry to the audit log, with its wall-clock time since 1970.
+    /// Appends an entry with this wall-clock time (since 1970) to the audit log.
     pub fn record_change(&mut self, author: &Author, description: ChangeDescription, wall_time: Duration) {
         let entries = Arc::make_mut(&mut self.audit);
         entries.push(truncate_entry(AuditEntry {

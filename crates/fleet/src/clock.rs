@@ -1,7 +1,7 @@
-//! Clock of the records. Ages survive restarts, so they are seconds since 1970. A wall clock that jumps must neither
-//! release ids early nor keep them indefinitely. So this clock starts with the first controller's wall clock, and
-//! advances by the monotonic clock while a controller runs. Time without a controller does not count, so ids may be
-//! kept longer.
+//! Clock by which the records measure ages. Ages survive restarts, so times are seconds since 1970. A jump of the wall
+//! clock must neither release ids early nor keep them indefinitely. This clock therefore starts with the first
+//! controller's wall clock, and advances by the monotonic clock while a controller runs. Time without a controller does
+//! not count, so ids may be kept longer.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -12,7 +12,7 @@ pub struct RecordClock {
 }
 
 impl RecordClock {
-    /// Creates a clock that continues from the stored time, or else begins with the wall clock.
+    /// Creates a clock that continues from the stored time, or begins with the wall clock if there is none.
     pub fn from(stood: Option<Duration>) -> Self {
         Self { time_at_start: stood.unwrap_or_else(wall_clock), start_instant: Instant::now() }
     }
@@ -23,12 +23,12 @@ impl RecordClock {
     }
 }
 
-/// Returns the wall-clock time since 1970; 0 if the wall clock is set before 1970.
+/// Returns the wall-clock time since 1970, or 0 if the wall clock is set before 1970.
 pub fn wall_clock() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// Rounds down to whole seconds, which is how records store times.
+/// Rounds a time down to whole seconds, because records store times in seconds.
 pub fn whole_seconds(time: Duration) -> Duration {
     Duration::from_secs(time.as_secs())
 }

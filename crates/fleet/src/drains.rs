@@ -1,4 +1,4 @@
-//! Drains by operators. Drains are not in the fleet's document, so neither a restart nor another document ends one.
+//! Drains by operators. They are not in the fleet document, so neither a restart nor another document ends one.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -14,13 +14,13 @@ use crate::records::{DrainRecord, Membership, Records};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DrainRequest {
     pub server: String,
-    /// Names of the services in which the server is drained; `None`: all services.
+    /// Names of the services in which the server is drained, or `None` for all services.
     pub services: Option<BTreeSet<String>>,
     /// Whether even the last server of a service may be drained.
     pub force: bool,
 }
 
-/// Reason for which a request to drain a server is rejected.
+/// Reason why a request to drain a server is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DrainError {
     /// The fleet document has no server with this name.
@@ -40,8 +40,8 @@ pub enum DrainError {
 }
 
 impl DrainRequest {
-    /// Checks whether the server can be drained. `takes_connections`: returns whether a server takes new connections of
-    /// a service now.
+    /// Checks whether the server can be drained. `takes_connections` returns whether a server currently takes new
+    /// connections to a service.
     pub fn check(
         &self,
         fleet: &Fleet,
@@ -91,8 +91,8 @@ pub fn find_server(fleet: &Fleet, server_name: &str) -> Result<ServerId, DrainEr
 }
 
 impl Records {
-    /// Drains the server, in addition to earlier drains. `generation`: generation of the configuration that contains
-    /// this drain. Returns whether the records have changed.
+    /// Drains the server, in addition to earlier drains. The configuration that contains this drain has this
+    /// `generation`. Returns whether the records have changed.
     pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
         let is_requested_server =
             |server: &&mut crate::records::ServerRecord| server.is_in_document && server.name == request.server;
@@ -116,8 +116,8 @@ impl Records {
         matching_records.filter_map(|record| record.drain.take()).count() > 0
     }
 
-    /// Returns the drains that continue with this document, by server name, without the services that the server no
-    /// longer has.
+    /// Returns the drains that continue with this document, by server name. Services that the server no longer has are
+    /// left out.
     pub fn remaining_drains(&self, config: &FleetConfig) -> BTreeMap<String, DrainRecord> {
         let existing_services: BTreeSet<&str> = config.services.iter().map(|service| service.name.as_str()).collect();
         let remaining_drain = |drain: &DrainRecord| {
@@ -241,7 +241,7 @@ mod tests {
         assert_eq!(check_drain(&records, drain_request("s1", &["web"])), Ok(()));
         assert_eq!(check_drain(&records, DrainRequest { force: true, ..drain_request("s1", &[]) }), Ok(()));
         records.drain(&drain_request("s1", &[]), 2, at(1));
-        // It takes none already, so draining it again is allowed.
+        // The server takes no new connections already, so draining it again is allowed.
         assert_eq!(check_drain(&records, drain_request("s1", &[])), Ok(()));
         let expected_error = "no other server of web takes new connections: expected one, or `force`";
         assert_eq!(check_drain(&records, drain_request("s2", &[])).unwrap_err(), expected_error);

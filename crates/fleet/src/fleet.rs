@@ -1,4 +1,4 @@
-//! Configuration in force: document and records.
+//! The active configuration, which combines the fleet document and the records.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -26,7 +26,7 @@ use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, Table
 use crate::key_ring::KeyRing;
 use crate::records::{Document, DrainRecord, LoadBalancerRecord, Membership, Records, ServerRecord};
 
-/// Configuration of the fleet, merged with the records: all inputs of the controller's decisions except reports.
+/// Configuration of the fleet, merged with the records. It has all inputs of the controller's decisions except reports.
 #[derive(Debug, Clone)]
 pub struct Fleet {
     /// Generation of the configuration, which increases with every change.
@@ -37,16 +37,16 @@ pub struct Fleet {
     pub table_lifetime: Duration,
     pub load_ewma_alpha: SmoothingWeight,
     pub key_ring: KeyRing,
-    /// Interval of key rotations; `None`: keys are rotated by command only.
+    /// Interval between key rotations, or `None` if keys are rotated by command only.
     pub key_rotation: Option<Duration>,
     pub max_connection_lifetime: Duration,
-    /// RSS key that agents with `manage_rss = true` set.
+    /// RSS key that agents set if they have `manage_rss = true`.
     pub rss_key: RssKey,
-    /// Servers of the document, and former ones that may still have connections.
+    /// Servers in the document, and former ones that may still have connections.
     pub servers: BTreeMap<ServerId, FleetServer>,
-    /// Names of the racks that may connect; `None`: any rack may.
+    /// Names of the racks that may connect, or `None` if any rack may.
     pub racks: Option<BTreeSet<String>>,
-    /// Names of the load balancers that may connect; `None`: any load balancer may.
+    /// Names of the load balancers that may connect, or `None` if any load balancer may.
     pub allowed_load_balancers: Option<BTreeSet<String>>,
     /// Services, in the order of the document.
     pub services: Vec<FleetService>,
@@ -54,9 +54,9 @@ pub struct Fleet {
     /// Fleet document as the operator wrote it.
     pub document: Document,
     pub audit: Arc<Vec<AuditEntry>>,
-    /// File that contains the document; `None`: the document was applied through the API.
+    /// File that contains the document, or `None` if the document was applied through the API.
     pub document_file: Option<PathBuf>,
-    /// Server ids by name, looked up for racks' agents and summaries. Operators choose names: no keyed hash is needed.
+    /// Server ids by name, for messages from racks. Operators choose the names, so that no keyed hash is needed.
     server_ids_by_name: HashMap<String, ServerId, foldhash::fast::FixedState>,
 }
 
@@ -68,12 +68,12 @@ pub struct FleetServer {
     pub admin_state: AdminState,
     /// Relative share of new connections.
     pub weight: ServerWeight,
-    /// Capacity in cores; `None`: the number of the server's cores.
+    /// Capacity in cores, or `None` to use the number of the server's cores.
     pub capacity: Option<ServerCapacity>,
     /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
     pub drain: Option<DrainRecord>,
-    /// Names of the racks that may report for the server; `None`: those of the fleet.
+    /// Names of the racks that may report for the server, or `None` for those of the fleet.
     allowed_racks: Option<BTreeSet<String>>,
 }
 
@@ -105,7 +105,7 @@ pub struct FleetService {
     pub policy: &'static str,
     /// Amount of detail in the counters that the policy needs from load balancers.
     pub telemetry_level: TelemetryLevel,
-    /// Health check of the service's servers; `None`: they are not checked.
+    /// Health check of the service's servers, or `None` if they are not checked.
     pub check: Option<Arc<HealthCheck>>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
@@ -133,7 +133,7 @@ impl FleetService {
             id: transfer.other_balancer(),
             address: other.address,
             is_eligible: false,
-            // Never checked: packets for the other load balancer have no alternative.
+            // The other load balancer is never checked, because its packets have no alternative.
             has_left: true,
             weight: ServerWeight::ONE,
             capacity: None,
@@ -156,7 +156,7 @@ impl ServersByRack<'_> {
 }
 
 impl Fleet {
-    /// Returns whether any document has ever been in force.
+    /// Returns whether any document has ever been applied.
     pub fn has_document(&self) -> bool {
         self.document.generation > 0
     }
@@ -202,7 +202,8 @@ impl Fleet {
         }
     }
 
-    /// Sets values from the controller's own file: the document's path, and an RSS key that replaces the stored one.
+    /// Sets values from the controller's own file. They are the document's path, and an RSS key that replaces the
+    /// stored one.
     pub fn with_controller_settings(self, document_file: Option<PathBuf>, rss_key: Option<RssKey>) -> Self {
         Self { document_file, rss_key: rss_key.unwrap_or(self.rss_key), ..self }
     }
@@ -211,7 +212,7 @@ impl Fleet {
         self.server_ids_by_name.get(name).copied()
     }
 
-    /// Returns the racks through which the agent may connect; `None`: any. It may always connect directly.
+    /// Returns the racks through which the agent may connect, or `None` for any. It may always connect directly.
     pub fn allowed_racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
         self.servers[&id].allowed_racks.as_ref().or(self.racks.as_ref())
     }
@@ -234,7 +235,7 @@ impl Fleet {
         server_counts
     }
 
-    /// Returns whether the server's administrative state permits new connections of the service.
+    /// Returns whether the server's administrative state permits new connections to the service.
     pub fn is_eligible(&self, service: &FleetService, id: ServerId) -> bool {
         let server = &self.servers[&id];
         service.members.get(&id) == Some(&Membership::Present)
@@ -243,8 +244,8 @@ impl Fleet {
             && !server.is_drained_in(&service.name)
     }
 
-    /// Returns whether the server takes no new connections of any service, or is drained in a service. An operator may
-    /// be waiting for the end of its connections.
+    /// Returns whether the server takes no new connections to any service, or is drained in a service. In both cases,
+    /// an operator may be waiting for its connections to end.
     pub fn is_draining(&self, id: ServerId) -> bool {
         let mut member_services = self.services.iter().filter(|service| service.members.contains_key(&id)).peekable();
         self.servers[&id].drain.is_some()
@@ -275,7 +276,7 @@ impl Fleet {
             mode: service.mode,
             policy: service.policy.to_owned(),
             telemetry_level: service.telemetry_level,
-            // The controller checks agents itself.
+            // Checks of agents are left out, because the controller makes them itself.
             check: service.check.clone().filter(|check| check.probe != Probe::Agent),
             when_all_down: service.when_all_down,
             time_key: service.is_lb_stamped().then(|| lb_stamping::time_key(service.hash_seed)),
@@ -302,8 +303,8 @@ impl Fleet {
         }
     }
 
-    /// Returns the configuration for a server's agent. `predecessors`: servers that owned buckets of this server
-    /// earlier. A server that has left a service still stamps the service's connections.
+    /// Returns the configuration for a server's agent. The `predecessors` owned buckets of this server earlier. A
+    /// server that has left a service still stamps the service's connections.
     pub fn agent_configuration(&self, id: ServerId, predecessors: &BTreeSet<ServerId>) -> AgentConfiguration {
         let member_services = self.services.iter().filter(|service| service.members.contains_key(&id));
         let to_stamped_service = |service: &FleetService| AgentService {
@@ -350,8 +351,8 @@ fn fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> 
     }
 }
 
-/// Returns the services in force. Other load balancers get the highest ids that are unused, or were not used recently.
-/// No cookie contains these ids, so they need not be stored.
+/// Returns the active services. In a migration, the other load balancer gets the highest id that is unused or was not
+/// used recently. No cookie contains these ids, so they need not be stored.
 fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     let mut free_ids = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids_by_address: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
@@ -360,7 +361,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
         let migration = service.other_balancer.and_then(|other| {
             let id = match ids_by_address.get(&other.address) {
                 Some(id) => *id,
-                // If all ids are in use, the service gets no transfer.
+                // If all ids are in use, the service has no migration.
                 None => free_ids.find(|id| !records.servers.contains_key(id))?,
             };
             ids_by_address.insert(other.address, id);
@@ -377,7 +378,6 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     config.services.iter().map(&mut service_with_transfer).collect()
 }
 
-/// Returns the members of each service, collected in one pass over the servers.
 fn members_by_service(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
     let mut members_by_service: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
     for (id, server) in &records.servers {

@@ -1,7 +1,8 @@
 //! Cookie keys and their rotation.
 //!
-//! One of the two keys stamps (`current`), both are accepted. Any load balancer may receive a stamped packet. So a key
-//! may stamp only when every load balancer has it, and may be replaced only when no server stamps with it:
+//! One of the two keys (`current`) stamps cookies, and both are accepted. Any load balancer may receive a stamped
+//! packet. A key may therefore stamp only when every load balancer has it, and may be replaced only when no server
+//! stamps with it:
 //!
 //! ```text
 //! steady     key[current] stamps; the other key is for older cookies
@@ -58,7 +59,7 @@ impl KeyRing {
         Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }
     }
 
-    /// Replaces the key that is not used for stamping. If a rotation is in progress, only sets `forced`.
+    /// Replaces the key that is not used for stamping. If a rotation is already in progress, only `forced` may be set.
     pub fn announce_next_key(&mut self, forced: bool, generation: u64, random: &mut impl Rng) {
         match &mut self.phase {
             KeyPhase::Announced { forced: already } => *already |= forced,

@@ -1,11 +1,12 @@
-//! The fleet: servers, services and their records.
+//! The fleet, with its servers, services and their records.
 //!
 //! * [`config`]: the fleet's document
 //! * [`key_ring`]: the cookie keys and their rotation
-//! * [`records`]: persistent state; [`clock`]: its clock
+//! * [`records`]: persistent state
+//! * [`clock`]: clock of the persistent state
 //! * [`audit`]: audit log
 //! * [`drains`]: drains by operators
-//! * [`fleet`]: the configuration in force
+//! * [`fleet`]: the active configuration
 
 pub mod audit;
 pub mod clock;

@@ -1,4 +1,5 @@
-//! Persistent state: ids and secrets. Pure; `store` writes it.
+//! Persistent state of the fleet, with its ids and secrets. This module does no I/O, because the store writes the
+//! state.
 //!
 //! A server's id is not reused while a cookie may carry it. A server that leaves the document or a pool stays on record
 //! until `max_connection_lifetime` has passed, and established connections still reach it.
@@ -35,7 +36,7 @@ pub struct Records {
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     pub document: Document,
     pub audit: Arc<Vec<AuditEntry>>,
-    /// Time of the last write, by the records' clock (whole seconds since 1970); `None`: unknown.
+    /// Time of the last write, by the records' clock (whole seconds since 1970), or `None` if it is unknown.
     pub last_write_at: Option<Duration>,
 }
 
@@ -43,10 +44,10 @@ pub struct Records {
 pub struct DrainRecord {
     /// Time of the last change of the drain, by the records' clock (whole seconds since 1970).
     pub changed_at: Duration,
-    /// Generation of the configuration that began the drain. A load balancer that has confirmed it sends no new
-    /// connections.
+    /// Generation of the configuration that began the drain. A load balancer that has confirmed it sends the server no
+    /// new connections.
     pub generation: u64,
-    /// Names of the services in which the server is drained; `None`: all services, including future ones.
+    /// Names of the services in which the server is drained, or `None` for all services, including future ones.
     pub services: Option<BTreeSet<String>>,
 }
 
@@ -56,10 +57,10 @@ impl DrainRecord {
     }
 }
 
-/// Fleet document in force, including its comments.
+/// The active fleet document, including its comments.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Document {
-    /// Number that increases with every change of the text; 0: there is no document yet.
+    /// Number that increases with every change of the text, or 0 if there is no document yet.
     pub generation: u64,
     /// Text of the document, in TOML.
     pub text: Arc<str>,
@@ -67,10 +68,10 @@ pub struct Document {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoadBalancerRecord {
-    /// Number of the load balancer's connection table, which cookies contain; `None`: all numbers were in use.
+    /// Number of the load balancer's connection table in cookies, or `None` if all numbers were in use.
     pub owner: Option<TableOwnerNumber>,
     pub address: Option<IpAddr>,
-    /// Time at which the load balancer disconnected (whole seconds since 1970); `None`: it is connected.
+    /// Time at which the load balancer disconnected (whole seconds since 1970), or `None` while it is connected.
     pub disconnected_at: Option<Duration>,
 }
 
@@ -92,9 +93,9 @@ pub struct ServerRecord {
     /// Services whose cookies may contain the server's id.
     pub services: BTreeMap<String, Membership>,
     pub drain: Option<DrainRecord>,
-    /// Racks that may report for the server, from its newest entry in the document; `None`: the fleet's racks.
+    /// Racks that may report for the server, by its newest entry in the document, or `None` for the fleet's racks.
     pub racks: Option<BTreeSet<String>>,
-    /// VLAN of the frames to the server, from its newest entry in the document.
+    /// VLAN of the frames to the server, by its newest entry in the document.
     pub vlan: Vlan,
 }
 
@@ -121,7 +122,7 @@ impl Records {
         }
     }
 
-    /// Applies a document. Fails without a change if chosen ids still belong to other servers, or no id is free.
+    /// Applies a document. Fails without a change if chosen ids still belong to other servers, or if no id is free.
     pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Diagnostics> {
         let mut new_records = self.clone();
         new_records.remove_expired(config.max_connection_lifetime, now);
@@ -138,8 +139,8 @@ impl Records {
         Ok(())
     }
 
-    /// Records a load balancer with its address. A new name gets the first free number. Returns whether the records
-    /// have changed.
+    /// Records a load balancer with its address. A new load balancer gets the first free table number. Returns whether
+    /// the records have changed.
     pub fn register_load_balancer(&mut self, name: &str, address: Option<IpAddr>) -> bool {
         if let Some(known) = self.load_balancers.get_mut(name) {
             known.disconnected_at = None;
@@ -205,7 +206,7 @@ impl Records {
         }
     }
 
-    /// Returns the id of every server: the one that the operator chose, the previous one, or a newly drawn one.
+    /// Returns the id of every server, which is the operator's choice, the previous id, or a newly drawn one.
     fn apply_servers(&mut self, config: &FleetConfig, random: &mut impl Rng) -> Result<Vec<ServerId>, Diagnostics> {
         let previous_ids = self.ids_by_name();
         let lb_stamped_positions = lb_stamped_positions(config);
@@ -253,7 +254,7 @@ impl Records {
         ))
     }
 
-    /// Returns server ids by name. If a name has two ids (the operator changed it), the one in the document counts.
+    /// Returns server ids by name. If the operator changed a server's id, the one in the document counts.
     fn ids_by_name(&self) -> HashMap<String, ServerId> {
         let mut ids_by_name = HashMap::new();
         for (id, server) in &self.servers {
@@ -273,7 +274,7 @@ impl Records {
             .collect()
     }
 
-    /// Records the pools of all services. `ids`: ids of the servers in `config.servers`, in the same order.
+    /// Records the pools of all services. The `ids` belong to the servers in `config.servers`, in the same order.
     fn apply_memberships(&mut self, config: &FleetConfig, ids: &[ServerId], now: Duration) {
         let mut remaining_drains = self.remaining_drains(config);
         for server in self.servers.values_mut() {
@@ -308,21 +309,21 @@ impl Records {
 }
 
 impl ServerRecord {
-    /// Returns whether the server is in the document, or cookies may contain its id.
+    /// Returns whether the server is in the document, or whether cookies may contain its id.
     fn has_id_in_use(&self) -> bool {
         self.is_in_document || !self.services.is_empty()
     }
 }
 
-/// Returns the positions of servers whose ids must fit the cookie of LB-side stamping.
+/// Returns the positions of servers whose ids must fit into the cookies of LB-side stamping.
 fn lb_stamped_positions(config: &FleetConfig) -> HashSet<usize> {
     let lb_stamped_services =
         config.services.iter().filter(|service| service.mode.timestamps == TimestampOrigin::LoadBalancer);
     lb_stamped_services.flat_map(|service| service.servers.iter().copied()).collect()
 }
 
-/// Draws one of the ids in `free_ids` at random, so that flipped bits of a cookie do not enumerate the pool.
-/// `id_limit`: number of ids that the cookie can hold. `free_ids` stays in ascending order.
+/// Draws one of the `free_ids` at random, so that flipping a cookie's bits does not enumerate the pool. The cookie can
+/// hold ids below `id_limit`. `free_ids` stays in ascending order.
 fn draw_server_id(free_ids: &mut Vec<ServerId>, id_limit: u64, random: &mut impl Rng) -> Option<ServerId> {
     let candidate_count = free_ids.partition_point(|id| u64::from(id.get()) < id_limit);
     let candidate_count = u32::try_from(candidate_count).ok().filter(|count| *count > 0)?;
@@ -424,7 +425,7 @@ mod tests {
         assert_eq!((s1.services["web"], s1.services["api"]), (Membership::Present, Membership::LeftAt(at(10))));
     }
 
-    /// A server of a service with LB-side stamping gets an id that fits the cookie; old connections keep the old id.
+    /// A server of a service with LB-side stamping gets an id that fits the cookie. Old connections keep the old id.
     #[test]
     fn ids_fit_the_cookie_of_lb_side_stamping() {
         let random = &mut seeded_rng(1, 0);

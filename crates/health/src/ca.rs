@@ -1,4 +1,4 @@
-//! Verification of servers' certificates.
+//! Verification of servers' certificates in health checks over HTTPS.
 
 use std::sync::{Arc, OnceLock};
 
@@ -9,7 +9,7 @@ use rustls::{ClientConfig, DigitallySignedStruct, RootCertStore, SignatureScheme
 use rustls_pki_types::pem::PemObject as _;
 use rustls_pki_types::{CertificateDer, ServerName, UnixTime};
 
-/// Returns the TLS client configuration for health checks, or the reason why no certificate can be verified.
+/// Returns the TLS configuration for health checks, or the reason why certificates cannot be verified.
 pub fn client_config(verification: &CertificateVerification) -> Result<Arc<ClientConfig>, String> {
     let crypto_provider = Arc::new(ring::default_provider());
     let builder = ClientConfig::builder_with_provider(crypto_provider.clone());
@@ -34,7 +34,7 @@ fn parse_authorities(pem: &str) -> Result<RootCertStore, String> {
     if root_store.is_empty() { Err("`ca`: no certificate in it".to_owned()) } else { Ok(root_store) }
 }
 
-/// Returns the system's root certificates. They are read once: a change of the system's list needs a restart.
+/// Returns the system's root certificates. They are read only once, so later changes require a restart.
 fn load_system_roots() -> Result<Arc<RootCertStore>, String> {
     static SYSTEM_ROOTS: OnceLock<Arc<RootCertStore>> = OnceLock::new();
     let roots = SYSTEM_ROOTS.get_or_init(|| {

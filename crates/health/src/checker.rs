@@ -1,5 +1,5 @@
-//! Thread that checks all targets, each at its own interval. The thread has its own runtime, so that connections to
-//! servers cannot delay the load balancer.
+//! Health checker, which checks each target at its own interval. It has its own thread and runtime, so that connections
+//! to servers cannot delay the load balancer.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
@@ -21,31 +21,30 @@ use tokio::time::{Instant, sleep_until};
 use crate::path::NatTable;
 use crate::probe::Prober;
 
-/// Maximum number of concurrent checks, equal to the number of the data plane's NAT entries. Further checks wait.
+/// Maximum number of concurrent checks. It equals the number of NAT entries in the data plane. Further checks wait.
 pub const MAX_CONCURRENT_CHECKS: usize = 1024;
 
-/// Maximum random delay of a target's first check, which is also limited by the interval of the checks.
+/// Maximum random delay of a target's first check. The delay is also at most the check's interval.
 const MAX_FIRST_DELAY: Duration = Duration::from_millis(500);
 
 pub struct CheckedService<K> {
-    /// Kind, interval and expected result of the check.
     pub check: Arc<HealthCheck>,
-    /// Address that clients connect to.
+    /// VIP and port that clients connect to.
     pub vip: SocketAddr,
-    /// Keys and own addresses of the servers. Each key occurs only once among all services.
+    /// Keys and own addresses of the service's servers. No key may occur twice, even in different services.
     pub servers: Vec<(K, IpAddr)>,
-    /// NAT table, which is required for checks at the VIP.
+    /// NAT table of the data plane, which is required for checks at the VIP.
     pub nat_table: Option<Arc<dyn NatTable>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckResult {
     tracker: HealthTracker,
-    /// Time of the last change of the verdict, or the due time of the first check.
+    /// Time at which the verdict last changed, or at which the first check was due.
     pub since: Instant,
-    /// Error of the newest check; empty if it passed, or no check has ended yet.
+    /// Error of the newest check. It is empty if that check passed, or if no check has finished yet.
     pub last_error: String,
-    /// Time until the newest answer; zero if there was none.
+    /// Response time of the newest check that got an answer, or zero if none did.
     pub latency: Duration,
     pub check_count: u64,
     pub failure_count: u64,
@@ -64,13 +63,13 @@ impl CheckResult {
         }
     }
 
-    /// Returns the verdict on the server, or `None` before enough checks.
+    /// Returns the verdict on the server, or `None` before enough checks have finished.
     pub fn verdict(&self) -> Option<HealthVerdict> {
         self.tracker.verdict()
     }
 }
 
-/// Properties of a target; its results are kept while all of them are equal.
+/// Properties of a target. The target's results are kept as long as all of them are unchanged.
 #[derive(Clone, PartialEq)]
 struct TargetSpec {
     check: Arc<HealthCheck>,
@@ -84,7 +83,7 @@ struct CheckedTarget<K> {
     key: K,
 }
 
-/// Health checker of all targets. Its thread ends when `desired_targets` is dropped, so this field comes first.
+/// Health checker of all targets. Its thread ends when `desired_targets` is dropped, so this field must come first.
 pub struct Checker<K> {
     desired_targets: watch::Sender<Arc<Vec<CheckedTarget<K>>>>,
     shared_results: Arc<SharedResults<K>>,
@@ -112,7 +111,7 @@ struct SharedResults<K> {
 }
 
 impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
-    /// Starts the checker's thread, without targets.
+    /// Starts the checker's thread, at first without targets.
     pub fn start() -> anyhow::Result<Self> {
         let (desired_targets, receiver) = watch::channel(Arc::new(Vec::new()));
         let shared_results = Arc::new(SharedResults {
@@ -129,7 +128,7 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         Ok(Self { desired_targets, shared_results, _thread: CheckerThread(Some(checker_thread)) })
     }
 
-    /// Sets the services whose servers are checked. Unchanged targets keep their results.
+    /// Sets the services whose servers are checked. Targets that have not changed keep their results.
     pub fn set_services(&self, services: Vec<CheckedService<K>>) {
         let mut desired_targets = Vec::new();
         for service in services {
@@ -157,7 +156,7 @@ impl<K> SharedResults<K> {
     }
 }
 
-/// Task that checks a target, aborted on drop.
+/// Task that checks one target. It is aborted when this value is dropped.
 struct TargetTask {
     spec: TargetSpec,
     handle: AbortHandle,
@@ -217,7 +216,7 @@ async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>
                 shared.change_count.send_modify(|count| *count += 1);
             }
         }
-        // Counted from the due time, which keeps the interval. Missed checks are not repeated.
+        // The next check is due one interval after the due time of this one. Missed checks are not repeated.
         due = (due + check.jitter.jittered_interval(check.interval, draw())).max(Instant::now());
     }
 }

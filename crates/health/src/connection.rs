@@ -1,4 +1,4 @@
-//! Connection to a server, with the NAT entry that sends its packets to the VIP.
+//! Connection to a checked server, with the NAT entry that directs its packets to the VIP.
 
 use std::io;
 use std::net::SocketAddr;
@@ -11,7 +11,7 @@ use tokio::net::{TcpSocket, TcpStream};
 
 use crate::path::{NatPath, NatTable};
 
-/// Connection to a server. The fields are dropped in order: the closing reset needs the NAT entry.
+/// Connection to a checked server. The stream is dropped before the NAT entry, which the closing reset needs.
 pub(crate) struct ServerConnection {
     stream: TcpStream,
     _nat_entry: Option<NatEntryGuard>,
@@ -19,7 +19,7 @@ pub(crate) struct ServerConnection {
 
 impl ServerConnection {
     pub(crate) async fn open(socket: TcpSocket, to: SocketAddr, path: Option<NatEntryGuard>) -> io::Result<Self> {
-        // Cancellation drops the future of `connect`, and its socket, before `path`.
+        // If this is cancelled, the future of `connect` is dropped with its socket before `path`.
         let stream = socket.connect(to).await?;
         Ok(Self { stream, _nat_entry: path })
     }
@@ -40,13 +40,13 @@ impl AsyncWrite for ServerConnection {
         Pin::new(&mut self.stream).poll_flush(cx)
     }
 
-    /// Does nothing: after a FIN no reset would follow, and the server could wait for an acknowledgement.
+    /// Does nothing. After a FIN, closing would not send a reset, and the server might wait for an acknowledgement.
     fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
 }
 
-/// Entry of the NAT table, which is removed on drop.
+/// Guard of an entry in the NAT table, which is removed when the guard is dropped.
 pub(crate) struct NatEntryGuard {
     nat_path: NatPath,
     nat_table: Arc<dyn NatTable>,

@@ -1,10 +1,10 @@
-//! Health checks of servers by a load balancer.
+//! Health checks of servers, which a load balancer performs.
 //!
-//! * [`checker`]: thread that checks all targets
-//! * [`probe`]: one check of one server: TCP, HTTP, HTTPS
-//! * `connection`: the connection of a check
+//! * [`checker`]: thread that checks all servers
+//! * [`probe`]: one check of one server by TCP, HTTP or HTTPS
+//! * `connection`: TCP connection of one check
 //! * [`path`]: address rewriting for a connection
-//! * [`ca`]: verification of certificates
+//! * [`ca`]: verification of servers' certificates
 //!
 //! `coreward_model::health` judges the results. The data plane provides [`path::NatTable`].
 

@@ -1,20 +1,20 @@
-//! Paths of checks to servers' own addresses.
+//! Address rewriting for checks whose packets are sent to a server's own address, but must arrive at the VIP.
 
 use std::net::IpAddr;
 
-/// Addresses and ports of a connection whose packets are rewritten from the server's own address to the VIP.
+/// Addresses and ports of a connection. The data plane rewrites its packets from the server's own address to the VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NatPath {
-    /// The server's own address, to which packets are sent.
+    /// Server's own address, to which the load balancer sends packets.
     pub server: IpAddr,
-    /// Address of the same family that replaces the server's in packets.
+    /// Address, of the same family, that replaces the server's own address in packets.
     pub vip: IpAddr,
     pub port: u16,
-    /// Source port of the load balancer's connection.
+    /// Source port of the connection, at the load balancer.
     pub source_port: u16,
 }
 
-/// Table of the address rewriting of health checks at the VIP.
+/// Data plane's table of connections for health checks whose addresses are rewritten.
 pub trait NatTable: Send + Sync {
     /// Adds an entry. Fails if the table is full.
     fn add(&self, path: &NatPath) -> anyhow::Result<()>;

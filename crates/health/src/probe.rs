@@ -1,4 +1,4 @@
-//! One check of one server.
+//! One health check of one server.
 
 use std::fmt::Display;
 use std::io::ErrorKind;
@@ -39,7 +39,7 @@ pub enum ProbeError {
     Http(String),
     #[error("{0}")]
     Network(String),
-    /// The check failed for a local reason, which proves nothing about the server.
+    /// The check failed for a reason on this machine, so the server's state is unknown.
     #[error("not asked, as this machine lacks something: {0}")]
     LocalFailure(String),
 }
@@ -49,7 +49,7 @@ impl ProbeError {
         matches!(self, Self::LocalFailure(_))
     }
 
-    /// Returns the local failure that caused `error`, or else the result of `otherwise`.
+    /// Returns the local failure that caused `error`, or the result of `otherwise` if there is none.
     fn from_error(error: &(dyn std::error::Error + 'static), otherwise: impl FnOnce(String) -> Self) -> Self {
         let mut error_chain = std::iter::successors(Some(error), |error| error.source());
         let local_error =
@@ -58,7 +58,7 @@ impl ProbeError {
     }
 }
 
-/// Returns whether an error is local: files, ports or memory are exhausted, or a local firewall forbids the connection.
+/// Returns whether an error is local, because files, ports or memory are exhausted or a firewall forbids it.
 fn is_local(error: &std::io::Error) -> bool {
     const LOCAL_ERRNOS: [Errno; 9] = [
         Errno::EMFILE,
@@ -67,7 +67,7 @@ fn is_local(error: &std::io::Error) -> bool {
         Errno::ENOMEM,
         Errno::EADDRNOTAVAIL,
         Errno::EADDRINUSE,
-        // connect(2): no free port.
+        // connect(2) returns this if no port is free.
         Errno::EAGAIN,
         Errno::EPERM,
         Errno::EACCES,
@@ -75,17 +75,17 @@ fn is_local(error: &std::io::Error) -> bool {
     error.raw_os_error().is_some_and(|number| LOCAL_ERRNOS.contains(&Errno::from_raw(number)))
 }
 
-/// Prober of the servers of one service.
+/// Prober that checks the servers of one service.
 pub struct Prober {
     check: Arc<HealthCheck>,
     vip: SocketAddr,
-    /// TLS connector for HTTPS checks, or the error of its setup.
+    /// TLS connector for HTTPS checks, or the reason why it could not be created.
     tls: Option<Result<TlsConnector, String>>,
     nat_table: Option<Arc<dyn NatTable>>,
 }
 
 impl Prober {
-    /// Returns a prober for the servers of one service. `nat_table` is required for checks at the VIP.
+    /// Creates a prober for the servers of one service. `nat_table` is required for checks at the VIP.
     pub fn new(health_check: Arc<HealthCheck>, vip: SocketAddr, nat_table: Option<Arc<dyn NatTable>>) -> Self {
         let tls_connector = match &health_check.probe {
             Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
@@ -134,7 +134,7 @@ impl Prober {
         }
     }
 
-    /// Adds a NAT entry for a check at the VIP that uses the port to which the socket is bound.
+    /// Adds the NAT entry of a check at the VIP, which uses the port that the socket is bound to.
     fn add_nat_entry(
         &self,
         socket: &TcpSocket,
@@ -163,12 +163,12 @@ impl Prober {
         };
         let tls_error = |error: &dyn Display| ProbeError::Tls(format!("{host:?}: {error}"));
         let authority: Authority = host.parse().map_err(|error| tls_error(&error))?;
-        // An IPv6 address is in brackets (RFC 3986, section 3.2.2).
+        // The authority contains an IPv6 address in brackets (RFC 3986, section 3.2.2).
         let host_name = authority.host().trim_start_matches('[').trim_end_matches(']');
         ServerName::try_from(host_name.to_owned()).map_err(|error| tls_error(&error))
     }
 
-    /// Opens a connection that will end with a reset, so that neither end keeps its state.
+    /// Opens a connection that a reset will close, so that neither end keeps any state.
     async fn connect(&self, server: IpAddr) -> Result<ServerConnection, ProbeError> {
         let network = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => ProbeError::ConnectionRefused,
@@ -207,7 +207,7 @@ impl Prober {
         let response = tokio::select! {
             biased;
             response = &mut exchange => response,
-            // The connection has ended; the exchange has the answer or the error.
+            // The connection has ended, so the exchange returns the answer or the error at once.
             _ = &mut driver => exchange.await,
         };
         let status = response.map_err(unwell)?.status();

@@ -1,4 +1,4 @@
-//! Client for commands.
+//! Client of the controllers' HTTP API, which the commands use.
 
 mod contact;
 mod exchange;
@@ -28,14 +28,14 @@ use coreward_api::types::{
 };
 use exchange::{PendingRequest, exchange};
 
-/// Time limit for each of several controllers to report whether it leads.
+/// Time limit for a controller to answer whether it is the leader, if several controllers are configured.
 const LEADER_PROBE_TIMEOUT: Duration = Duration::from_secs(5);
 
 fn drain_path(server: &str) -> String {
     format!("servers/{}/drain", utf8_percent_encode(server, NON_ALPHANUMERIC))
 }
 
-/// Client of a fleet's controllers, with the caller's credential. It sends requests to the leader.
+/// Client of a fleet's controllers. It sends each request to the leading controller, with the caller's credential.
 #[derive(Debug, Clone)]
 pub struct Client {
     controllers: Vec<ControllerUrl>,
@@ -44,15 +44,16 @@ pub struct Client {
 }
 
 impl Client {
-    /// Returns a client of one controller on this host. Fails when the token's file cannot be read, or is readable by
-    /// others than its owner.
+    /// Creates a client of a single controller on this host. Fails if the token's file cannot be read, or if users
+    /// other than its owner can read it.
     pub fn new(controller: ControllerUrl, token_file: &Path) -> anyhow::Result<Self> {
         let credential = Credential::Token { file: token_file.to_owned(), ca: None };
         Self::with_controllers(vec![controller], &credential, ExpectedHost::Requested)
     }
 
-    /// Returns a client of all controllers of a fleet. `host`: expected host in certificates, for `https://`. Fails
-    /// when a file cannot be read, a secret is readable by others than its owner, or `https://` is used without a `ca`.
+    /// Creates a client of all controllers of a fleet. With `https://`, each controller's certificate must be valid for
+    /// `host`. Fails if a file cannot be read, if users other than a secret's owner can read it, or if `https://` is
+    /// used without a `ca`.
     pub fn with_controllers(
         controllers: Vec<ControllerUrl>,
         proof: &Credential,
@@ -83,38 +84,38 @@ impl Client {
         self.get("health", &()).await
     }
 
-    /// Returns the full status. `rss_keys`: includes full RSS keys (operators only). Like all requests, it fails if the
-    /// controller cannot be reached, and with a [`Problem`] if the controller rejects it.
+    /// Returns the status of the whole fleet, which includes full RSS keys if `rss_keys` is set (operators only). Like
+    /// all requests, it fails if no leader can be reached, and with a [`Problem`] if the leader rejects it.
     pub async fn status(&self, rss_keys: bool) -> anyhow::Result<Status> {
         self.get("status", &[("rss_keys", rss_keys)]).await
     }
 
-    /// Returns the explanation of a packet's destination.
+    /// Returns an explanation of how a packet's destination is selected.
     pub async fn explain(&self, request: &Explain) -> anyhow::Result<Explanation> {
         self.get("explain", request).await
     }
 
-    /// Returns the state of the cookie keys.
+    /// Returns the state of the keys that authenticate cookies.
     pub async fn keys(&self) -> anyhow::Result<Keys> {
         self.get("keys", &()).await
     }
 
-    /// Begins or continues a rotation of the cookie keys.
+    /// Begins or continues a rotation of the keys that authenticate cookies.
     pub async fn rotate_keys(&self, rotate: &RotateKeys) -> anyhow::Result<Keys> {
         self.send(Method::POST, "keys/rotate", rotate).await
     }
 
-    /// Returns the fleet document in force.
+    /// Returns the fleet document that is currently applied.
     pub async fn fleet(&self) -> anyhow::Result<Fleet> {
         self.get("fleet", &()).await
     }
 
-    /// Applies another fleet document, or only returns its changes (`dry_run`).
+    /// Applies another fleet document, or only returns its changes if `dry_run` is set.
     pub async fn put_fleet(&self, fleet: &NewFleet) -> anyhow::Result<FleetApplied> {
         self.send(Method::PUT, "fleet", fleet).await
     }
 
-    /// Returns the acknowledgements of the newest configuration.
+    /// Returns which daemons have accepted or rejected the newest configuration.
     pub async fn acknowledgements(&self) -> anyhow::Result<Acknowledgements> {
         self.get("fleet/acknowledgements", &()).await
     }
@@ -124,13 +125,13 @@ impl Client {
         self.get("audit", query).await
     }
 
-    /// Forgets a load balancer that is gone for good, and returns the remaining ones.
+    /// Makes the controller forget a load balancer that is gone for good, and returns the remaining ones.
     pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
         let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
         self.request(PendingRequest { method: Method::DELETE, path, body: None }).await
     }
 
-    /// Checks a fleet document.
+    /// Returns the mistakes of a fleet document, without applying it.
     pub async fn check(&self, check: &Check) -> anyhow::Result<Checked> {
         self.send(Method::POST, "check", check).await
     }
@@ -140,7 +141,7 @@ impl Client {
         self.get("loads", &()).await
     }
 
-    /// Returns a server's drain and its remaining connections.
+    /// Returns the state of a server's drain and the number of its remaining connections.
     pub async fn drain_status(&self, server: &str) -> anyhow::Result<DrainStatus> {
         self.get(&drain_path(server), &()).await
     }
@@ -174,8 +175,8 @@ impl Client {
         self.send_to(controller, request).await
     }
 
-    /// Returns the leader. All controllers are queried at once, because one may hang. A change goes to the leader only,
-    /// so that it is not made twice.
+    /// Returns the leading controller. All controllers are queried at once, because one of them may hang. Only the
+    /// leader gets a change, so that the change is not made twice.
     async fn leader(&self) -> anyhow::Result<&ControllerUrl> {
         let mut looks = JoinSet::new();
         for (position, controller) in self.controllers.iter().enumerate() {
@@ -237,7 +238,7 @@ impl Client {
     }
 }
 
-/// Returns the TLS failure that caused the error, if any.
+/// Returns the TLS failure that caused the error, or `None` if another failure caused it.
 fn find_tls_failure(error: &anyhow::Error) -> Option<&Failure> {
     error.root_cause().downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
 }

@@ -1,4 +1,4 @@
-//! Limit of connections, with eviction of idle ones, so that unused connections keep no client out.
+//! Limit of the number of connections. At the limit, idle connections are closed in favour of new ones.
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use tokio::time::timeout;
 
 use crate::limits::network;
 
-/// Interval between checks for an idle connection while all connections are active.
+/// Interval at which a new connection looks for an idle connection to close while all connections are active.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Slots that limit the number of connections to a server.
@@ -26,15 +26,14 @@ pub(crate) struct ConnectionSlots {
 #[derive(Default)]
 struct ConnectionRegistry {
     by_number: BTreeMap<u64, Connection>,
-    /// Sequence number of the last arrival or answer; smaller numbers are earlier.
+    /// Sequence number of the latest event, which is a new connection or the end of an answer.
     last_sequence_number: u64,
 }
 
 struct Connection {
     network: IpAddr,
-    /// Number of active requests on the connection.
     active_requests: usize,
-    /// Sequence number of the last answer, or of the connection's arrival.
+    /// Sequence number of the last answer's end, or of the connection's arrival before its first answer.
     idle_since_sequence: u64,
     close_signal: Arc<Notify>,
 }
@@ -45,7 +44,7 @@ impl ConnectionRegistry {
         self.last_sequence_number
     }
 
-    /// Returns the longest idle connection of the network that has most idle connections.
+    /// Returns the connection to close. It is the longest idle one in the network with the most idle connections.
     fn connection_to_close(&self) -> Option<&Connection> {
         let idle_connections = || self.by_number.values().filter(|connection| connection.active_requests == 0);
         let mut idle_counts: HashMap<IpAddr, usize> = HashMap::new();
@@ -65,7 +64,7 @@ impl ConnectionSlots {
         self.connections.lock()
     }
 
-    /// Waits for a slot, and takes it for a connection from this address.
+    /// Waits for a free slot and occupies it with a connection from this address.
     pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> ConnectionPermit {
         let permit = loop {
             if let Ok(permit) = self.free_slots.clone().try_acquire_owned() {
@@ -101,13 +100,13 @@ pub(crate) struct ConnectionPermit {
 }
 
 impl ConnectionPermit {
-    /// Marks a request as active until the result is dropped.
+    /// Counts a request as active until the returned guard is dropped.
     pub(crate) fn begin_request(self: &Arc<Self>) -> ActiveRequestGuard {
         self.update_connection(|connection, _| connection.active_requests += 1);
         ActiveRequestGuard(self.clone())
     }
 
-    /// Waits until the connection is idle and another one needs its slot.
+    /// Waits until the connection is idle and a new connection needs its slot.
     pub(crate) async fn wait_until_needed(&self) {
         loop {
             self.close_signal.notified().await;
@@ -138,7 +137,7 @@ impl Drop for ConnectionPermit {
     }
 }
 
-/// Guard of an active request, which ends when the guard is dropped.
+/// Guard that counts a request as active until it is dropped.
 pub(crate) struct ActiveRequestGuard(Arc<ConnectionPermit>);
 
 impl Drop for ActiveRequestGuard {
@@ -149,7 +148,7 @@ impl Drop for ActiveRequestGuard {
     }
 }
 
-/// Body of an answer; the request counts as active until the body ends.
+/// Body of an answer, which counts its request as active until the body has been sent.
 pub(crate) struct TrackedBody<B> {
     pub(crate) body: B,
     pub(crate) _guard: ActiveRequestGuard,

@@ -1,5 +1,5 @@
-//! Common parts of all endpoints. Adding an endpoint with its role gives it authentication, limits, a timeout, and an
-//! entry in the OpenAPI document.
+//! Builder of the API's endpoints. Each endpoint that is added with a required role gets authentication, limits, a
+//! timeout, and an entry in the OpenAPI document.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,16 +28,16 @@ use crate::tokens::Tokens;
 use crate::{Problem, ProblemKind};
 use coreward_api::{Caller, Role};
 
-/// Default maximum size of a request's body in bytes.
+/// Default maximum size of a request's body, in bytes.
 pub const DEFAULT_MAX_BODY_BYTES: usize = 64 << 10;
-/// Maximum size of a fleet document in a request in bytes; 16,384 servers and 1,000 services are about 2 MB.
+/// Maximum size of a request's fleet document, in bytes. 16,384 servers and 1,000 services take about 2 MB.
 pub const MAX_DOCUMENT_BYTES: usize = 8 << 20;
-/// Maximum time from a request's first byte to the first byte of its answer.
+/// Time limit for the handler of a request to begin its answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Name of the security scheme of bearer tokens in the OpenAPI document.
+/// Name that the OpenAPI document gives to authentication with bearer tokens.
 const TOKEN_SECURITY_SCHEME: &str = "token";
 
-/// Numbers of answered requests by HTTP status code.
+/// Numbers of answered requests, by the HTTP status code of the answer.
 #[derive(Debug, Default)]
 pub struct RequestCounts(Mutex<BTreeMap<u16, u64>>);
 
@@ -52,28 +52,28 @@ impl RequestCounts {
     }
 }
 
-/// Access control of the API: authentication, roles and rate limits.
+/// Access control of the API, which authenticates callers and enforces roles and rate limits.
 pub struct AccessControl {
     tokens: Arc<Tokens>,
     sessions: Sessions,
-    /// List of revoked certificates.
     revocation_list: RevocationList,
     limits: RateLimits,
     request_counts: Arc<RequestCounts>,
-    /// Counter of permission changes, each of which ends streaming answers.
+    /// Counter that grows when credentials are reloaded. Streaming answers then end.
     permission_changes: watch::Sender<u64>,
 }
 
 impl AccessControl {
-    /// Returns an access control that accepts callers with one of these tokens, or a certificate that is not revoked.
+    /// Creates an access control that accepts callers with one of these tokens, or with an unrevoked certificate.
     pub fn new(tokens: Arc<Tokens>, revocation_list: RevocationList, request_counts: Arc<RequestCounts>) -> Self {
         let (sessions, limits) = (Sessions::default(), RateLimits::default());
         Self { tokens, sessions, revocation_list, limits, request_counts, permission_changes: watch::Sender::new(0) }
     }
 
-    /// Reads the tokens again. If they changed, sessions that a token began end. Sessions that a certificate began
-    /// always end, because it may be revoked now. Streaming answers end, too ([`AccessControl::permission_changes`]),
-    /// and permitted callers reconnect. If a token is unusable, fails and keeps the previous tokens.
+    /// Reads the token files again. If a token has changed, sessions that began with a token end. Sessions that began
+    /// with a certificate always end, because it may have been revoked. Streaming answers end, too
+    /// ([`AccessControl::permission_changes`]), and callers with valid credentials reconnect. Fails and keeps the
+    /// previous tokens if a token file is unusable.
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
         self.sessions.end_sessions_of_certificates();
@@ -84,17 +84,17 @@ impl AccessControl {
         outcome.map(drop)
     }
 
-    /// Returns a receiver of changes of permissions, at which streaming answers end.
+    /// Returns a receiver that is notified when permissions may have changed, so that streaming answers can end.
     pub fn permission_changes(&self) -> watch::Receiver<u64> {
         self.permission_changes.subscribe()
     }
 
-    /// Returns the sessions of browsers.
+    /// Returns the browsers' sessions.
     pub fn sessions(&self) -> &Sessions {
         &self.sessions
     }
 
-    /// Returns the caller, who is identified by a token, a certificate or a session. Fails if there is none.
+    /// Returns the caller that a token, a certificate or a session identifies. Fails if no credential is valid.
     fn authenticate(&self, request: &Request) -> Result<Caller, Problem> {
         let peer = request.extensions().get::<Peer>().cloned().unwrap_or_default();
         let session_caller = || {
@@ -119,22 +119,22 @@ impl AccessControl {
         }
     }
 
-    /// Returns the role of the token in the header, and a principal with the token's id.
+    /// Returns the role that the token in the `Authorization` header grants, and a caller name with the token's id.
     fn authenticate_token(&self, authorization: &HeaderValue) -> Option<(Role, Arc<str>)> {
         let (scheme, token) = authorization.to_str().ok()?.split_once(' ')?;
-        // RFC 9110, Sect. 11.1: the scheme's case does not matter.
+        // The scheme's case does not matter (RFC 9110, Sect. 11.1).
         let token = Some(token.trim()).filter(|_| scheme.eq_ignore_ascii_case("bearer"))?;
         let role = self.tokens.role_of(token)?;
         Some((role, format!("{role} token {}", token_id(token)).into()))
     }
 }
 
-/// Returns the beginning of a token's SHA-256, which identifies the token without revealing it.
+/// Returns the first 8 hexadecimal digits of a token's SHA-256, which identify the token without revealing it.
 pub fn token_id(token: &str) -> String {
     Fingerprint::sha256(token.as_bytes()).to_string().replace(':', "")[..8].to_ascii_lowercase()
 }
 
-/// Access checks before the handler of one endpoint.
+/// Checks that run before an endpoint's handler.
 #[derive(Clone)]
 struct RouteGuard {
     guard: Arc<AccessControl>,
@@ -172,7 +172,7 @@ async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response 
     }
 }
 
-/// Builder of the API's router and of its OpenAPI document.
+/// Builder that makes the API's router and its OpenAPI document from the endpoints that are added.
 pub struct Endpoints<S> {
     guard: Arc<AccessControl>,
     router: OpenApiRouter<S>,
@@ -183,7 +183,7 @@ pub struct Endpoints<S> {
 struct BaseDocument;
 
 impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
-    /// Returns a router without endpoints.
+    /// Creates a builder without endpoints. `title` and `description` are for the OpenAPI document.
     pub fn new(guard: Arc<AccessControl>, title: &str, description: &str) -> Self {
         let mut document = BaseDocument::openapi();
         document.info.title = title.to_owned();
@@ -197,12 +197,12 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
         Self { guard, router: OpenApiRouter::with_openapi(document) }
     }
 
-    /// Adds an endpoint (`routes!(handler)`) for callers with this role.
+    /// Adds an endpoint (`routes!(handler)`) for callers that have at least this role.
     pub fn add(self, needed: Role, routes: UtoipaMethodRouter<S>) -> Self {
         self.add_with_body(needed, DEFAULT_MAX_BODY_BYTES, routes)
     }
 
-    /// Like [`Endpoints::add`], with another limit of the body in bytes.
+    /// Like [`Endpoints::add`], with another maximum size of a request's body, in bytes.
     pub fn add_with_body(mut self, needed: Role, body: usize, routes: UtoipaMethodRouter<S>) -> Self {
         let (schemas, mut paths, router) = routes;
         paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, needed));
@@ -225,7 +225,7 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     }
 }
 
-/// Adds headers that disable caching and the guessing of content types.
+/// Adds headers that forbid caching the answer and guessing its content type.
 async fn with_common_headers(mut response: Response) -> Response {
     let headers = response.headers_mut();
     headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
@@ -237,9 +237,9 @@ fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
     [&mut item.get, &mut item.put, &mut item.post, &mut item.delete, &mut item.patch].into_iter().flatten()
 }
 
-/// Adds the common parts of an operation to the document: its role, and the errors of all operations.
+/// Adds the required role, and the errors that every operation can return, to an operation of the OpenAPI document.
 fn describe(operation: &mut Operation, needed: Role) {
-    // OpenAPI 3.1, Security Requirement Object: for schemes without scopes the array may name the required roles.
+    // OpenAPI 3.1, Security Requirement Object. The array may name the required roles of a scheme without scopes.
     operation.security = Some(vec![SecurityRequirement::new(TOKEN_SECURITY_SCHEME, [needed.name()])]);
     let mut errors = vec![
         ("400", "The request is malformed"),
@@ -260,7 +260,7 @@ fn describe(operation: &mut Operation, needed: Role) {
     }
 }
 
-/// Returns the OpenAPI description of an answer with a [`Problem`].
+/// Returns the OpenAPI description of an error response, whose body is a [`Problem`].
 fn problem_response(description: &str) -> RefOr<DescribedResponse> {
     let content = ContentBuilder::new().schema(Some(Ref::from_schema_name("Problem"))).build();
     RefOr::T(ResponseBuilder::new().description(description).content(PROBLEM_JSON, content).build())

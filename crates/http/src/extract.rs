@@ -1,4 +1,4 @@
-//! Extractors of handlers; the answer to a mismatch is a [`Problem`].
+//! Extractors of request data for handlers. They answer a malformed request with a [`Problem`].
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -32,7 +32,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Problem> {
         let (head, body) = request.into_parts();
-        // The content type is checked first, with a valid body in place of the actual one.
+        // The content type is checked before the body is received, with an empty JSON object in its place.
         let empty = Request::from_parts(head.clone(), Body::from("{}"));
         axum::Json::<JsonObject<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
@@ -42,7 +42,7 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
     }
 }
 
-/// Value that must be a JSON object: serde would accept an array of a struct's fields, too.
+/// Value that must be a JSON object. For a struct, serde would also accept an array of the fields.
 struct JsonObject<T>(T);
 
 impl<'de, T: DeserializeOwned> Deserialize<'de> for JsonObject<T> {

@@ -1,12 +1,13 @@
-//! Transport of the controller's HTTP API, for both sides. `crates/api` contains the documents.
+//! HTTP transport of the controller's API, for the server and the client. `crates/api` contains the exchanged
+//! documents.
 //!
-//! * [`problem`][]: errors by RFC 9457
-//! * [`tokens`][]: proofs of callers
-//! * [`sessions`][]: browsers
-//! * [`endpoints`][]: handlers with their roles, and their common parts: authentication, limits, timeouts, OpenAPI
-//! * [`extract`][]: parts of a request for handlers
-//! * [`work`][]: slow answers
-//! * [`serve`][]: connections
+//! * [`problem`][]: error responses as in RFC 9457
+//! * [`tokens`][]: bearer tokens that authenticate callers
+//! * [`sessions`][]: sessions of browsers
+//! * [`endpoints`][]: router with authentication, roles, limits, timeouts and the OpenAPI document
+//! * [`extract`][]: extractors of request data for handlers
+//! * [`work`][]: worker threads for slow answers
+//! * [`serve`][]: listening socket and its connections
 //! * [`client`][]: client for commands
 //!
 //! The controller's handlers are in `crates/control-server/src/api`.

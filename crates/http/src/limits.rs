@@ -1,4 +1,4 @@
-//! Rate limits of callers.
+//! Rate limits of the API's callers.
 
 use std::net::{IpAddr, Ipv6Addr};
 use std::num::NonZeroU32;
@@ -19,18 +19,19 @@ type KeyedRateLimiter<K> = RateLimiter<
     NoOpMiddleware<<MonotonicClock as governor::clock::Clock>::Instant>,
 >;
 
-/// Maximum number of reading requests per second, for each role and address: enough for a dashboard and a few scripts.
+/// Maximum number of requests per second that only read, for each role and address. This is enough for a dashboard and
+/// a few scripts.
 const MAX_READS_PER_SECOND: NonZeroU32 = NonZeroU32::new(200).unwrap();
-/// Maximum number of requests per second that only an operator may send, for each address.
+/// Maximum number of requests per second to endpoints for operators only, for each role and address.
 const MAX_WRITES_PER_SECOND: NonZeroU32 = NonZeroU32::new(20).unwrap();
-/// Maximum number of requests per second without a valid token, for each address.
+/// Maximum number of requests per second without a valid credential, for each address.
 const MAX_REJECTIONS_PER_SECOND: NonZeroU32 = NonZeroU32::new(10).unwrap();
-/// Maximum burst of requests, as a multiple of the rate per second.
+/// Maximum number of requests in a burst, as a multiple of the rate per second.
 const BURST_RATE_MULTIPLE: u32 = 5;
-/// Number of callers in a limiter, above which inactive callers are forgotten.
+/// Number of callers in a limiter above which the limiter forgets inactive callers.
 const MAX_TRACKED_CALLERS: usize = 4096;
 
-/// Rate limits of callers, by role and address.
+/// Rate limits of the API's callers, by role and address.
 pub struct RateLimits {
     clock: MonotonicClock,
     read_limiter: KeyedRateLimiter<(Role, IpAddr)>,
@@ -63,7 +64,7 @@ impl RateLimits {
         self.check_limiter(if writes { &self.write_limiter } else { &self.read_limiter }, &(role, network(address)))
     }
 
-    /// Counts a request of an unauthenticated caller. Fails if the address's rate limit is exceeded.
+    /// Counts a request without a valid credential. Fails if the address's rate limit is exceeded.
     pub fn count_rejected_request(&self, address: IpAddr) -> Result<(), Problem> {
         self.check_limiter(&self.rejection_limiter, &network(address))
     }
@@ -86,7 +87,7 @@ fn too_many_requests(wait: Duration) -> Problem {
         .retry_after(seconds)
 }
 
-/// Returns the address, or the /64 network of an IPv6 address, because one host may have all of it.
+/// Returns the address, or the /64 network of an IPv6 address, because one host may use every address in that network.
 pub(crate) fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX))),

@@ -1,4 +1,4 @@
-//! Errors by RFC 9457: `application/problem+json`.
+//! Error responses as in RFC 9457 (`application/problem+json`).
 
 use axum::Json;
 use axum::extract::rejection::{BytesRejection, JsonRejection, PathRejection, QueryRejection};
@@ -45,14 +45,14 @@ pub enum ProblemKind {
     /// The document in the request has mistakes (see `mistakes`).
     #[serde(rename = "urn:coreward:problem:wrong-document")]
     WrongDocument,
-    /// The caller's rate limit, or the limit of watchers, is exceeded; `Retry-After` contains the time until the next
+    /// The caller's rate limit, or the limit of watchers, is exceeded. `Retry-After` contains the time until the next
     /// attempt.
     #[serde(rename = "urn:coreward:problem:too-many-requests")]
     TooManyRequests,
     /// Another controller leads (see `leader` and `leader_api`).
     #[serde(rename = "urn:coreward:problem:not-leading")]
     NotLeading,
-    /// The change cannot be stored, for example on a full disk; nothing has changed.
+    /// The change cannot be stored, for example because the disk is full. Nothing has changed.
     #[serde(rename = "urn:coreward:problem:not-stored")]
     NotStored,
     /// The controller has a fault.
@@ -109,7 +109,7 @@ pub struct Problem {
 }
 
 impl Problem {
-    /// Returns an error. `detail`: the value found and the value expected.
+    /// Creates an error response. `detail` contains the value found and the value expected.
     pub fn new(kind: ProblemKind, detail: impl Into<String>) -> Self {
         let (status, title) = kind.status_and_title();
         let (title, status) = (title.into(), status.as_u16());
@@ -126,17 +126,17 @@ impl Problem {
         }
     }
 
-    /// Returns the error for an object that does not exist; `what`: kind of the object.
+    /// Returns the error for an object that does not exist. `what` is the kind of the object, such as `path`.
     pub fn not_found(what: &str, name: &str) -> Self {
         Self::new(ProblemKind::NotFound, format!("{what} {name:?} does not exist"))
     }
 
-    /// Returns the error for a fault of the controller.
+    /// Returns the error for an internal fault of the controller.
     pub fn internal_error(error: &anyhow::Error) -> Self {
         Self::new(ProblemKind::Internal, format!("{error:#}"))
     }
 
-    /// Sets the number of seconds until the next attempt.
+    /// Sets the time after which the client may try again, in seconds.
     pub fn retry_after(self, seconds: u64) -> Self {
         Self { retry_after_s: Some(seconds), ..self }
     }

@@ -1,4 +1,4 @@
-//! Connections: HTTP/1.1 on a thread of its own, so that large answers and many callers do not delay tables.
+//! HTTP/1.1 server on a thread of its own, so that large answers and many callers do not delay placement tables.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -20,17 +20,17 @@ use crate::connection_limit::{ConnectionPermit, ConnectionSlots, TrackedBody};
 use crate::work;
 use coreward_api::Role;
 
-/// Limits of a server's connections.
+/// Limits that a server enforces on its connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionLimits {
     /// Maximum number of concurrent connections. At the limit, a new connection replaces an idle one, or waits.
     pub max_connections: usize,
-    /// Time limit for a request's head, from the handshake or the last answer on. The time between request and answer
-    /// is not limited.
+    /// Time limit for receiving a request's head, from the end of the handshake or of the previous answer. The time
+    /// from a request's head to its answer is not limited.
     pub head_timeout: Duration,
-    /// Maximum size of a request's head in bytes.
+    /// Maximum size of a request's head, in bytes.
     pub max_head_bytes: usize,
-    /// Time after which a client that reads nothing of an answer is disconnected.
+    /// Time after which a client that reads nothing of its answer is disconnected.
     pub write_timeout: Duration,
 }
 
@@ -45,32 +45,32 @@ impl Default for ConnectionLimits {
     }
 }
 
-/// Peer of a connection; every request carries it as an extension.
+/// Peer of a connection, which every request carries as an extension.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
     /// Address of the peer.
     pub address: IpAddr,
-    /// Identity of the peer's certificate, if it has one.
+    /// Identity in the peer's certificate, or `None` if the peer has no certificate.
     pub certificate: Option<CertificateIdentity>,
     /// Whether the connection is encrypted.
     pub is_encrypted: bool,
 }
 
-/// Identity of an operator or a viewer, which a certificate proves.
+/// Identity of an operator or a viewer, as proven by a certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CertificateIdentity {
-    /// Role in the certificate.
+    /// Role that the certificate grants.
     pub role: Role,
-    /// Name in the certificate.
+    /// Owner's name in the certificate.
     pub name: Arc<str>,
     /// Fingerprint of the certificate.
     pub fingerprint: Fingerprint,
-    /// End of the certificate's validity (time since 1970).
+    /// End of the certificate's validity, as time since 1970.
     pub not_after: Duration,
 }
 
 impl Peer {
-    /// Returns a peer without TLS.
+    /// Returns the peer of a connection without TLS.
     pub fn without_tls(address: IpAddr) -> Self {
         Self { address, certificate: None, is_encrypted: false }
     }
@@ -82,12 +82,12 @@ impl Default for Peer {
     }
 }
 
-/// Type that secures a connection before its first request.
+/// Acceptor that can secure a connection before its first request.
 pub trait Acceptor: Clone + Send + Sync + 'static {
     /// Byte stream of the secured connection.
     type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
 
-    /// Returns the secured connection and its peer. The implementation has its own timeout.
+    /// Returns the secured connection and its peer. The implementation must limit the time that this takes.
     fn accept(
         &self,
         stream: TcpStream,
@@ -107,7 +107,7 @@ impl Acceptor for PlainAcceptor {
     }
 }
 
-/// Listening socket with limits of its connections.
+/// Listening socket and the limits of its connections.
 pub struct Listener {
     listener: std::net::TcpListener,
     address: SocketAddr,
@@ -115,7 +115,7 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Binds a socket to the address. Fails if the address is in use or does not exist.
+    /// Binds a socket to the address. Fails if the address is in use or does not belong to this host.
     pub fn bind(address: SocketAddr) -> anyhow::Result<Self> {
         let expected = "expected a free port and an address of this host (`api`)";
         let listener =
@@ -125,7 +125,7 @@ impl Listener {
         Ok(Self { listener, address, connection_limits: ConnectionLimits::default() })
     }
 
-    /// Replaces the limits of connections.
+    /// Replaces the limits of the socket's connections.
     pub fn with_limits(self, connection_limits: ConnectionLimits) -> Self {
         Self { connection_limits, ..self }
     }
@@ -135,8 +135,8 @@ impl Listener {
         self.address
     }
 
-    /// Serves until the result is dropped, and runs `background` on the same thread. Calls `begin_thread` on each
-    /// worker thread. Fails when threads cannot be created.
+    /// Serves requests until the returned guard is dropped or `background`, which runs on the same thread, ends. Each
+    /// worker thread calls `begin_thread` when it starts. Fails if threads cannot be created.
     pub fn serve(
         self,
         acceptor: impl Acceptor,
@@ -177,7 +177,7 @@ impl Listener {
     }
 }
 
-/// Guard of a running server, which ends when the guard is dropped.
+/// Guard of a running server. Dropping it stops the server.
 pub struct RunningServer {
     _stop_on_drop: oneshot::Sender<std::convert::Infallible>,
 }
@@ -193,7 +193,7 @@ async fn accept_connections(
         let (stream, address) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
-                // For example too many open files: other connections need time to end.
+                // There may be too many open files, for example. The pause gives other connections time to end.
                 tracing::warn!(
                     event = "accept-failed",
                     %error,
@@ -207,7 +207,7 @@ async fn accept_connections(
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
             let ended = tokio::select! {
-                // A pending request comes first, so that a client that has just sent one keeps its connection.
+                // The connection is polled first, so that a client with a new request is not disconnected as idle.
                 biased;
                 ended = serve_connection(stream, address, bounds, &permit, acceptor, router) => ended,
                 () = permit.wait_until_needed() => Err("idle, and its slot is needed for another connection".into()),

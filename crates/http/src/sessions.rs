@@ -1,5 +1,6 @@
-//! Sessions of browsers. A browser sends its cookie to any listener on the host, and on behalf of any page of the same
-//! site. So every session has the viewer's role, even if an operator began it, and cannot change the fleet.
+//! Sessions of browsers. A browser sends its session cookie to any listener on the host, and with requests from any
+//! page of the same site. So every session has only the viewer's role, even if an operator began it, and cannot change
+//! the fleet.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -13,26 +14,25 @@ use rand::rand_core::{TryRng as _, UnwrapErr};
 use rand::rngs::SysRng;
 use subtle::ConstantTimeEq as _;
 
-/// Lifetime of a session.
 const SESSION_LIFETIME: Duration = Duration::from_secs(12 * 3600);
-/// Maximum number of sessions; beyond it the oldest one ends.
+/// Maximum number of sessions. A further session ends the oldest one.
 const MAX_SESSIONS: usize = 256;
 const COOKIE_NAME: &str = "coreward_session";
 
-/// Open sessions of browsers.
+/// Sessions that browsers have begun and that have not ended.
 #[derive(Default)]
 pub struct Sessions(Mutex<Vec<Session>>);
 
-/// Credential with which a session was begun.
+/// Kind of credential with which a session began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionProof {
-    /// The session was begun with a token.
+    /// Token of a role.
     Token,
-    /// The session was begun with a certificate.
+    /// Client certificate.
     Certificate {
-        /// Fingerprint of the certificate; the session ends when the certificate is revoked.
+        /// Fingerprint of the certificate. The session ends when the certificate is revoked.
         fingerprint: Fingerprint,
-        /// End of the certificate's validity (time since 1970).
+        /// End of the certificate's validity, as time since 1970.
         not_after: Duration,
     },
 }
@@ -56,7 +56,7 @@ struct Session {
 }
 
 impl Sessions {
-    /// Begins a session and returns its `Set-Cookie` value. `encrypted`: whether the request came by TLS.
+    /// Begins a session and returns its `Set-Cookie` value. `encrypted` is whether the request arrived over TLS.
     pub fn create(&self, proof: SessionProof, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
@@ -70,15 +70,16 @@ impl Sessions {
         cookie
     }
 
-    /// Returns whether the request belongs to a session. A session that a certificate began ends with the certificate.
+    /// Returns whether the request belongs to a valid session. One that began with a certificate ends with the
+    /// certificate.
     pub fn has_session(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
         let mut live_sessions = self.live_sessions();
         live_sessions.retain(|session| session.credential.is_valid(revoked));
         session_ids(headers).any(|id| live_sessions.iter().any(|session| session.has_id(id)))
     }
 
-    /// Ends the request's session and returns the `Set-Cookie` value that clears it. `encrypted`: whether the request
-    /// came by TLS.
+    /// Ends the request's session and returns the `Set-Cookie` value that deletes its cookie. `encrypted` is whether
+    /// the request arrived over TLS.
     pub fn end(&self, headers: &HeaderMap, encrypted: bool) -> String {
         for id in session_ids(headers) {
             self.live_sessions().retain(|session| !session.has_id(id));
@@ -86,12 +87,12 @@ impl Sessions {
         cookie_header_value("", Duration::ZERO, encrypted)
     }
 
-    /// Ends all sessions that were begun by a token.
+    /// Ends all sessions that began with a token.
     pub fn end_sessions_of_tokens(&self) {
         self.live_sessions().retain(|session| session.credential != SessionProof::Token);
     }
 
-    /// Ends all sessions that were begun by a certificate.
+    /// Ends all sessions that began with a certificate.
     pub fn end_sessions_of_certificates(&self) {
         self.live_sessions().retain(|session| session.credential == SessionProof::Token);
     }
@@ -110,8 +111,8 @@ impl Session {
     }
 }
 
-/// Returns a `Set-Cookie` value. RFC 6265bis, Sect. 4.1.2.5: browsers send `Secure` cookies by TLS only, and accept
-/// none in clear text.
+/// Returns the value of a `Set-Cookie` header. Browsers send a `Secure` cookie only over TLS, and do not accept one
+/// that arrives unencrypted (RFC 6265bis, Sect. 4.1.2.5).
 fn cookie_header_value(id: &str, life: Duration, encrypted: bool) -> String {
     let secure_attribute = if encrypted { "; Secure" } else { "" };
     format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure_attribute}", life.as_secs())

@@ -1,4 +1,4 @@
-//! Bearer tokens: one for each role, in files of the controller that are readable by their owner only.
+//! Bearer tokens, one for each role, in files on the controller's machine that only their owner can read.
 
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
@@ -19,15 +19,15 @@ use coreward_api::Role;
 const TOKEN_BYTES: usize = 32;
 /// Number of random bytes in the name of a temporary file.
 const TEMPORARY_NAME_BYTES: usize = 9;
-/// Minimum length, in characters, of a token that an operator has chosen.
+/// Minimum number of characters in a token that an operator has chosen.
 const MIN_TOKEN_LENGTH: usize = 32;
 
-/// Returns the path of the file with a role's token.
+/// Returns the path of the file that contains a role's token.
 pub fn token_file(directory: &Path, role: Role) -> PathBuf {
     directory.join(format!("{role}.token"))
 }
 
-/// The tokens of all roles, and the directory of their files.
+/// Tokens of all roles, which are read from files in one directory.
 #[derive(Debug)]
 pub struct Tokens {
     directory: PathBuf,
@@ -35,16 +35,16 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Reads the tokens in this directory and creates missing ones. Fails when a file cannot be read or written, is
-    /// readable by others than its owner, or contains no token.
+    /// Reads the tokens from their files in this directory, and creates missing files. Fails if a file cannot be read
+    /// or written, if users other than its owner can read it, or if it contains no valid token.
     pub fn open(directory: &Path) -> anyhow::Result<Self> {
         let tokens = Self { directory: directory.to_owned(), tokens: RwLock::default() };
         tokens.reload()?;
         Ok(tokens)
     }
 
-    /// Reads the files again, and returns whether a token has changed. On an error, as in [`open`](Self::open), the
-    /// previous tokens stay valid.
+    /// Reads the files again, and returns whether a token has changed. Fails for the same reasons as
+    /// [`open`](Self::open), and then the previous tokens stay valid.
     pub fn reload(&self) -> anyhow::Result<bool> {
         let read_token_of_role =
             |role| read_or_create_token(&token_file(&self.directory, role)).map(|token| (role, token));
@@ -61,7 +61,7 @@ impl Tokens {
         Ok(has_changed)
     }
 
-    /// Returns the role of this token, in constant time, or `None` for an unknown token.
+    /// Returns the role that this token grants, or `None` if the token is unknown. The comparison takes constant time.
     pub fn role_of(&self, token: &str) -> Option<Role> {
         let tokens = self.tokens.read();
         let is_equal = |(_, known): &&(Role, Secret<String>)| known.expose().as_bytes().ct_eq(token.as_bytes()).into();
@@ -82,11 +82,11 @@ fn read_or_create_token(path: &Path) -> anyhow::Result<Secret<String>> {
     read_token(path)
 }
 
-/// Returns the token in a file. Fails if the file cannot be read, is readable by others than its owner, or contains no
-/// token.
+/// Returns the token in a file. Fails if the file cannot be read, if users other than its owner can read it, or if it
+/// contains no valid token.
 pub fn read_token(path: &Path) -> anyhow::Result<Secret<String>> {
     let text = read_secret(path).map_err(|problem| anyhow!("{problem}"))?;
-    // RFC 6750, Sect. 2.1.
+    // Characters of bearer tokens (RFC 6750, Sect. 2.1).
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._~+/=".contains(c);
     ensure!(
         text.len() >= MIN_TOKEN_LENGTH && text.chars().all(is_allowed),
@@ -103,14 +103,14 @@ fn random_base64<const BYTES: usize>() -> String {
     URL_SAFE_NO_PAD.encode(bytes)
 }
 
-/// Writes the file atomically, even if the machine stops. Of several controllers with one directory the first one
-/// creates the token.
+/// Creates the file atomically, even if the machine crashes. If several controllers share the directory, the first one
+/// creates the token and the others use it.
 fn create_token_file(path: &Path, token: &str) -> std::io::Result<()> {
-    // A unique name: process ids are equal in two containers that share a directory.
+    // The name is random, because process ids can be equal in two containers that share a directory.
     let temporary_path = path.with_extension(format!("new-{}", random_base64::<TEMPORARY_NAME_BYTES>()));
     let mut file = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary_path)?;
     let result = writeln!(file, "{token}").and_then(|()| file.sync_all()).and_then(|()| {
-        // Unlike a rename, a link never replaces a file.
+        // Unlike a rename, a link never replaces an existing file.
         std::fs::hard_link(&temporary_path, path)
     });
     std::fs::remove_file(&temporary_path)?;
@@ -147,7 +147,7 @@ mod tests {
         }
     }
 
-    /// Controllers in one process have the same process id, like controllers in two containers.
+    /// The controllers run in one process, so they have equal process ids, as two containers may.
     #[test]
     fn concurrent_controllers_create_the_same_tokens() {
         for _ in 0..20 {

@@ -1,4 +1,5 @@
-//! Worker threads for slow answers, so that no answer delays another. The thread of connections only moves bytes.
+//! Worker threads that compute answers, so that slow ones do not delay others. The connections' thread only moves
+//! bytes.
 
 use axum::body::Body;
 use axum::http::{HeaderValue, header};
@@ -10,24 +11,24 @@ use crate::{Problem, ProblemKind};
 
 /// Number of worker threads, each of which computes one answer at a time.
 pub(crate) const WORKER_THREAD_COUNT: usize = 4;
-/// Maximum number of worker threads for large requests, so that threads remain for small ones.
+/// Maximum number of worker threads that large requests use, so that threads remain for small ones.
 const MAX_LARGE_REQUEST_THREADS: usize = 2;
-/// Maximum number of waiting requests with a large body, because the bodies are in memory.
+/// Maximum number of large requests that wait for a worker thread. Their bodies are held in memory.
 const MAX_WAITING_LARGE_REQUESTS: usize = 16;
 
-/// Expected amount of work for a request.
+/// Expected amount of work for computing an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WorkSize {
-    /// Work of milliseconds, even with thousands of servers.
+    /// Work that takes milliseconds, even with thousands of servers.
     Small,
-    /// Unbounded work, which takes seconds for the worst documents.
+    /// Work without an upper limit, which takes seconds for the worst documents.
     Large,
 }
 
 static LARGE_WORK_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS);
 static LARGE_ANSWER_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS + MAX_WAITING_LARGE_REQUESTS);
 
-/// An answer that is encoded in JSON.
+/// Answer of a handler, encoded in JSON.
 #[derive(Debug)]
 pub struct JsonAnswer(Vec<u8>);
 
@@ -38,8 +39,8 @@ impl IntoResponse for JsonAnswer {
     }
 }
 
-/// Computes and encodes an answer on a worker thread. Fails with the work's error, if too many requests wait, and after
-/// a panic.
+/// Computes an answer on a worker thread and encodes it in JSON. Fails with the error of `work`, or if too many
+/// requests wait or `work` panics.
 pub async fn compute_answer<T: Serialize>(
     size: WorkSize,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
@@ -51,11 +52,11 @@ pub async fn compute_answer<T: Serialize>(
     .await?
 }
 
-/// Runs work on a worker thread. Fails if too many requests wait, and after a panic.
+/// Runs `work` on a worker thread. Fails if too many requests wait, or if `work` panics.
 pub async fn run<T: Send + 'static>(size: WorkSize, work: impl FnOnce() -> T + Send + 'static) -> Result<T, Problem> {
     let turn = acquire_permits(size).await?;
     let outcome = tokio::task::spawn_blocking(move || {
-        // Held even if the caller has disconnected: the thread is in use until the end.
+        // The permit is held even if the caller disconnects, because the work occupies its thread until it ends.
         let _turn = turn;
         work()
     });

@@ -1,9 +1,11 @@
-//! Announces this load balancer's VIPs to a routing daemon (BIRD, FRR). Each VIP has a route in a kernel table that no
-//! rule uses. The daemon reads the table and announces its routes to the routers (docs/deployment.md has the file).
+//! Announces this load balancer's VIPs to a routing daemon (BIRD, FRR). For each VIP, it adds a route to a kernel table
+//! that no rule uses. The daemon reads the table and announces its routes to the routers (docs/deployment.md has its
+//! file).
 //!
-//! The kernel itself does not use these routes: it neither answers for a VIP nor accepts its packets, as it would with
-//! the VIP on a loopback (servers' answers through this machine would be martians). The routes outlive this process, as
-//! the data plane does. A restarted routing daemon finds them again, which it would not with a control socket.
+//! The kernel itself does not use these routes, so it neither answers for a VIP nor accepts its packets. It would do
+//! both if the VIP were on a loopback device, and would then drop servers' replies through this machine as martians.
+//! Like the data plane, the routes outlive this process. A restarted routing daemon therefore finds them, unlike
+//! announcements through a control socket.
 
 use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -19,9 +21,9 @@ use tokio_stream::StreamExt as _;
 
 use crate::config::Announce;
 
-/// Protocol number of the routes, as in `ip route`. The lists of the kernel and of iproute2 do not use this number.
+/// Protocol number of the routes, as in `ip route`. Neither the kernel nor iproute2 assigns this number to a protocol.
 const ROUTE_PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
-/// Interval of checks for changes that other programs make to the routing table.
+/// Interval between the checks whether other programs have changed the routing table.
 const READ_INTERVAL: Duration = Duration::from_secs(10);
 
 pub struct Announcer {
@@ -42,7 +44,7 @@ pub struct AnnounceState {
 }
 
 impl Announcer {
-    /// Starts by reading the routes that an earlier process added. Fails when the kernel does not show its routes.
+    /// Reads the routes that an earlier process added. Fails when the kernel does not show its routes.
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
         let (connection, handle, _) = rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;
         let answers = tokio::spawn(connection).abort_handle();
@@ -57,7 +59,6 @@ impl Announcer {
         Ok(announcer)
     }
 
-    /// Returns the id of the kernel's routing table to which the routes are added.
     pub fn route_table_id(&self) -> u32 {
         self.route_table_id
     }
@@ -66,7 +67,7 @@ impl Announcer {
         self.announced_vips.len()
     }
 
-    /// Announces exactly the `wanted` VIPs, and withdraws all others. Fails when the kernel rejects a route.
+    /// Announces exactly the `wanted` VIPs and withdraws all others. Fails when the kernel rejects a route.
     pub async fn announce(&mut self, wanted: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
         if self.last_read.elapsed() >= READ_INTERVAL {
             self.read().await?;

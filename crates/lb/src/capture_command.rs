@@ -1,4 +1,4 @@
-//! `coreward capture`: packets at the load balancer and its decisions, as text or as a pcapng file.
+//! The command `coreward capture`, which shows a load balancer's packets and decisions, as text or as a pcapng file.
 
 use std::fmt;
 use std::fs::File;
@@ -31,7 +31,7 @@ pub struct CaptureArgs {
     /// Write the captured packets, unmodified, to this pcapng file [default: print each decision]
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
-    /// With --out: add the decision to each packet as a comment
+    /// With --out, add the decision to each packet as a comment
     #[arg(long, requires = "out")]
     pub annotate: bool,
     /// Number of bytes captured of each packet
@@ -46,11 +46,11 @@ pub struct CaptureArgs {
     pub seconds: Option<u64>,
 }
 
-/// Interval of checks whether the capture must end.
+/// Interval between the checks whether the capture must end.
 const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Captures up to the given number of packets or seconds, or until SIGINT. Prints the number of packets at the end.
-/// Fails when no load balancer runs or it does not have the service, or the file cannot be written.
+/// Captures up to the given number of packets or seconds, or until SIGINT, and then prints the number of packets. Fails
+/// when no load balancer runs, it does not have the service, or the file cannot be written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
     let service = find_service(&args.service, &capture::services(&config.pin_directory)?)?;
@@ -79,7 +79,7 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     }
     eprintln!("{packets} packets captured, {} records lost", capture.lost_record_count());
     match failure {
-        // A closed pipe (`| head`) is an orderly end.
+        // A closed pipe (as with `| head`) is an orderly end.
         Some(error) if is_broken_pipe(&error) => Ok(()),
         Some(error) => Err(error),
         None => packet_sink.finish(),
@@ -109,7 +109,7 @@ fn stop_flag_on_signal() -> anyhow::Result<Arc<AtomicBool>> {
     Ok(stop_flag)
 }
 
-/// Returns the time from 1970 to the zero point of CLOCK_MONOTONIC.
+/// Returns the time since 1970 at which CLOCK_MONOTONIC was zero.
 fn monotonic_clock_epoch() -> anyhow::Result<Duration> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the wall clock is before 1970")?;
     Ok(now.saturating_sub(clock_gettime(ClockId::CLOCK_MONOTONIC)?.into()))
@@ -134,7 +134,7 @@ impl PacketSink {
 }
 
 impl PacketSink {
-    /// Flushes the file and returns an error, which a drop would ignore.
+    /// Flushes the file and returns any error, because dropping the writer would ignore it.
     fn finish(self) -> anyhow::Result<()> {
         match self {
             PacketSink::TextLines => Ok(()),
@@ -143,7 +143,6 @@ impl PacketSink {
     }
 }
 
-/// pcapng file (draft-ietf-opsawg-pcapng) with one Ethernet interface, to which packets are written.
 struct PcapNgFile {
     pcapng_writer: PcapNgWriter<BufWriter<File>>,
     adds_decisions: bool,
@@ -156,7 +155,7 @@ impl PcapNgFile {
         let interface_block = InterfaceDescriptionBlock {
             linktype: DataLink::ETHERNET,
             snaplen: 0,
-            // 9: timestamps are in 10^-9 s.
+            // The value 9 sets the unit of the timestamps to 10^-9 s.
             options: vec![InterfaceDescriptionOption::IfTsResol(9)],
         };
         pcapng_writer.write_pcapng_block(interface_block)?;

@@ -1,4 +1,4 @@
-//! The load balancer's file; docs/config.md is the reference for users.
+//! The load balancer's configuration file. Users find its reference in docs/config.md.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -16,14 +16,14 @@ use coreward_model::vlan::Vlan;
 /// Treatment of announced VIPs when the daemon stops.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnStop {
-    /// VIPs are withdrawn: other load balancers get the packets.
+    /// VIPs are withdrawn, so that other load balancers get the packets.
     Withdraw,
-    /// VIPs stay announced, because the data plane continues: for a restart.
+    /// VIPs stay announced, because the data plane continues. This is meant for a restart.
     Keep,
 }
 
 config_struct! {
-    /// Configuration of the daemon. Everything else comes from the controller.
+    /// Configuration of the load balancer. Everything else comes from the controller.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub struct Config {
         /// Name in `coreward status`; different for every load balancer.
@@ -34,9 +34,9 @@ config_struct! {
         pub interface: String as InterfaceName,
         /// VLAN of packets for VIPs; without it they are untagged.
         pub vlan: Option<Vlan>,
-        /// Directory of the data plane in a BPF file system, created if missing; one per load balancer.
+        /// Directory for pinned programs and maps in a BPF file system, created if missing; one per load balancer.
         pub pin_directory: PathBuf as AbsolutePath,
-        /// Directory of the last configuration, for a start without controller.
+        /// Directory for the last configuration, which is used if no controller is reachable at the start.
         pub state_directory: PathBuf as AbsolutePath = AbsolutePath(PathBuf::from("/var/lib/coreward-lb")),
         /// XDP mode: "native" in the driver, "generic" after it, "auto" the first that works.
         pub xdp_mode: XdpMode as XdpModeName = XdpModeName(XdpMode::default()),
@@ -45,7 +45,7 @@ config_struct! {
         /// Number of entries for connections without a cookie.
         pub flow_table: u32 as Number<1, { MAX_FLOW_TABLE_ENTRIES as u64 }> =
             Number(Options::default().flow_table_entry_count.into()),
-        /// Number of entries for connections of stateful services, of 64 bytes each.
+        /// Number of entries for connections of stateful services; each takes 64 bytes.
         pub connection_table: TableSize = TableSize::default(),
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,
@@ -53,7 +53,7 @@ config_struct! {
         pub tls: Option<coreward_tls::CredentialFiles>,
         /// Times without packets after which connections of stateful services are checked.
         pub connection_timers: ConnectionTimeouts as ConnectionTimers = ConnectionTimers { idle: None, closing: None },
-        /// Announcement of servable VIPs by a routing daemon; without it the operator routes them.
+        /// Announcement of VIPs by a routing daemon, once they can be served; without it the operator routes them.
         pub announce: Option<Announce>,
     }
 }
@@ -62,14 +62,14 @@ config_struct! {
 const FIRST_UNNAMED_TABLE: u64 = 256;
 
 config_struct! {
-    /// `[announce]`.
+    /// The `[announce]` section.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Announce {
         /// The kernel's routing table that the routing daemon learns VIPs from; no rule may use it.
         pub table: u32 as Number<FIRST_UNNAMED_TABLE, { u32::MAX as u64 }> = Number(7400),
         /// Treatment of announced VIPs when the daemon stops: "withdraw", or "keep", as the data plane goes on.
         pub on_stop: OnStop = OnStop::Withdraw,
-        /// Time between the withdrawal of VIPs and the end, for routers to learn of the withdrawal.
+        /// Time between the withdrawal of VIPs and the daemon's end, so that routers learn of the withdrawal.
         pub drain: Duration as BoundedDuration<0, MINUTE_NS> = BoundedDuration(Duration::from_secs(5)),
     }
 }
@@ -80,7 +80,7 @@ string_enum!(
     [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, what)| (name.to_owned(), what))
 );
 
-/// Range of a timer: an entry is checked at least once a day, and at most once a second.
+/// Range of a timer, by which an entry is checked at least once a day and at most once a second.
 type IdleTimer = BoundedDuration<SECOND_NS, { 24 * HOUR_NS }>;
 
 config_struct! {

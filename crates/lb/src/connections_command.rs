@@ -1,5 +1,5 @@
-//! `coreward connections`: the heaviest connections of a stateful service, read from the pinned table of a running load
-//! balancer.
+//! The command `coreward connections`, which lists the heaviest connections of a stateful service. It reads them from a
+//! running load balancer's pinned table.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -47,8 +47,8 @@ impl SortBy {
 
 const PIN_ROOT_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
-/// Returns the heaviest connections of a service as text. Fails when the pin directory is ambiguous or has no load
-/// balancer, or the service is unknown.
+/// Returns a service's heaviest connections as text. Fails when the pin directory is ambiguous or has no load balancer,
+/// or the service is unknown.
 pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let directory = match &args.pin_directory {
         Some(directory) => directory.clone(),
@@ -65,7 +65,7 @@ pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     Ok(format!("{heading}\n{}", format_table(&top_connections, pinned_connections.packet_clock())))
 }
 
-/// Returns the only directory below `root` in which a load balancer has pinned its maps; fails if there are several.
+/// Returns the only directory below `root` in which a load balancer has pinned its maps. Fails if there are several.
 fn find_pin_directory(root: &Path) -> anyhow::Result<PathBuf> {
     let root_entries = std::fs::read_dir(root).with_context(|| format!("{}: give --pin-directory", root.display()))?;
     let has_connection_table = |directory: &PathBuf| directory.join("lb/connections").exists();

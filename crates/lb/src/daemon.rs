@@ -1,5 +1,5 @@
-//! The daemon: attaches the program, or takes over the attached one, and applies the controller's updates. The data
-//! plane continues without the daemon and without the controller.
+//! The load balancer's daemon, which attaches the XDP program or takes over the attached one, and applies the
+//! controller's updates. The data plane forwards packets even if neither daemon nor controller runs.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -34,11 +34,11 @@ use crate::last_configuration::LastConfiguration;
 use crate::resolvers::{MacResolution, NeighbourResolvers};
 use crate::sweeper::Sweeper;
 
-/// Interval at which the time for the data plane is set, and the next section of the connection table is swept.
+/// Interval at which the data plane's clock is set and the next section of the connection table is swept.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
-/// Minimum time between two state messages: with a thousand services, creating one takes a millisecond.
+/// Minimum time between two state messages. Creating one takes a millisecond if there are a thousand services.
 const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);
-/// Length of the queue of messages to the controller, which are states, traffic counts and socket queries.
+/// Maximum number of queued messages to the controller, which are states, traffic counts and socket queries.
 const MESSAGE_QUEUE_LENGTH: usize = 64;
 const RESOLVER_ENDED: &str = "a thread that resolves MAC addresses has ended";
 
@@ -46,7 +46,7 @@ const RESOLVER_ENDED: &str = "a thread that resolves MAC addresses has ended";
 /// invalid, another daemon uses the pin directory, the interface does not exist, or the kernel rejects the program.
 pub fn run(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
-    // Health checks of many servers are many concurrent connections.
+    // Health checks of many servers need many concurrent connections, and each of them takes a file descriptor.
     coreward_daemon::raise_file_limit();
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
     let mut balancer = LoadBalancer::load(lb_options(&config))?;
@@ -80,8 +80,8 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
 }
 
-/// Detaches the program from the interface and removes all pins, which ends forwarding. Fails when the file is invalid,
-/// its daemon is running, or a pin cannot be removed.
+/// Detaches the XDP program and removes all pins, which ends the forwarding of packets. Fails when the file is invalid,
+/// the daemon that uses it is running, or a pin cannot be removed.
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
@@ -129,7 +129,7 @@ async fn serve(
         ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     let sweeper = Sweeper::new(&config.connection_timers);
     let mut last_configuration = LastConfiguration::new(&config.state_directory, &config.name);
-    // The program of another version continues with its tables until this version has a controller's tables.
+    // During an upgrade, the previous version's program continues with its tables until a controller has sent new ones.
     if !forwarder.is_upgrade_pending() {
         last_configuration.restore(&mut forwarder);
     }
@@ -151,14 +151,13 @@ async fn serve(
     outcome
 }
 
-/// Withdraws all VIPs, and returns when the drain time for routers has passed.
+/// Withdraws all VIPs, and waits for the drain time, in which the routers learn of it.
 async fn withdraw_vips(announce: &Announce) -> anyhow::Result<()> {
     Announcer::start(announce).await?.announce(&BTreeSet::new()).await?;
     tokio::time::sleep(announce.drain).await;
     Ok(())
 }
 
-/// Tasks of the load balancer that do not depend on a controller.
 struct BackgroundTasks {
     resolutions: mpsc::UnboundedReceiver<MacResolution>,
     ticker: Interval,
@@ -169,7 +168,7 @@ struct BackgroundTasks {
 }
 
 impl BackgroundTasks {
-    /// Runs the tasks of one tick. Returns up to `limit` queries for agents.
+    /// Runs the tasks that are due ten times a second. Returns up to `limit` queries for agents.
     fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
         forwarder.tick();
         let due_connections = forwarder.sweep_connections()?;
@@ -181,7 +180,7 @@ impl BackgroundTasks {
         forwarder.maintain()?;
         self.last_configuration.save(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
-        // Without a configuration, the announcements of an earlier process stay.
+        // Without a configuration, an earlier process's announcements stay.
         let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
         if !announcer.is_interface_up(interface).await? {
             state = AnnounceState {
@@ -202,7 +201,7 @@ impl BackgroundTasks {
         Ok(())
     }
 
-    /// Returns the daemon's state, which the controller gets and Prometheus can read.
+    /// Returns the daemon's state, which is sent to the controller and served to Prometheus.
     fn state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
         let mut daemon_state = forwarder.state();
         daemon_state.warnings.extend(connection.warnings());
@@ -216,7 +215,6 @@ impl BackgroundTasks {
         snapshot
     }
 
-    /// Runs the background tasks until a future completes, and returns its result.
     async fn run_while<T>(
         &mut self,
         forwarder: &mut Forwarder,
@@ -228,7 +226,7 @@ impl BackgroundTasks {
             tokio::select! {
                 outcome = &mut other => return Ok(outcome),
                 change = self.resolutions.recv() => forwarder.apply_resolution(change.context(RESOLVER_ENDED)?),
-                // Without a controller the queries time out, and agents count as absent.
+                // Without a controller, the queries are dropped. They time out, so their agents count as absent.
                 _ = self.ticker.tick() => drop(self.tick(forwarder, usize::MAX)?),
                 scrape = self.scrapes.next() => drop(scrape.send(self.metrics(forwarder, connection))),
             }
@@ -276,8 +274,8 @@ async fn run_session(
     let mut reported = (0, 0);
     let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
     loop {
-        // A state is due once a second, and at once when a service got its first table, a server was resolved or lost,
-        // or another configuration is in force.
+        // A state message is due once a second. It is due immediately if a service got its first table, a server's MAC
+        // address was found or lost, or another configuration was applied.
         let due = tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
@@ -288,7 +286,7 @@ async fn run_session(
                     "a change does not fit the configuration in force: expected a complete configuration"
                 );
                 if let Some(in_force) = in_force {
-                    // The message is for latency metrics only, so it may be lost.
+                    // The message only serves latency metrics, so it may be lost.
                     let _ = messages.try_send(wrap_message(Message::TableInForce(in_force)));
                 }
                 if traffic.period() != forwarder.report_interval() {
@@ -298,7 +296,7 @@ async fn run_session(
             }
             change = tasks.resolutions.recv() => {
                 forwarder.apply_resolution(change.context(RESOLVER_ENDED)?);
-                // With one message per change, ten thousand servers would cause ten thousand states.
+                // All queued changes share one state message. Otherwise, 10,000 servers would cause 10,000 messages.
                 while let Ok(change) = tasks.resolutions.try_recv() {
                     forwarder.apply_resolution(change);
                 }
@@ -310,7 +308,7 @@ async fn run_session(
                 true
             }
             _ = traffic.tick() => {
-                // Counts are totals, so the next message replaces a lost one.
+                // The counts are totals, so the next message replaces a lost one.
                 if let Some(counts) = forwarder.traffic_message() {
                     let _ = messages.try_send(wrap_message(Message::Traffic((&counts).into())));
                 }
@@ -321,7 +319,7 @@ async fn run_session(
                 false
             }
             _ = tasks.ticker.tick() => {
-                // Half of the queue is for unsolicited messages.
+                // Half of the queue stays free for other messages.
                 for query in tasks.tick(forwarder, messages.capacity() / 2)? {
                     let _ = messages.try_send(wrap_message(Message::SocketQuery((&query).into())));
                 }
@@ -335,7 +333,7 @@ async fn run_session(
         if state_is_due && tokio::time::Instant::now() >= next_state {
             reported = (forwarder.table_count(), forwarder.confirmed_generation());
             (state_is_due, next_state) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
-            // The next state replaces a lost one.
+            // The message may be lost, because the next one replaces it.
             let _ = messages.try_send(wrap_message(Message::State(tasks.state(forwarder, connection))));
         }
     }
@@ -347,7 +345,7 @@ fn skipping_interval(period: Duration) -> Interval {
     interval
 }
 
-/// Returns the time on a monotonic clock, for measuring latencies.
+/// Returns the time since the first call of this function, on a monotonic clock.
 fn monotonic_time() -> Duration {
     static START_TIME: OnceLock<Instant> = OnceLock::new();
     START_TIME.get_or_init(Instant::now).elapsed()
@@ -368,8 +366,8 @@ fn wrap_message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
-/// Applies an update from the controller. An unusable update is logged and reported, and leaves the previous state in
-/// force. Returns the acknowledgement if the update was a table.
+/// Applies an update from the controller, and returns the acknowledgement if it was a table. An unusable update is
+/// logged and reported, and the previous state remains.
 fn apply_update(
     forwarder: &mut Forwarder,
     sweeper: &mut Sweeper,
@@ -412,7 +410,7 @@ fn apply_update(
     None
 }
 
-/// Installs a table and returns its acknowledgement, or `None` if the table is unusable, which is reported.
+/// Installs a table and returns its acknowledgement. If the table is unusable, reports this and returns `None`.
 fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInForce> {
     let install_result = match table::decode(bytes.clone()) {
         Ok((service, table)) => {
@@ -422,7 +420,7 @@ fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInF
                 .map(|()| v1::TableInForce { service_index: service.get().into(), generation: table.generation })
         }
         Err(error) => {
-            // Most unusable tables still name their service.
+            // Even a table that cannot be used usually names its service, which is needed for the report.
             let message = v1::PlacementTable::decode(bytes).unwrap_or_default();
             let decode_result = Err::<(), anyhow::Error>(error.into());
             forwarder.record_table_outcome(message.service_index, message.generation, &decode_result);

@@ -1,4 +1,4 @@
-//! Forwarder: applies configuration, tables and MAC addresses to the data plane.
+//! Applies the controller's configuration and tables, and servers' MAC addresses, to the data plane.
 
 mod configuration;
 mod lb_stamping;
@@ -38,82 +38,76 @@ pub use refusals::log_rejection;
 use symptoms::Symptoms;
 use table_ages::TableAges;
 
-/// Interval of traffic messages before the first configuration.
+/// Interval between traffic messages before the first configuration.
 const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of calls of [`Forwarder::sweep_connections`] for the whole connection table, which take one second.
+/// Number of calls to [`Forwarder::sweep_connections`] that sweep the whole connection table. They take one second.
 const SWEEP_CALLS_PER_TABLE: u32 = 10;
-/// Maximum number of entries (64 bytes each) that one call sweeps: a table of four million entries takes three seconds.
+/// Maximum number of entries (64 bytes each) that one call sweeps, so that four million entries take three seconds.
 const MAX_SWEPT_ENTRIES_PER_CALL: u32 = 131_072;
-/// Time after which an upgrade no longer waits for servers that do not answer ARP.
+/// Time after which an upgrade proceeds although some servers have not answered ARP.
 const UPGRADE_ARP_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time of a change that loads another program: on a loaded, emulated machine it takes 10 s.
+/// Maximum time for a change that loads another program. On a busy, emulated machine, loading takes 10 s.
 pub const PROGRAM_LOAD_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time after the start of the process within which a controller should have sent a configuration.
+/// Time from the start of the process until a missing controller configuration is reported.
 const FIRST_CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
-/// Interval of counts of open connections, each of which reads the whole connection table.
+/// Interval between counts of open connections. Each count reads the whole connection table.
 const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// State of the load balancer: its XDP program, and everything that determines how packets are forwarded.
+/// The load balancer's XDP program, and all state that determines how packets are forwarded.
 pub struct Forwarder {
     load_balancer: LoadBalancer,
     attached_xdp_mode: lb::AttachedXdpMode,
     resolvers: NeighbourResolvers,
     mac_addresses: HashMap<Neighbour, MacAddress>,
-    /// Reader of the kernel's routing table.
     kernel_routes: Routes,
-    /// Next hops of the servers for which packets are encapsulated; servers without a route have no entry.
+    /// Next hop to each server whose packets are encapsulated. Servers without a route have no entry.
     next_hops_by_server: HashMap<Neighbour, IpAddr>,
-    /// Warnings about servers to which the kernel has no route.
+    /// Warnings that name servers to which the kernel has no route.
     route_warnings: BTreeSet<String>,
-    /// Servers (service and position) behind each neighbour, which is the server itself or a router.
+    /// Servers (service and position in its list) behind each neighbour, which is the server itself or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services_by_index: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     own_name: String,
     /// All load balancers of the fleet, including this one.
     load_balancers: Vec<Peer>,
-    /// Interval of traffic messages to the controller.
     traffic_report_interval: Duration,
-    /// Lifetime of a table that depends on loads, while no controller is connected.
+    /// How long a table that depends on loads stays in use while no controller is connected.
     load_based_table_lifetime: Duration,
     table_ages: TableAges,
     connection_timeouts: ConnectionTimeouts,
-    /// Time of the last count of open connections.
     last_connection_count_at: Duration,
-    /// Newest configuration generation that was confirmed in this stream, or 0 if none was.
+    /// Newest configuration generation that was confirmed on this stream, or 0 if there is none.
     confirmed_generation: u64,
-    /// Number of the configuration in force; `None`: there is none, or it could not be applied.
+    /// Number of the applied configuration, or `None` if there is none or applying it failed.
     configuration_number: Option<u64>,
-    /// Configuration generation in force, from any controller, or 0 if there is none.
+    /// Generation of the applied configuration, from any controller, or 0 if there is none.
     applied_generation: u64,
-    /// Cookie keys in force; `None` before the first configuration.
+    /// Cookie keys that are in use, or `None` before the first configuration.
     fleet_keys: Option<FleetCookieKeys>,
-    /// Time at which a missing configuration is to be logged; `None`: it was already logged.
+    /// Time at which a missing configuration will be logged, or `None` after it was logged.
     missing_configuration_log_at: Option<Duration>,
-    /// Whether the configuration in force has not been saved yet.
+    /// Whether the applied configuration has not been saved yet.
     is_configuration_unsaved: bool,
-    /// Whether the next configuration must be complete, because a change did not apply to the one in force.
+    /// Whether the next configuration must be complete, because a change did not fit the applied one.
     needs_complete_configuration: bool,
     interface: String,
-    /// VLAN of the VIPs and of the load balancers.
+    /// VLAN in which the VIPs and the load balancers are.
     vip_vlan: Vlan,
-    /// Problems of the VLAN devices.
     vlan_device_problems: BTreeSet<String>,
-    /// Problems of this machine, and of servers whose packets are stamped here, as they were last logged.
+    /// Problems of this machine, and of servers for which it stamps packets, that have already been logged.
     logged_problems: BTreeSet<String>,
     table_install_latency: LatencyHistogram,
-    /// Number of announced VIPs; `None`: this daemon does not announce VIPs.
+    /// Number of announced VIPs, or `None` if this daemon announces none.
     announced_vip_count: Option<usize>,
-    /// Reasons why other VIPs are not announced.
     blocked_vip_reasons: Vec<String>,
     health_checks: HealthChecks,
-    /// Servers that are down according to this load balancer's own checks.
+    /// Servers that this load balancer's own health checks found down.
     down_targets: BTreeSet<CheckTarget>,
-    /// Targets that get no new connections from this load balancer, even if the controller's table has them.
+    /// Servers that get no new connections from this load balancer, even if the controller's table selects them.
     masked_targets: BTreeSet<CheckTarget>,
     configured_at: Option<Duration>,
-    /// Updates that were rejected as unusable.
     refusals: RefusedUpdates,
-    /// Problems that counters of the last seconds show.
+    /// Problems that the counters of the last seconds reveal.
     symptoms: Symptoms,
 }
 
@@ -167,7 +161,7 @@ impl Forwarder {
         }
     }
 
-    /// Begins a stream to a controller. Forgets confirmations in earlier streams, which may be of another controller.
+    /// Starts a stream to a controller. Forgets confirmations on earlier streams, which may be to another one.
     pub fn begin_stream(&mut self) {
         self.confirmed_generation = 0;
         self.configuration_number = None;
@@ -176,7 +170,6 @@ impl Forwarder {
         self.health_checks.begin_stream();
     }
 
-    /// Returns the next message about servers' health, if one is due.
     pub fn next_health_message(&mut self) -> Option<HealthMessage> {
         self.health_checks.next_message()
     }
@@ -225,7 +218,7 @@ impl Forwarder {
         }
     }
 
-    /// Sets the data plane's time and applies check results. Called ten times a second, also without a controller.
+    /// Sets the data plane's clock and applies check results. Called ten times a second, even without a controller.
     pub fn tick(&mut self) {
         self.load_balancer.tick(monotonic());
         self.load_balancer.update_source_prefix_limit();
@@ -242,9 +235,9 @@ impl Forwarder {
         self.log_missing_configuration();
     }
 
-    /// Masks the servers of a service that are down by this load balancer's own checks, at once and also without a
-    /// controller. If it reaches none of the eligible servers, `when_all_down` decides: with "fail-open" it masks none,
-    /// because its own network may have failed.
+    /// Masks those servers of a service that this load balancer's own checks found down. This happens immediately and
+    /// needs no controller. If no eligible server is up, `when_all_down` decides. With "fail-open" none is masked,
+    /// because the load balancer's own network may have failed.
     fn mask_down_servers(&mut self, index: ServiceIndex) {
         let Some((service, place)) = self.services_by_index.get(&index) else { return };
         let is_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
@@ -276,15 +269,15 @@ impl Forwarder {
         self.masked_targets.extend(masked_targets);
     }
 
-    /// Returns whether this load balancer may select a server for new connections.
+    /// Returns whether this load balancer may select the server for a service's new connections.
     fn may_get_new_connections(&self, service: ServiceIndex, server: &coreward_wire::Server) -> bool {
         server.is_eligible && !self.masked_targets.contains(&(service, server.id))
     }
 
-    /// Sweeps the next section of the connection table. Frees entries that need no query, and returns entries that may
-    /// be freed if their server has no socket. Fails when the kernel offers no grace period.
+    /// Sweeps the next section of the connection table. Frees entries whose server need not be queried, and returns
+    /// those that may be freed if their server has no socket. Fails when waiting for an RCU grace period fails.
     pub fn sweep_connections(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
-        // Until the first configuration the table may have entries of an earlier daemon.
+        // Until the first configuration, the table may have entries of an earlier daemon's services.
         let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
         if self.configured_at.is_some() && !self.services_by_index.values().any(is_stateful) {
             return Ok(Vec::new());
@@ -306,7 +299,7 @@ impl Forwarder {
         Ok(ask.into_iter().filter_map(with_service_address).collect())
     }
 
-    /// Frees those of the entries that have not changed since the sweep. Fails when the kernel offers no grace period.
+    /// Frees those entries that have not changed since the sweep. Fails when waiting for an RCU grace period fails.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<()> {
         let freed = if connections.is_empty() { 0 } else { self.load_balancer.free_connections(connections)? };
         tracing::debug!(
@@ -318,13 +311,12 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Returns the interval of traffic messages to the controller.
     pub fn report_interval(&self) -> Duration {
         self.traffic_report_interval
     }
 
-    /// Returns the traffic to servers, or `None` if no policy needs it. A server's counts are sums over services, so
-    /// all services are in the message.
+    /// Returns the traffic to each server, or `None` if no policy needs it. A server's counts are sums over its
+    /// services, so the message covers all services.
     pub fn traffic_message(&self) -> Option<TrafficMessage> {
         if self.services_by_index.values().all(|(service, _)| service.telemetry_level == TelemetryLevel::Nothing) {
             return None;
@@ -341,7 +333,6 @@ impl Forwarder {
         Some(TrafficMessage { servers: server_ids.into_iter().zip(traffic).collect(), opened_connections })
     }
 
-    /// Applies a change of a neighbour's MAC address.
     pub fn apply_resolution(&mut self, change: MacResolution) {
         match change.mac {
             Some(mac) => self.mac_addresses.insert(change.neighbour, mac),
@@ -376,8 +367,8 @@ impl Forwarder {
         }
     }
 
-    /// Installs a table of a service. Fails when the service is not configured, or the data plane cannot hold the
-    /// table; the previous table then stays in force.
+    /// Installs a service's placement table. Fails when the service is not configured or the data plane cannot hold the
+    /// table. On failure, the previous table remains.
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
         let Some((configuration, index)) = self.services_by_index.get(&service) else {
             anyhow::bail!(
@@ -404,7 +395,7 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Completes an upgrade as soon as all tables are installed, and all servers are resolved or do not answer.
+    /// Completes an upgrade once all tables are installed, and all servers' MAC addresses are known or ARP timed out.
     fn switch_program_when_ready(&mut self) -> anyhow::Result<()> {
         let Some(configured) = self.configured_at.filter(|_| self.load_balancer.is_upgrade_pending()) else {
             return Ok(());
@@ -423,7 +414,8 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Reads the MAC address of the own device again. Fails when the device does not exist any more.
+    /// Performs the periodic checks of the daemon and of its network device. Fails when the device no longer exists, or
+    /// an upgrade cannot be completed.
     pub fn maintain(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolvers.are_threads_running(), "a thread that resolves MAC addresses has ended");
         let now = monotonic();
@@ -438,7 +430,7 @@ impl Forwarder {
         self.switch_program_when_ready()
     }
 
-    /// Returns warnings about settings of this machine's kernel that prevent forwarding.
+    /// Returns warnings about kernel settings of this machine that prevent forwarding.
     fn routing_problems(&self) -> Vec<String> {
         let lb_stamped_services = self.services_by_index.values().map(|(service, _)| service);
         let mut lb_stamped_services =
@@ -454,7 +446,6 @@ impl Forwarder {
         problems
     }
 
-    /// Returns the problems of this machine.
     fn machine_problems(&self) -> Vec<String> {
         let mut problems = self.routing_problems();
         problems.extend(self.blocked_vip_reasons.iter().cloned());
@@ -467,10 +458,10 @@ impl Forwarder {
         problems
     }
 
-    /// Logs each problem once, when it appears.
+    /// Logs each problem when it first appears.
     fn log_problems(&mut self) {
         let problem_clocks = self.clocks_of_lb_stamped_servers().into_iter().filter(|clock| !clock.problem.is_empty());
-        // Without numbers that grow: each change would be logged again.
+        // The texts contain no changing numbers, because each change would be logged again.
         let describe_clock = |clock: v1::ServerClock| {
             format!("{} of service {} is not stamped ({}; `coreward status`)", clock.server, clock.service, clock.state)
         };
@@ -486,7 +477,7 @@ impl Forwarder {
         self.logged_problems = problems;
     }
 
-    /// Returns the number of services that have a table.
+    /// Returns how many services have a table.
     pub fn table_count(&self) -> usize {
         self.services_by_index
             .values()
@@ -494,8 +485,9 @@ impl Forwarder {
             .count()
     }
 
-    /// Returns which VIPs can be announced, or `None` before the first configuration, when the pinned state continues.
-    /// A VIP is announceable when one of its services has a table in force and the MAC address of a server.
+    /// Returns which VIPs can be announced. A VIP can be if one of its services has a table and at least one server
+    /// with a known MAC address. Returns `None` before the first configuration, while an earlier daemon's pinned state
+    /// is in use.
     pub fn announce_state(&self) -> Option<AnnounceState> {
         if self.services_by_index.is_empty() && self.confirmed_generation == 0 {
             return None;
@@ -527,7 +519,7 @@ impl Forwarder {
         Some(announce_state)
     }
 
-    /// Stores the number of announced VIPs, and the reasons why others are blocked, for reports.
+    /// Stores, for reports, the number of announced VIPs and the reasons why others are blocked.
     pub fn set_announced_vips(&mut self, count: usize, blocked: Vec<String>) {
         (self.announced_vip_count, self.blocked_vip_reasons) = (Some(count), blocked);
     }

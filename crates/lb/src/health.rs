@@ -1,4 +1,4 @@
-//! Health checks of the services' servers, and their messages to the controller.
+//! Runs the health checks of the services' servers, and creates the messages about them to the controller.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,18 +19,19 @@ const _: () = assert!(MAX_CONCURRENT_CHECKS <= health_check_nat::MAX_CONNECTIONS
 
 pub type CheckTarget = (ServiceIndex, ServerId);
 
-/// Health checks by this load balancer. The fields are dropped in order: connections end before their NAT entries.
+/// Health checks by this load balancer. Fields are dropped in order, so that connections end before their NAT entries.
 pub struct HealthChecks {
     checker: Checker<CheckTarget>,
     message_changes: watch::Receiver<u64>,
-    /// Receiver of verdict changes for [`HealthChecks::servers_down_if_changed`], like the one for messages.
+    /// Receiver that notices verdict changes for [`HealthChecks::servers_down_if_changed`].
     mask_changes: watch::Receiver<u64>,
-    /// Time of the last message in this stream, or `None` before the first.
+    /// Time of the last message on this stream, or `None` if none was sent.
     last_message_at: Option<Instant>,
     interface: String,
-    /// NAT programs for checks at the VIP. Loaded for the first such check, and kept: a check may be in progress.
+    /// NAT programs for checks at the VIP. They are loaded for the first such check, and then kept because a check may
+    /// be in progress.
     nat_programs: Option<NatPrograms>,
-    /// Reason why checks at the VIP are impossible; `None`: they are possible.
+    /// Reason why checks at the VIP are impossible, or `None` if they are possible.
     nat_setup_problem: Option<String>,
 }
 
@@ -52,7 +53,7 @@ impl NatTable for HealthCheckNat {
 }
 
 impl HealthChecks {
-    /// Starts the checker without any checks. `interface` leads to the servers. Fails when no thread can be created.
+    /// Starts the checker without checks. `interface` leads to the servers. Fails when no thread can be created.
     pub fn start(interface: String) -> anyhow::Result<Self> {
         let checker = Checker::start()?;
         let message_changes = checker.subscribe_to_verdict_changes();
@@ -68,7 +69,7 @@ impl HealthChecks {
         })
     }
 
-    /// Replaces all checks by those that these services require.
+    /// Replaces all checks by those that the given services require.
     pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
         let health_checks = services.clone().filter_map(|service| service.check.as_ref());
         if health_checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
@@ -101,7 +102,7 @@ impl HealthChecks {
         }
     }
 
-    /// Returns the service with its check, or `None` if the check is not configured or impossible.
+    /// Returns the service with its check, or `None` if no check is configured or the check is impossible.
     fn to_checked_service(&self, service: &Service) -> Option<checker::CheckedService<CheckTarget>> {
         let health_check = service.check.clone()?;
         let nat_table = self
@@ -125,7 +126,7 @@ impl HealthChecks {
         self.last_message_at = None;
     }
 
-    /// Returns the next message, which is due at once after a change and otherwise every two seconds.
+    /// Returns the next message, which is due immediately after a change and otherwise every two seconds.
     pub fn next_message(&mut self) -> Option<HealthMessage> {
         let has_changed = self.message_changes.has_changed().unwrap_or(false);
         if !has_changed && self.last_message_at.is_some_and(|reported| reported.elapsed() < HEALTH_MESSAGE_INTERVAL) {
@@ -134,11 +135,11 @@ impl HealthChecks {
         self.message_changes.mark_unchanged();
         self.last_message_at = Some(Instant::now());
         let checked_servers: Vec<_> = self.checked_servers().collect();
-        // The end of all checks is a change, too.
+        // A message without servers is sent once, when the last check has ended.
         (has_changed || !checked_servers.is_empty()).then_some(HealthMessage { servers: checked_servers })
     }
 
-    /// Returns the servers that are down according to these checks, if the set may have changed since the last call.
+    /// Returns the servers that these checks found down, or `None` if nothing has changed since the last call.
     pub fn servers_down_if_changed(&mut self) -> Option<BTreeSet<CheckTarget>> {
         if !self.mask_changes.has_changed().unwrap_or(false) {
             return None;

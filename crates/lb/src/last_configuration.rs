@@ -1,5 +1,5 @@
-//! The last configuration in force, in a file for a daemon that starts without a controller: it needs the configuration
-//! for health checks and the connection table.
+//! Saves the last applied configuration in a file. A daemon that starts without a controller reads it, because it needs
+//! the configuration for health checks and the connection table.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -12,12 +12,11 @@ use prost::bytes::Bytes;
 
 use crate::forwarder::Forwarder;
 
-/// File in which the last configuration is saved. It contains the cookie keys, so only its owner may read it.
+/// File that holds the last configuration. It contains the cookie keys, so only its owner may read it.
 pub struct LastConfiguration {
     file_path: PathBuf,
-    /// Configuration in force that has not been written to the file yet.
+    /// Applied configuration that has not been written to the file yet.
     unwritten_configuration: Option<FleetConfiguration>,
-    /// Error of the last read or write of the file.
     last_error: Option<String>,
 }
 
@@ -30,7 +29,7 @@ impl LastConfiguration {
         }
     }
 
-    /// Applies the saved configuration to `forwarder`, if this version can read it.
+    /// Applies the saved configuration to `forwarder`, if this version of coreward can read it.
     pub fn restore(&mut self, forwarder: &mut Forwarder) {
         let restored = self.read_file().and_then(|configuration| {
             let Some(configuration) = configuration else { return Ok(()) };
@@ -54,13 +53,13 @@ impl LastConfiguration {
         }
     }
 
-    /// Writes the configuration in force if it has changed, or a write failed. Called once a second.
+    /// Writes the applied configuration if it has changed or the last write failed. Called once a second.
     pub fn save(&mut self, forwarder: &mut Forwarder) {
         self.save_changed(forwarder.take_changed_configuration());
     }
 
-    /// Writes the configuration `changed`, or retries a failed write. `changed` is the configuration in force, if it
-    /// has changed since the last call.
+    /// Writes the configuration `changed`, or retries a failed write if there is none. `changed` is `None` if the
+    /// applied configuration has not changed since the last call.
     fn save_changed(&mut self, changed: Option<FleetConfiguration>) {
         let Some(configuration) = changed.or_else(|| self.unwritten_configuration.take()) else { return };
         let write_result =
@@ -110,7 +109,7 @@ impl LastConfiguration {
         coreward_tls::write_secret(&self.file_path, v1::FleetConfiguration::from(configuration).encode_to_vec())
     }
 
-    /// Stores the error of a read or write, and returns it if it differs from the previous error.
+    /// Stores the error of a read or write. Returns it if it differs from the previous one, so that it is logged once.
     fn record_result(&mut self, outcome: anyhow::Result<()>) -> Option<String> {
         let problem = outcome.err().map(|error| format!("{error:#}"));
         let previous_error = std::mem::replace(&mut self.last_error, problem.clone());

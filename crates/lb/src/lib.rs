@@ -1,16 +1,16 @@
-//! The load balancer's daemon.
+//! The load balancer's daemon and its commands.
 //!
-//! * [`announce`]: VIPs for routers, by a routing daemon
+//! * [`announce`]: announcement of VIPs to routers through a routing daemon
 //! * [`capture_command`]: `coreward capture`
 //! * [`config`]: the configuration file
 //! * [`connections_command`]: `coreward connections`
 //! * [`daemon`]: the daemon's loop
 //! * [`forwarder`]: application of the controller's updates
 //! * [`health`]: checks of the services' servers
-//! * [`last_configuration`]: the configuration for a start without controller
-//! * [`resolvers`]: MAC addresses in each VLAN
-//! * [`routing`]: check of the kernel's forwarding
-//! * [`sweeper`]: expired entries of the connection table
+//! * [`last_configuration`]: the saved configuration, for a start without controller
+//! * [`resolvers`]: MAC addresses of neighbours in each VLAN
+//! * [`routing`]: check whether the kernel forwards servers' replies
+//! * [`sweeper`]: removal of expired entries from the connection table
 
 pub mod announce;
 pub mod capture_command;

@@ -1,4 +1,4 @@
-//! MAC addresses of neighbours in each VLAN.
+//! Resolves the MAC addresses of neighbours in each VLAN.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -8,21 +8,21 @@ use coreward_dataplane::neighbour::{self, Resolver};
 use coreward_model::vlan::Vlan;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-/// Neighbour at the load balancer's interface: a server, a router or another load balancer.
+/// Neighbour of the load balancer's interface, which is a server, a router or another load balancer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Neighbour {
     pub vlan: Vlan,
     pub address: IpAddr,
 }
 
-/// New MAC address of a neighbour; `None`: the neighbour does not answer any more.
+/// New MAC address of a neighbour, or `None` if the neighbour no longer answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MacResolution {
     pub neighbour: Neighbour,
     pub mac: Option<MacAddress>,
 }
 
-/// Resolvers of MAC addresses, one for each VLAN with neighbours.
+/// Resolvers of MAC addresses, one for each VLAN that has neighbours.
 pub struct NeighbourResolvers {
     interface: String,
     resolution_sender: UnboundedSender<MacResolution>,
@@ -30,8 +30,8 @@ pub struct NeighbourResolvers {
 }
 
 impl NeighbourResolvers {
-    /// Starts the resolver of untagged neighbours. Fails when the interface does not exist or packet sockets are not
-    /// allowed.
+    /// Starts the resolver for neighbours without a VLAN. Fails when the interface does not exist or the process may
+    /// not open packet sockets.
     pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<MacResolution>)> {
         let (resolution_sender, receiver) = unbounded_channel();
         let mut resolvers =
@@ -54,12 +54,10 @@ impl NeighbourResolvers {
         Ok(())
     }
 
-    /// Returns whether the threads of all resolvers are running.
     pub fn are_threads_running(&self) -> bool {
         self.resolvers_by_vlan.values().all(Resolver::is_alive)
     }
 
-    /// Starts the resolver of a VLAN, if it is not running yet.
     fn start_if_missing(&mut self, vlan: Vlan) -> anyhow::Result<()> {
         if !self.resolvers_by_vlan.contains_key(&vlan) {
             let changes = self.resolution_sender.clone();

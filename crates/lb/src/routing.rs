@@ -1,12 +1,12 @@
-//! Check that this machine's kernel forwards servers' answers, as LB-side stamping requires (`timestamps = "lb"`): the
-//! load balancer is the servers' router.
+//! Checks that this machine's kernel forwards servers' replies. LB-side stamping requires this (`timestamps = "lb"`),
+//! because the load balancer is then the servers' router.
 
 use std::path::Path;
 
 /// Directory of the IPv4 sysctls, with a subdirectory for each device and one for `all`.
 const IPV4_SYSCTL_DIRECTORY: &str = "/proc/sys/net/ipv4/conf";
 
-/// Returns problems with IPv4 routing; each names a sysctl, its value and the expected value. Skips unreadable sysctls.
+/// Returns problems with IPv4 routing. Each names a sysctl, its value and the expected value. Skips unreadable sysctls.
 pub fn ipv4_routing_problems(interface: &str) -> Vec<String> {
     let sysctl_value = |directory: &str, name: &str| {
         let text = std::fs::read_to_string(Path::new(IPV4_SYSCTL_DIRECTORY).join(directory).join(name)).ok()?;
@@ -15,8 +15,9 @@ pub fn ipv4_routing_problems(interface: &str) -> Vec<String> {
     problems_of_sysctls(interface, sysctl_value)
 }
 
-/// Returns the problem with routing IPv6 replies, if any. Linux forwards for all devices or for none, and has no
-/// setting for redirects: hosts ignore redirects for routes by other addresses than the router's link-local one.
+/// Returns the problem with routing IPv6 replies, or `None` if there is none. Linux forwards for all devices or for
+/// none. It has no setting for redirects, but hosts ignore them if their route does not use the router's link-local
+/// address.
 pub fn ipv6_routing_problem() -> Option<String> {
     problem_of_ipv6_forwarding(&std::fs::read_to_string("/proc/sys/net/ipv6/conf/all/forwarding").ok()?)
 }
@@ -29,17 +30,17 @@ fn problem_of_ipv6_forwarding(forwarding: &str) -> Option<String> {
     })
 }
 
-/// Returns the problems with the sysctls of an interface. `value` returns a sysctl's value by its directory and name.
+/// Returns the problems with an interface's sysctls. `value` returns a sysctl's value by its directory and name.
 fn problems_of_sysctls(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
     let mut problems = Vec::new();
-    // IN_DEV_FORWARD() in include/linux/inetdevice.h reads the device's value; net.ipv4.ip_forward sets all of them.
+    // IN_DEV_FORWARD() in include/linux/inetdevice.h reads the device's value. net.ipv4.ip_forward sets all values.
     if value(interface, "forwarding") == Some(0) {
         problems.push(format!(
             "net.ipv4.conf.{interface}.forwarding is 0: expected 1 (net.ipv4.ip_forward = 1), or no answer of a server \
              whose timestamps are by \"lb\" reaches a client"
         ));
     }
-    // IN_DEV_TX_REDIRECTS(): a device sends redirects if either directory allows them.
+    // By IN_DEV_TX_REDIRECTS(), a device sends redirects if either directory allows them.
     for directory in ["all", interface] {
         if value(directory, "send_redirects").is_some_and(|value| value != 0) {
             problems.push(format!(

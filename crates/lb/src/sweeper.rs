@@ -1,10 +1,10 @@
-//! Expired entries of the connection table, which are freed when the agent of their server answers that they have no
-//! socket. No I/O: [`crate::daemon`] sends queries and frees entries.
+//! Decides which expired entries of the connection table are freed. An entry is freed when its server's agent answers
+//! that the connection has no socket. This module does no I/O. [`crate::daemon`] sends the queries and frees entries.
 //!
-//! Entries wait in a queue for each server and service. Servers are queried by rotation with few open queries each, so
-//! that silent agents do not delay other queries. An absent agent proves nothing about its connections; then age alone
-//! decides, or the table would fill. The next packet of a connection that was freed too early is broadcast; later
-//! packets go by the server's id.
+//! Entries wait in a queue for each server and service. Servers are queried in rotation with few open queries each, so
+//! that silent agents do not delay other queries. An absent agent proves nothing about its connections. Their age alone
+//! then decides, because the table would otherwise fill. If a connection is freed too early, its next packet is
+//! broadcast, and later packets follow the server's id.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -14,25 +14,25 @@ use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::sockets::MAX_CLIENTS_PER_QUERY;
 use coreward_wire::{SocketAnswer, SocketQuery};
 
-/// Maximum number of open queries to all servers.
 const MAX_OPEN_QUERIES: usize = 64;
-/// Maximum number of open queries to one server: the second one waits there while the server answers the first.
+/// Maximum number of open queries to one server. A second query waits at the server while it answers the first.
 const MAX_OPEN_QUERIES_PER_SERVER: usize = 2;
 /// Time after which an open query without an answer counts as lost.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time after which a connection that still has a socket is checked again; the idle time, if that is shorter.
+/// Time after which a connection that still has a socket is checked again, unless the idle time is shorter.
 const SOCKET_RECHECK_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval of queries to a server whose agent is absent, to detect its return.
+/// Interval between queries to a server whose agent is absent, which detect its return.
 const ABSENT_AGENT_QUERY_INTERVAL: Duration = Duration::from_secs(5);
-/// Time of absence after which connections are freed by age alone. Before, agent or controller may be restarting.
+/// Duration of an agent's absence after which connections are freed by age alone. A shorter absence may be a restart of
+/// the agent or the controller.
 const MAX_AGENT_ABSENCE: Duration = Duration::from_secs(60);
-/// Interval at which outdated state of the sweeper is removed.
+/// Interval at which outdated state is removed from the sweeper.
 const PRUNE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Key of a queue of connections: server and service, because a query is about one service of one agent.
+/// Key for a queue of connections. It has server and service, because a query is about one service of one agent.
 type QueryQueueKey = (ServerId, ServiceAddress);
 
-/// Sweeper of the connection table, with connections that wait for a query, and open queries to agents.
+/// State of the sweep, which consists of connections that wait for a query and the open queries to agents.
 #[derive(Debug)]
 pub struct Sweeper {
     requery_interval: Duration,
@@ -40,7 +40,7 @@ pub struct Sweeper {
     queued_connections: BTreeMap<QueryQueueKey, Vec<Connection>>,
     open_queries: BTreeMap<u64, OpenQuery>,
     open_query_counts: HashMap<ServerId, usize>,
-    /// Time from which a connection may be queued again, by table index.
+    /// Time from which each connection (by table index) may be queued again.
     earliest_requery_times: HashMap<ConnectionIndex, Duration>,
     absent_agents: HashMap<ServerId, AbsentAgent>,
     last_queried_queue: Option<QueryQueueKey>,
@@ -75,8 +75,8 @@ impl Sweeper {
         }
     }
 
-    /// Queues expired connections for queries. Returns the connections to free without an answer, because their agent
-    /// has been absent for too long.
+    /// Queues expired connections, about which agents will be queried. Returns those to free without a query, because
+    /// their agent has been absent for too long.
     pub fn queue_expired_connections(
         &mut self,
         due: &[(Connection, ServiceAddress)],
@@ -91,7 +91,7 @@ impl Sweeper {
             if self.is_agent_absent_too_long(queue_key.0, now)
                 && self.queued_connections.get(&queue_key).is_some_and(|waiting| !waiting.is_empty())
             {
-                // One connection stays queued: its query detects the agent's return.
+                // One connection always stays queued, because the query about it detects the agent's return.
                 connections_to_free.push(*connection);
                 continue;
             }
@@ -114,7 +114,6 @@ impl Sweeper {
         self.open_query_counts.get(&server).copied().unwrap_or(0) < max_open_queries
     }
 
-    /// Returns up to `most` queries, taken from all queues in turn.
     pub fn next_queries(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
         self.remove_timed_out_queries(now);
         self.prune_expired_state(now);
@@ -132,7 +131,7 @@ impl Sweeper {
         socket_queries
     }
 
-    /// Returns the keys of all queues, starting after the queue of the last query.
+    /// Returns the keys of all queues, starting after the queue that was queried last.
     fn rotated_queues(&self) -> Vec<QueryQueueKey> {
         let queue_keys = self.queued_connections.keys().copied();
         let Some(cursor) = self.last_queried_queue else { return queue_keys.collect() };
@@ -195,7 +194,7 @@ impl Sweeper {
         Some(closed_query)
     }
 
-    /// Records that an agent is absent. Returns the connections that may be freed nevertheless.
+    /// Records that an agent is absent. Returns the query's connections if they may be freed after so long an absence.
     fn mark_agent_absent(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
         self.allow_requery(&asked.connections);
         let absent_agent =
@@ -210,7 +209,7 @@ impl Sweeper {
         }
     }
 
-    /// Removes queries that have timed out. The next sweep queues their connections again.
+    /// Removes queries that have timed out. Their connections are queued again by the next sweep.
     fn remove_timed_out_queries(&mut self, now: Duration) {
         let timed_out_numbers: Vec<u64> =
             self.open_queries.iter().filter(|(_, asked)| asked.expires_at <= now).map(|(number, _)| *number).collect();
@@ -343,12 +342,12 @@ mod tests {
         assert_eq!(sweeper.queue_expired_connections(&due_connections, at(200)), []);
     }
 
-    /// Simulation of the connection table in virtual time: used entries, and connections with a socket.
+    /// Simulation of the connection table in virtual time.
     struct ConnectionTableSimulation {
         sweeper: Sweeper,
         table_entries: Vec<Option<Connection>>,
         free_slots: Vec<usize>,
-        /// Tick at which each entry's socket ends, by slot.
+        /// Tick at which the socket of each slot's connection is closed.
         socket_end_by_slot: Vec<u32>,
         next_swept_slot: usize,
     }
@@ -373,7 +372,7 @@ mod tests {
             let Some(position) = self.free_slots.pop() else { return false };
             let (mut connection, _) = due_connection(position as u32, server);
             connection.is_closing = true;
-            // The connection ends, with its last packet, after a minute; TIME-WAIT follows.
+            // The connection sends its last packet after a minute, and then its socket stays in TIME-WAIT.
             connection.last_packet_at = ClockTicks(beat + CONNECTION_TICKS);
             self.table_entries[position] = Some(connection);
             self.socket_end_by_slot[position] = beat + 2 * CONNECTION_TICKS;
@@ -393,7 +392,7 @@ mod tests {
             }
         }
 
-        /// Advances the simulation by a tenth of a second. `answers` returns the behaviour of a server's agent.
+        /// Advances the simulation by a tenth of a second. `answers` returns how a server's agent behaves.
         fn advance(&mut self, beat: u32, answers: impl Fn(u64) -> AgentBehaviour) {
             let service_address = due_connection(0, 0).1;
             let swept_entry_count = self.table_entries.len() / TICKS_PER_SWEEP;
@@ -434,7 +433,7 @@ mod tests {
         Silent,
     }
 
-    /// Returns the ratio of the entries used after ten minutes to the connections that live or are in TIME-WAIT.
+    /// Returns the used entries after ten minutes, divided by the connections that live or are in TIME-WAIT.
     fn occupancy_ratio(per_second: u32, dead: impl Fn(u64) -> AgentBehaviour) -> f64 {
         let mut simulation = ConnectionTableSimulation::new(262_144);
         let mut next_server = 0;
@@ -456,7 +455,7 @@ mod tests {
     #[test]
     fn table_holds_only_live_connections_although_a_tenth_of_agents_is_dead() {
         for dead in [AgentBehaviour::Responsive, AgentBehaviour::Absent, AgentBehaviour::Silent] {
-            // The dead servers are the first ones of the rotation.
+            // The dead servers come first in the rotation.
             let occupancy_ratio =
                 occupancy_ratio(
                     1000,

@@ -1,4 +1,4 @@
-//! Listening sockets of the controller and of racks: authentication, sizes of messages, and limits of HTTP/2.
+//! Listening sockets for the controller and racks, with authentication, message sizes and HTTP/2 limits.
 //!
 //! * [`security`]: certificates, roles, and counters of rejections
 //! * [`message_size`]: the largest message of each kind of caller
@@ -10,18 +10,18 @@ use std::time::Duration;
 
 /// Interval of HTTP/2 pings to a silent peer.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
-/// Time without an answer to a ping after which a peer is gone, whatever the state of TCP.
+/// Time without an answer to a ping after which a peer counts as gone, whatever the state of TCP.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for the registration of a stream, at the controller and at racks.
 pub const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of concurrent streams of one connection: a daemon opens one, a command several.
+/// Maximum number of concurrent streams per connection. A daemon opens one stream, while a command opens several.
 const MAX_STREAMS_PER_CONNECTION: u32 = 32;
 /// Maximum HTTP/2 frame size in bytes, the smallest that HTTP/2 permits.
 const MAX_FRAME_BYTES: u32 = 16 << 10;
 /// HTTP/2 flow-control window in bytes, with room for a rack's summaries of one interval.
 const FLOW_CONTROL_WINDOW_BYTES: u32 = 256 << 10;
 
-/// Returns the builder of a gRPC server, for the controller and racks, that detects broken connections.
+/// Returns a gRPC server builder for the controller and racks, which detects broken connections.
 pub fn builder() -> tonic::transport::Server {
     tonic::transport::Server::builder()
         .http2_keepalive_interval(Some(KEEP_ALIVE_INTERVAL))

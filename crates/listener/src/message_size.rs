@@ -1,4 +1,4 @@
-//! Largest message of each kind of caller: tonic has one limit per service, too large for thousands of agents.
+//! Maximum message size for each kind of caller. tonic has only one limit, which is too large for thousands of agents.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use http::Request;
 use tonic::server::NamedService;
 use tower_service::Service;
 
-/// Maximum message from load balancers and racks in bytes: the traffic counts of 16,384 servers are the largest.
+/// Maximum size of a message from a load balancer or rack in bytes. The largest has the traffic of 16,384 servers.
 const MAX_MESSAGE_BYTES: usize = 4 << 20;
 const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
 

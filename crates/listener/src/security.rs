@@ -1,4 +1,4 @@
-//! Authentication of peers, and counters of rejections; for controllers and racks.
+//! Authentication of peers for controllers and racks, with counters of rejections.
 
 use std::io;
 use std::net::SocketAddr;
@@ -37,7 +37,7 @@ pub struct ListenerConfig<'a> {
 
 /// Certificates, revocations and failure counters with which a controller or rack authenticates its peers.
 pub struct Security {
-    /// Own certificates and key; `None`: connections are neither encrypted nor authenticated.
+    /// Own certificates and key, or `None` if connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
     /// Counters of rejected peers.
     pub failure_counters: Arc<FailureCounters>,
@@ -45,7 +45,7 @@ pub struct Security {
 }
 
 impl Security {
-    /// Loads the certificates of a configuration. Fails when they cannot be used.
+    /// Loads the certificates of a configuration. Fails if they cannot be used.
     pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
         if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
             tracing::warn!(
@@ -64,7 +64,7 @@ impl Security {
         })
     }
 
-    /// Returns the acceptor for gRPC, which requires a certificate of one of these roles.
+    /// Returns the acceptor for gRPC, which requires a client certificate with one of these roles.
     pub fn grpc_acceptor(&self, accepted: &[Role], limits: AcceptorLimits) -> Arc<ConnectionAcceptor> {
         let failure_counters = self.failure_counters.clone();
         match &self.tls {
@@ -106,7 +106,7 @@ impl Security {
         ApiAcceptor(acceptor)
     }
 
-    /// Reads certificates again when their files change, forever.
+    /// Reads certificates again whenever their files change. Never returns.
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         match &self.tls {
             Some(tls) => tls.clone().maintenance_loop().await,
@@ -126,7 +126,7 @@ impl Security {
 pub struct ApiAcceptor(Arc<ConnectionAcceptor>);
 
 impl ApiAcceptor {
-    /// Ends connections whose certificate has expired or was revoked, forever.
+    /// Ends connections whose certificate has expired or was revoked. Never returns.
     pub async fn maintenance_loop(self) -> std::convert::Infallible {
         self.0.maintenance_loop().await
     }
@@ -152,7 +152,7 @@ impl Acceptor for ApiAcceptor {
     }
 }
 
-/// Authenticated peer of a request; its rejections are counted and logged.
+/// Authenticated peer of a request, whose rejections are counted and logged.
 pub struct AuthenticatedPeer {
     pub caller: Caller,
     security: Arc<Security>,

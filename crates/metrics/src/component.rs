@@ -1,4 +1,4 @@
-//! Values of each daemon, from its messages to others.
+//! Metrics of each daemon whose values are in messages between daemons.
 
 use coreward_wire::v1;
 
@@ -94,14 +94,14 @@ metrics! {
     );
 }
 
-/// Returns a snapshot with the values that all daemons have in common.
+/// Returns a snapshot with the metrics that all daemons have in common.
 pub fn base_snapshot(part: Component) -> Snapshot {
     let mut snapshot = Snapshot::default();
     snapshot.add(&BUILD_INFO, [part.name(), env!("CARGO_PKG_VERSION")], 1.0);
     snapshot
 }
 
-/// Adds a server's counters. `syns`: number of SYNs on the predicted receive queue, and on others.
+/// Adds a server's counters. `syns` are the numbers of SYNs that arrived at the predicted receive queue, and at others.
 pub fn add_server_counters<'a>(
     page: &mut Snapshot,
     server: &str,
@@ -116,7 +116,7 @@ pub fn add_server_counters<'a>(
     }
 }
 
-/// Adds a load balancer's packets, events, connections and warnings.
+/// Adds a load balancer's counters of packets and events, its connections and its warnings.
 pub fn add_load_balancer_metrics(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
@@ -132,7 +132,7 @@ pub fn add_load_balancer_metrics(page: &mut Snapshot, name: &str, state: &v1::Lo
     page.add(&LB_WARNINGS, [name], state.warning_count() as f64);
 }
 
-/// Adds a service's health checks: numbers of passed and failed checks, and verdicts on its servers.
+/// Adds a service's numbers of passed and failed health checks, and its numbers of servers by verdict.
 pub fn add_health_checks<'a>(
     page: &mut Snapshot,
     service: &str,

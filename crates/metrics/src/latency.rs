@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-/// Upper bounds of the buckets (s); a further bucket counts longer durations.
+/// Upper bounds of the buckets, in seconds. A further bucket counts longer durations.
 pub const BUCKET_BOUNDS_S: [f64; 13] =
     [0.0001, 0.000_25, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0];
 
-/// Histogram of the durations since the start of the process.
+/// Histogram of the durations observed since the process started.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LatencyHistogram {
     bucket_counts: [u64; BUCKET_BOUNDS_S.len() + 1],
@@ -21,17 +21,17 @@ impl LatencyHistogram {
         self.sum_s += seconds;
     }
 
-    /// Returns the sum of all durations (s).
+    /// Returns the sum of all durations, in seconds.
     pub fn sum(&self) -> f64 {
         self.sum_s
     }
 
-    /// Returns the number of observed durations.
+    /// Returns the number of durations that were observed.
     pub fn count(&self) -> u64 {
         self.bucket_counts.iter().sum()
     }
 
-    /// Returns the number of durations in each bucket, not cumulative, with the bucket's upper bound (s).
+    /// Returns each bucket's upper bound in seconds, and the number of durations in this bucket only (not cumulative).
     pub fn buckets(&self) -> [(f64, u64); BUCKET_BOUNDS_S.len() + 1] {
         std::array::from_fn(|class| {
             (BUCKET_BOUNDS_S.get(class).copied().unwrap_or(f64::MAX), self.bucket_counts[class])

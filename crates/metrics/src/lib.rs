@@ -1,8 +1,8 @@
-//! Prometheus metrics of the daemons. `coreward-daemon` serves them.
+//! Prometheus metrics of the daemons, which `coreward-daemon` serves.
 //!
-//! * [`table`]: declarations: name, kind, labels, daemons, help
-//! * [`snapshot`]: values, with a limit of series per metric
-//! * [`component`]: values of each daemon, from its messages to others
+//! * [`table`]: declarations of metrics with name, kind, labels, daemons and help
+//! * [`snapshot`]: values of metrics, with a limit of series per metric
+//! * [`component`]: metrics whose values are in messages between daemons
 //! * [`latency`]: histogram of durations
 
 pub mod component;

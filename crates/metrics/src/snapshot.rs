@@ -1,4 +1,4 @@
-//! Snapshot of values.
+//! Snapshot of the metrics' values at one time.
 
 use std::collections::BTreeMap;
 
@@ -12,13 +12,13 @@ use prometheus_client::registry::Registry;
 use crate::latency::LatencyHistogram;
 use crate::table::{Family, Histogram, Metric, MetricKind};
 
-/// Maximum number of series per metric. Further series are combined into one with the label [`OTHERS_LABEL`]: their sum
-/// or maximum.
+/// Maximum number of series per metric. Further series are combined into one, which has the label [`OTHERS_LABEL`] and
+/// their sum or maximum.
 pub const MAX_SERIES_PER_METRIC: usize = 2_000;
-/// Label of the combined series beyond [`MAX_SERIES_PER_METRIC`].
+/// Label of the series that combines all series beyond [`MAX_SERIES_PER_METRIC`].
 pub const OTHERS_LABEL: &str = "(others)";
 
-/// Values of one metric, each with its labels.
+/// Values of one metric, each with the values of its labels.
 type MetricSeries = Vec<(Vec<String>, f64)>;
 
 /// Values of metrics at one time, in the order of the metrics' names.
@@ -29,13 +29,14 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Adds the value of a metric with these labels.
+    /// Adds a value of a metric with these labels.
     pub fn add<const LABELS: usize>(&mut self, family: &'static Family<LABELS>, labels: [&str; LABELS], value: f64) {
         let (metric, series) = self.series_of(family.metric());
         push_or_combine(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
 
-    /// Adds values whose second label is their index, from 0. A fleet of ten thousand servers has half a million cores.
+    /// Adds values whose second label is their index, beginning with 0. Labels are created only below the limit of
+    /// series, because a fleet of ten thousand servers has half a million cores.
     pub fn add_indexed_values(&mut self, family: &'static Family<2>, label: &str, values: impl Iterator<Item = f64>) {
         let (metric, series) = self.series_of(family.metric());
         for (number, value) in values.enumerate() {
@@ -67,7 +68,7 @@ impl Snapshot {
     }
 }
 
-/// Adds a value, or combines it with earlier values beyond [`MAX_SERIES_PER_METRIC`].
+/// Adds a value as another series, or combines it with the last series at the limit [`MAX_SERIES_PER_METRIC`].
 fn push_or_combine(series: &mut MetricSeries, kind: MetricKind, value: f64, labels: impl FnOnce() -> Vec<String>) {
     let is_full = series.len() == MAX_SERIES_PER_METRIC;
     match series.last_mut() {
@@ -102,7 +103,7 @@ impl Collector for Snapshot {
                 }
             };
             if metric.labels.is_empty() {
-                // Without labels the encoder writes `{}` after the name, which not every parser accepts.
+                // Without labels, the encoder would write `{}` after the name, which some parsers reject.
                 encode_value(series.iter().map(|(_, value)| value).sum(), family)?;
                 continue;
             }

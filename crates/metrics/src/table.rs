@@ -1,6 +1,6 @@
-//! Declarations of metrics. Each is declared once, by [`metrics!`](crate::metrics!), in the file that fills it.
+//! Declarations of metrics. Each metric is declared by [`metrics!`](crate::metrics!) in the file that sets its value.
 
-/// A daemon that serves metrics.
+/// Daemon that serves metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Component {
     /// `coreward controller`
@@ -18,7 +18,6 @@ pub enum Component {
 }
 
 impl Component {
-    /// All components.
     pub const ALL: &[Component] = &[
         Component::Controller,
         Component::Lb,
@@ -41,15 +40,15 @@ impl Component {
     }
 }
 
-/// Kind of a metric. The kind decides how series beyond the limit are combined.
+/// Kind of a metric, which determines how series beyond the limit are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetricKind {
-    /// Counter; series are combined by their sum.
+    /// Counter, whose further series are combined by their sum.
     Counter,
-    /// Gauge that counts objects; series are combined by their sum.
+    /// Gauge that counts objects, whose further series are combined by their sum.
     Gauge,
     Histogram,
-    /// Gauge of an age, fraction or generation; series are combined by their maximum.
+    /// Gauge of an age, fraction or generation, whose further series are combined by their maximum.
     MaxGauge,
 }
 
@@ -63,7 +62,7 @@ pub struct Metric {
     pub help: &'static str,
 }
 
-/// Declaration of a counter or gauge with `LABELS` labels.
+/// Declaration of a counter or a gauge with `LABELS` labels.
 #[derive(Debug)]
 pub struct Family<const LABELS: usize>(Metric);
 
@@ -71,7 +70,7 @@ pub struct Family<const LABELS: usize>(Metric);
 #[derive(Debug)]
 pub struct Histogram(Metric);
 
-/// Declares a [`Family`] of this kind. A counter's name ends with `_total`.
+/// Declares a [`Family`] of this kind. A counter's name must end with `_total`.
 pub const fn family<const LABELS: usize>(
     kind: MetricKind,
     name: &'static str,
@@ -88,20 +87,18 @@ pub const fn histogram(name: &'static str, components: &'static [Component], hel
 }
 
 impl<const LABELS: usize> Family<LABELS> {
-    /// Returns the declaration of the metric.
     pub const fn metric(&self) -> &Metric {
         &self.0
     }
 }
 
 impl Histogram {
-    /// Returns the declaration of the metric.
     pub const fn metric(&self) -> &Metric {
         &self.0
     }
 }
 
-/// Declarations of the metrics in all crates that are linked into the program, in any order.
+/// Declarations of all metrics in the crates that are linked into the program, in no particular order.
 #[linkme::distributed_slice]
 pub static METRICS: [&'static Metric];
 

@@ -1,17 +1,17 @@
-//! Number of new connections that a server may take: a token bucket. It grows by [`MAX_FAIR_SHARE_MULTIPLE`] times the
-//! server's fair share of opened connections, and shrinks by the connections that the server got. A server whose bucket
-//! is empty gets none.
+//! Limit on the new connections that a server may take, kept as a token bucket. The bucket grows by
+//! [`MAX_FAIR_SHARE_MULTIPLE`] times the server's fair share of opened connections. It shrinks by the connections that
+//! the server gets. A server whose bucket is empty gets no new connection.
 
-/// Maximum ratio, in the long run, of a server's new connections to its fair share of them.
+/// Maximum ratio of a server's new connections to its fair share of them, in the long run.
 pub const MAX_FAIR_SHARE_MULTIPLE: f64 = 2.0;
-/// Size of a full allowance as a time: a joining server may take the connections of this many seconds at once.
+/// Time in which an empty allowance fills up (s). A joining server may take the connections of this time at once.
 const FULL_ALLOWANCE_SECONDS: f64 = 10.0;
-/// Minimum size of a full allowance (connections). Fewer connections would prove nothing about a server.
+/// Minimum size of a full allowance (connections). Fewer connections are too few to judge a server by.
 const MIN_FULL_ALLOWANCE_CONNECTIONS: f64 = 64.0;
-/// Weight of the newest second in the moving average of the fair share of connections per second.
+/// Weight of the newest second in the moving average of a server's fair share (connections per second).
 const FAIR_SHARE_AVERAGE_WEIGHT: f64 = 0.1;
 
-/// Number of new connections that one server may still take: the fill level of its token bucket.
+/// Number of new connections that one server may still take, which is the fill level of its token bucket.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ConnectionAllowance {
     remaining_connections: f64,
@@ -34,8 +34,8 @@ impl ConnectionAllowance {
         (MAX_FAIR_SHARE_MULTIPLE * FULL_ALLOWANCE_SECONDS * expected).max(MIN_FULL_ALLOWANCE_CONNECTIONS)
     }
 
-    /// Updates the allowance after `seconds` (at most 10) with a fair share of `expected` and `opened` opened
-    /// connections.
+    /// Updates the allowance after an interval of `seconds` (at most 10). `expected` is the server's fair share of the
+    /// interval's new connections, and `opened` is the number that it got.
     pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
         self.fair_share_per_second += FAIR_SHARE_AVERAGE_WEIGHT * (expected - self.fair_share_per_second * seconds);
         let max_remaining = Self::max_allowance(self.fair_share_per_second);

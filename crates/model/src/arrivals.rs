@@ -1,10 +1,10 @@
-//! Arrival logs: start, requests and service times of a client's connections.
+//! Arrival logs, which list the start, the requests and the service times of a client's connections.
 //!
-//! A log is drawn once from a seed and then replayed, open loop, under every policy: by the demo with real packets, by
-//! the simulator in virtual time. The log has source address and port of every connection, so that RSS and the load
-//! balancer's hash get the same 4-tuples in each run.
+//! A log is drawn once from a seed and then replayed under every policy, whether or not earlier requests were answered
+//! (open loop). The demo replays it with real packets, the simulator in virtual time. The log has each connection's
+//! source address and port, so that RSS and the load balancer's hash get the same 4-tuples in each run.
 //!
-//! The file is text, one line per connection in the order of their starts:
+//! The file is text with one line per connection, in the order of their starts:
 //!
 //! ```text
 //! coreward-arrivals 1 seed=1 duration_us=38000000 source_addresses=2
@@ -22,10 +22,10 @@ use rand::Rng as _;
 use crate::FourTuple;
 use crate::rss::{seeded_rng, uniform_below};
 
-/// Stream of [`seeded_rng`] from which arrival logs are drawn.
+/// Number of the [`seeded_rng`] stream from which arrival logs are drawn.
 const ARRIVAL_LOG_RNG_STREAM: u64 = 2;
 
-/// Range of the clients' source ports: above the well-known ports, and below the kernel's last ephemeral ports.
+/// Range of the clients' source ports. It lies above the well-known ports and below the kernel's last ephemeral ports.
 const SOURCE_PORT_RANGE: std::ops::RangeInclusive<u16> = 10_000..=59_999;
 
 /// Address of the first client in the demo's network.
@@ -66,7 +66,7 @@ impl ConnectionArrival {
         FourTuple::ipv4((client_address, self.source_port), (DEMO_VIP, 80))
     }
 
-    /// Returns the sum of the service times of all requests of the connection (us of one core).
+    /// Returns the total service time of the connection's requests (us of one core).
     pub fn work_us(&self) -> u64 {
         u64::from(self.request_count) * u64::from(self.service_us)
     }
@@ -77,7 +77,7 @@ impl ConnectionArrival {
 pub struct ArrivalLog {
     /// Seed from which the log was drawn.
     pub seed: u64,
-    /// Duration of the log (us); all requests are due within it.
+    /// Duration of the log (us). All requests are due within it.
     pub duration_us: u64,
     /// Number of source addresses of the client.
     pub source_address_count: u16,
@@ -85,37 +85,37 @@ pub struct ArrivalLog {
     pub arrivals: Vec<ConnectionArrival>,
 }
 
-/// Parameters of a log: many short connections ("mice"), and long ones ("elephants") with most of the work.
+/// Parameters of a log of many short connections ("mice"), and long ones ("elephants") that carry most of the work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Workload {
-    /// Duration of the log (us); all requests are due within it.
+    /// Duration of the log (us). All requests are due within it.
     pub duration_us: u64,
     /// Number of cores of the whole server pool.
     pub core_count: u32,
-    /// Mean load of a core over the pool, in thousandths of its capacity.
+    /// Mean load of the pool's cores, in thousandths of their capacity.
     pub mean_load_permille: u32,
     /// Service time of each request (us), at least 1.
     pub service_us: u32,
     /// Share of the work that elephants carry, in thousandths.
     pub elephant_work_permille: u32,
-    /// Load by one elephant, in thousandths of the mean load of a core.
+    /// Load that one elephant causes, in thousandths of a core's mean load.
     pub elephant_rate_permille: u32,
-    /// Shortest and longest lifetime of an elephant (us), between which lifetimes are drawn uniformly.
+    /// Shortest and longest lifetime of an elephant (us). Lifetimes are drawn uniformly between the two.
     pub elephant_lifetime_range_us: (u64, u64),
-    /// Smallest and largest number of requests of a mouse, between which numbers are drawn uniformly.
+    /// Smallest and largest number of requests of a mouse. Numbers are drawn uniformly between the two.
     pub mouse_request_count_range: (u32, u32),
     /// Interval between two requests of a mouse (us).
     pub mouse_request_interval_us: u32,
-    /// Length of the ramp (us), in which elephants start that a running pool would have. Then the load is stationary.
+    /// Length of the ramp-up (us), in which those elephants start that a running pool has. Then the load is stationary.
     pub ramp_up_us: u64,
     /// Number of source addresses of the client.
     pub source_address_count: u16,
 }
 
 impl Default for Workload {
-    /// Returns the demo's workload: 16 cores at 60 %, so that a core with a few connections too many is overloaded. Two
-    /// CPUs carry 80 requests per second and core for five pools at once, hence 7.5 ms each. A core then holds about
-    /// eight elephants, each 10 % of its mean load.
+    /// Returns the demo's workload. The load of its 16 cores is 60 %, so that a core with a few connections too many is
+    /// overloaded. A request takes 7.5 ms, because two CPUs carry 80 requests per second and core for five pools at
+    /// once. A core then holds about eight elephants, each with 10 % of its mean load.
     fn default() -> Self {
         Self {
             duration_us: 38_000_000,
@@ -142,10 +142,10 @@ impl Workload {
 
     /// Draws the arrival log of a seed.
     ///
-    /// Starts are uniform over the run, and their number is fixed: a Poisson process given its count. Uniform draws
-    /// need no logarithm, so the log is the same on every machine. The elephants that a long-running pool would already
-    /// have start within the ramp, each with the rest of its lifetime. Panics when the log needs more connections than
-    /// pairs of source address and port exist.
+    /// Starts are uniform over the run, and their number is fixed (a Poisson process conditioned on its count). Uniform
+    /// draws need no logarithm, so the log is the same on every machine. The elephants that a long-running pool would
+    /// already have start within the ramp-up, each with the rest of its lifetime. Panics if the log needs more than
+    /// half of all pairs of source address and port.
     pub fn generate(&self, seed: u64) -> ArrivalLog {
         let mut generator = ArrivalGenerator {
             rng: seeded_rng(seed, ARRIVAL_LOG_RNG_STREAM),
@@ -163,8 +163,8 @@ impl Workload {
         let live_elephant_count = elephant_request_rate_per_s * u64::from(elephant_interval_us) / 1_000_000;
         let mut arrivals = Vec::new();
         for _ in 0..live_elephant_count {
-            // Elephants that live at a random time have longer lifetimes than the average: drawn in proportion to the
-            // length.
+            // Elephants that live at a random time have longer lifetimes than the average. So a lifetime is drawn with
+            // a probability in proportion to its length.
             let lifetime_us = loop {
                 let lifetime_us = generator.random_between(life_min, life_max);
                 if generator.random_below(life_max) < lifetime_us {
@@ -215,7 +215,7 @@ impl ArrivalGenerator {
         self.truncated_arrival(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
-    /// Returns a connection whose requests end with the log at the latest; `None` if it would start after the end.
+    /// Returns a connection whose requests end with the log at the latest, or `None` if it would start after the end.
     fn truncated_arrival(&mut self, start_us: u64, request_count: u32, interval_us: u32) -> Option<ConnectionArrival> {
         let remaining_us = self.workload.duration_us.checked_sub(start_us + 1)?;
         let request_count = u64::from(request_count).min(remaining_us / u64::from(interval_us.max(1)) + 1) as u32;
@@ -228,7 +228,7 @@ impl ArrivalGenerator {
         let (first, last) = (*SOURCE_PORT_RANGE.start(), *SOURCE_PORT_RANGE.end());
         let port_count = u32::from(last - first) + 1;
         let source_count = port_count as usize * usize::from(self.workload.source_address_count);
-        // The search for a free pair of address and port is slow when most are used; no log needs that many.
+        // The search for a free pair of address and port is slow if most pairs are used. No log needs that many.
         assert!(
             self.used_sources.len() < source_count / 2,
             "{} source addresses are too few for this log",

@@ -1,4 +1,4 @@
-//! Current and previous server of each bucket of a service: source of `placement_table.previous_consistent`.
+//! Current and previous server of each of a service's buckets, for the field `previous_consistent` of placement tables.
 //!
 //! Packets without a cookie go to their bucket's server. When a bucket moves, older connections remain at the previous
 //! server, to which the new server forwards unknown packets (Beamer, Olteanu et al., NSDI'18, Sect. 4.2, "daisy
@@ -11,29 +11,31 @@ use crate::ServerId;
 /// Current and previous server of every bucket of one service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BucketHistory {
-    /// Current server of each bucket; empty before the first placement table.
+    /// Current server of each bucket, or an empty list before the first placement table.
     current_servers: Vec<ServerId>,
     previous_servers: Vec<Option<ServerId>>,
 }
 
 impl BucketHistory {
-    /// Returns the history with these current and previous servers by bucket; `None` if the lists differ in length.
+    /// Returns the history with the current servers `now` and the previous servers `before`, both by bucket. Returns
+    /// `None` if the lists differ in length.
     pub fn from_stored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
         (now.len() == before.len()).then_some(Self { current_servers: now, previous_servers: before })
     }
 
-    /// Returns the current server of each bucket; empty before the first placement table.
+    /// Returns the current server of each bucket, or an empty list before the first placement table.
     pub fn current_servers(&self) -> &[ServerId] {
         &self.current_servers
     }
 
-    /// Returns the previous server of each bucket: the server before the bucket's last move, if it ever moved.
+    /// Returns the server that each bucket had before its last move, or `None` for a bucket that never moved.
     pub fn previous_servers(&self) -> &[Option<ServerId>] {
         &self.previous_servers
     }
 
-    /// Records the bucket's servers in a new placement table, and returns whether a bucket moved. Without eligible
-    /// servers, buckets keep their last servers. Another number of buckets starts a new history: no bucket is the same.
+    /// Records the servers of the buckets in a new placement table, and returns whether a bucket moved. If no server is
+    /// eligible, the buckets keep their last servers. If the number of buckets changes, a new history starts, because
+    /// no bucket remains the same.
     pub fn update(&mut self, consistent: &[ServerId]) -> bool {
         if consistent.is_empty() || consistent == self.current_servers {
             return false;
@@ -50,12 +52,12 @@ impl BucketHistory {
         true
     }
 
-    /// Returns the previous server of each bucket for a placement table; an empty list if no bucket has moved.
+    /// Returns the previous server of each bucket for a placement table, or an empty list if no bucket has moved.
     pub fn previous_servers_or_empty(&self) -> Vec<Option<ServerId>> {
         if self.previous_servers.iter().all(Option::is_none) { Vec::new() } else { self.previous_servers.clone() }
     }
 
-    /// Returns the set of previous servers of each current server's buckets, by current server.
+    /// Returns, for each current server, the set of servers that had its buckets before.
     pub fn previous_servers_by_current(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
         let mut previous_by_current: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
         for (now, before) in self.current_servers.iter().zip(&self.previous_servers) {
@@ -81,7 +83,7 @@ mod tests {
         assert!(history.update(&server_ids(&[1, 2, 3, 1])));
         assert_eq!(history.previous_servers_or_empty(), []);
         assert!(!history.update(&server_ids(&[1, 2, 3, 1])));
-        // Server 1 leaves, then server 2: bucket 0 was last at server 2, bucket 3 is at server 3 since server 1 left.
+        // Server 1 leaves, then server 2. Bucket 0 was last at server 2, and bucket 3 moved when server 1 left.
         assert!(history.update(&server_ids(&[2, 2, 3, 3])));
         assert!(history.update(&server_ids(&[3, 3, 3, 3])));
         let previous_ids: Vec<u64> =

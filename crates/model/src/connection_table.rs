@@ -1,8 +1,8 @@
-//! The connection table of stateful mode (Cheetah, NSDI'20, Sect. 3.2: ConnTable and ConnStack).
+//! The connection table of stateful mode (ConnTable and ConnStack in Cheetah, NSDI'20, Sect. 3.2).
 //!
-//! The cookie of a connection's packets has the slot of the connection's entry. So an entry is found, taken and freed
-//! in constant time without a hash table. `bpf/include/intf.h` has the layouts; `bpf/lb/connection_table.h` describes
-//! the operations of packets and their correctness. This module has:
+//! The cookie in a connection's packets has the slot of the connection's entry. An entry is therefore found, taken and
+//! freed in constant time without a hash table. `bpf/include/intf.h` has the layouts. `bpf/lb/connection_table.h`
+//! describes the operations of packets and why they are correct. This module has:
 //!
 //! * this file: partitions of connections, identities of entries, and the timers after which an entry may be freed
 //! * [`table`]: operations of packets and user space on the entries, over any memory of 64-bit words
@@ -19,11 +19,11 @@ use crate::ServerId;
 use crate::cookie::CookieKey;
 use crate::tuple::address_from_words;
 
-/// Number of entries of a connection table: a power of two from 1,024 to 4,194,304.
+/// Number of entries in a connection table, a power of two from 1,024 to 4,194,304.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableSize(u32);
 
-/// Error: a number of entries that no connection table can have.
+/// Error returned for a number of entries that no connection table can have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0} entries of the connection table: expected a power of two from {min} to {max}",
@@ -38,21 +38,21 @@ impl TableSize {
         self.0
     }
 
-    /// Returns the number of partitions (of 1,024 entries), a power of two.
+    /// Returns the number of partitions, a power of two. Each partition has 1,024 entries.
     pub fn partition_count(self) -> u32 {
         self.0 / intf::CONNECTIONS_PER_PARTITION
     }
 
-    /// Returns the indexes of all entries in the order of memory.
+    /// Returns the indexes of all entries in memory order.
     pub fn entry_indexes(self) -> impl Iterator<Item = ConnectionIndex> {
         (0..self.0).map(move |position| self.index_at(position))
     }
 
-    /// Returns the index of the entry at a position in memory: first slot 0 of all partitions, then slot 1 of all, ...
+    /// Returns the index of the entry at a position in memory, where slot 0 of all partitions is before slot 1 of all.
     ///
-    /// Partitions use their low slots first, so the used entries of a table of any size are close together, on few
-    /// pages. 16,384 connections in a table of 2 million entries are on 256 pages. With each partition's slots side by
-    /// side they would be on 2,048 pages, more than the CPU's second TLB holds.
+    /// Partitions use their low slots first, so this order keeps the used entries close together on few pages, whatever
+    /// the table's size. For example, 16,384 connections in a table of 2 million entries are on 256 pages. If each
+    /// partition's slots were adjacent, they would be on 2,048 pages, more than the CPU's second-level TLB holds.
     pub fn index_at(self, position: u32) -> ConnectionIndex {
         ConnectionIndex::new(position % self.partition_count(), position / self.partition_count())
     }
@@ -74,7 +74,7 @@ impl TryFrom<u64> for TableSize {
     }
 }
 
-/// Index of an entry of the connection table: partition and slot in one number.
+/// Index of an entry in the connection table, which combines the entry's partition and slot in one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnectionIndex(u32);
 
@@ -84,7 +84,7 @@ impl ConnectionIndex {
         Self(partition << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// Returns the position of the entry in the memory of a table of size `size`.
+    /// Returns the entry's position in the memory of a table with size `size`.
     pub fn position(self, size: TableSize) -> u32 {
         self.slot() * size.partition_count() + self.partition()
     }
@@ -100,11 +100,11 @@ impl ConnectionIndex {
     }
 }
 
-/// Number of a load balancer among the load balancers with a connection table: 0 to 15.
+/// Number (0 to 15) that identifies a load balancer among those with a connection table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct TableOwnerNumber(u8);
 
-/// Error: a number outside the range of owner numbers.
+/// Error returned for a number outside the range of owner numbers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("owner number {0} is out of range: expected 0 to {max}", max = intf::MAX_OWNERS - 1)]
 pub struct TableOwnerNumberOutOfRange(pub u64);
@@ -135,23 +135,23 @@ impl fmt::Display for TableOwnerNumber {
     }
 }
 
-/// Returns the number in a cookie of kind 1: the owner in the high bits, the slot in the low bits.
+/// Returns the number in a cookie of stateful mode, with the owner in the high bits and the slot in the low bits.
 pub fn encode_cookie_index(owner: TableOwnerNumber, slot: u32) -> u16 {
     (u32::from(owner.0) << intf::CONNECTION_SLOT_BITS | slot & intf::CONNECTION_SLOT_MASK) as u16
 }
 
-/// Returns the owner and the slot in the number of a cookie of kind 1.
+/// Returns the owner and the slot that the number in a stateful-mode cookie has.
 pub fn decode_cookie_index(number: u16) -> (TableOwnerNumber, u32) {
     let number = u32::from(number) & intf::COOKIE_ID_MASK;
     (TableOwnerNumber((number >> intf::CONNECTION_SLOT_BITS) as u8), number & intf::CONNECTION_SLOT_MASK)
 }
 
-/// Returns the TSecr in which a SYN to a stateful service carries owner and slot to the server.
+/// Returns the TSecr value in which a SYN to a stateful service carries owner and slot to the server.
 pub fn encode_syn_tsecr(owner: TableOwnerNumber, slot: u32) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(encode_cookie_index(owner, slot))
 }
 
-/// Keyed hash of a connection. Unlike the fleet's keys, the key is constant for the table's lifetime.
+/// Keyed hash of a connection. Its key, unlike the fleet's cookie keys, is constant for the table's lifetime.
 /// `bpf/lb/connection_table.h` gives the reason for the hash function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionHash(u64);
@@ -167,7 +167,7 @@ impl ConnectionHash {
         Self(hash ^ hash >> 29)
     }
 
-    /// Returns the partition of the connection's entry: the low bits of the hash.
+    /// Returns the partition of the connection's entry, which the low bits of the hash select.
     pub fn partition(self, size: TableSize) -> u32 {
         self.0 as u32 & (size.partition_count() - 1)
     }
@@ -188,7 +188,7 @@ impl ConnectionHash {
     }
 }
 
-/// Returns a client's address in 32 bits: `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`, or the IPv4 address itself.
+/// Folds a client's address into 32 bits, like `client_word_ipv6()` of `bpf/lb/parse_ipv6.h`. IPv4 stays unchanged.
 pub(crate) fn fold_client_address(key: &CookieKey, client: IpAddr) -> u32 {
     let address = match client {
         IpAddr::V4(address) => return u32::from_le_bytes(address.octets()),
@@ -199,7 +199,7 @@ pub(crate) fn fold_client_address(key: &CookieKey, client: IpAddr) -> u32 {
     (hash >> 32) as u32
 }
 
-/// Returns the index of the counter of entries of a client's prefix (/24 for IPv4, /64 for IPv6).
+/// Returns the index of the counter for the entries that clients of one prefix hold (/24 for IPv4, /64 for IPv6).
 pub fn source_prefix_shard(key: &CookieKey, client: IpAddr) -> usize {
     let prefix: IpAddr = match client {
         IpAddr::V4(address) => Ipv4Addr::from_bits(address.to_bits() & !0xff).into(),
@@ -211,22 +211,22 @@ pub fn source_prefix_shard(key: &CookieKey, client: IpAddr) -> usize {
 /// Number of entries that must be free for each entry that a source prefix holds.
 const FREE_ENTRIES_PER_SOURCE_ENTRY: u32 = 4;
 
-/// Returns the maximum number of entries of one source prefix in a table with `in_use` used entries: a quarter of the
-/// free entries. So one prefix holds at most a quarter of the table, and `n` prefixes leave 4 / (n + 4) of the table to
-/// others. Each prefix may always hold an equal share of the table.
+/// Returns the maximum number of entries that one source prefix may hold if `in_use` entries of the table are used. It
+/// is a quarter of the free entries, so `n` prefixes leave at least 4 / (n + 4) of the table to others. Each prefix may
+/// always hold an equal share of the table.
 pub fn max_entries_per_source_prefix(size: TableSize, in_use: u32) -> u32 {
     let free_entries = size.entry_count().saturating_sub(in_use);
     (free_entries / FREE_ENTRIES_PER_SOURCE_ENTRY).max(size.entry_count() / intf::SOURCE_SHARDS).max(1)
 }
 
-/// Identity of an entry in use, in one word: all fields of the entry on which the forwarding of a packet depends.
+/// Identity of an entry in use, in one word, with all fields of the entry on which a packet's forwarding depends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EntryIdentity {
-    /// Tag of the connection: see [`ConnectionHash::tag`].
+    /// Tag of the connection, as returned by [`ConnectionHash::tag`].
     pub tag: u32,
     /// Generation of the entry, which counts its uses modulo 2^7.
     pub generation: u16,
-    /// Slot of the service in the load balancer's tables: 10 bits.
+    /// Slot of the service in the load balancer's tables (10 bits).
     pub service: u16,
     /// Server to which the connection's packets go.
     pub server: ServerId,
@@ -243,7 +243,7 @@ impl EntryIdentity {
             | u64::from(self.server.get())
     }
 
-    /// Returns the identity in the word of an entry; `None` if the entry is free.
+    /// Returns the identity in an entry's word, or `None` if the entry is free.
     pub fn from_word(word: u64) -> Option<Self> {
         let low_half = word as u32;
         (low_half & intf::CONNECTION_IN_USE != 0).then(|| Self {
@@ -255,7 +255,7 @@ impl EntryIdentity {
     }
 }
 
-/// Clock of the load balancer's data plane: tenths of a second, modulo 2^32 (13.6 years).
+/// Clock of the load balancer's data plane, which counts tenths of a second modulo 2^32 (13.6 years).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ClockTicks(pub u32);
 
@@ -265,19 +265,20 @@ impl ClockTicks {
         Self((monotonic.as_millis() / 100) as u32)
     }
 
-    /// Returns the time since `earlier`; 0 if `earlier` is later than `self` (a packet came after the clock was read).
+    /// Returns the time since `earlier`. Returns 0 if `earlier` is later than `self`, as when a packet came after the
+    /// clock was read.
     pub fn since(self, earlier: ClockTicks) -> Duration {
         let tenths = self.0.wrapping_sub(earlier.0);
         if tenths > u32::MAX / 2 { Duration::ZERO } else { Duration::from_millis(u64::from(tenths) * 100) }
     }
 }
 
-/// Copy of an entry in use, at one time.
+/// Snapshot of an entry in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Connection {
     /// Index of the entry.
     pub index: ConnectionIndex,
-    /// Identity of the entry: connection, service and server.
+    /// Identity of the entry, which has its connection's tag, service and server.
     pub identity: EntryIdentity,
     /// Address and port of the client.
     pub client: SocketAddr,
@@ -289,7 +290,7 @@ pub struct Connection {
     pub opened_at: ClockTicks,
     /// Time of the last packet from the client.
     pub last_packet_at: ClockTicks,
-    /// Whether a FIN or RST has arrived, and no SYN after it.
+    /// Whether a FIN or RST has arrived and no SYN came after it.
     pub is_closing: bool,
 }
 
@@ -308,14 +309,14 @@ impl Connection {
         })
     }
 
-    /// Returns whether no packet of the connection came after its earlier copy `earlier`.
+    /// Returns whether no packet of the connection arrived since its copy `earlier` was made.
     pub fn has_no_packet_since(&self, earlier: &Self) -> bool {
         (self.packet_count, self.last_packet_at) == (earlier.packet_count, earlier.last_packet_at)
     }
 }
 
-/// Returns the `count` connections of the largest weight in descending order; of equal weights, the earlier first. Uses
-/// memory for `2 * count` connections.
+/// Returns the `count` connections with the largest weights in descending order. Among equal weights, the earlier
+/// connection comes first. Needs memory for `2 * count` connections.
 pub fn heaviest_connections(
     connections: impl Iterator<Item = Connection>,
     count: usize,
@@ -336,11 +337,11 @@ pub fn heaviest_connections(
     candidates
 }
 
-/// Times without packets after which an entry of the connection table may be freed.
+/// Idle times after which an entry of the connection table may be freed.
 ///
-/// FIN and RST only choose a shorter time: both may be forged, a FIN is only half a close, and the server's TIME-WAIT
-/// follows. So an expired entry is freed only when the server's agent has no such socket, or the server is gone.
-/// Entries without a second packet are the exception ([`ExpiryReason::HalfOpen`]).
+/// A FIN or RST only shortens the time, because either may be forged, a FIN is only half a close, and the server's
+/// TIME-WAIT follows. An expired entry is therefore freed only if the server's agent has no such socket, or the server
+/// is gone. Entries without a second packet are the exception ([`ExpiryReason::HalfOpen`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ConnectionTimeouts {
     /// Maximum time from the SYN to the second packet of a connection.
@@ -353,8 +354,8 @@ pub struct ConnectionTimeouts {
 
 impl Default for ConnectionTimeouts {
     fn default() -> Self {
-        // A client sends its SYN again after 1, 3 and 7 s (RFC 6298, Sect. 2: doubling from 1 s); TIME-WAIT lasts 60 s
-        // in Linux (include/net/tcp.h, TCP_TIMEWAIT_LEN).
+        // A client sends its SYN again after 1, 3 and 7 s, because the timeout doubles from 1 s (RFC 6298, Sect. 2).
+        // TIME-WAIT lasts 60 s in Linux (include/net/tcp.h, TCP_TIMEWAIT_LEN).
         Self { half_open: Duration::from_secs(10), closing: Duration::from_secs(60), idle: Duration::from_secs(300) }
     }
 }
@@ -364,8 +365,8 @@ impl Default for ConnectionTimeouts {
 pub enum ExpiryReason {
     /// The server left the fleet.
     ServerGone,
-    /// Only a SYN came, most likely of a SYN flood. The entry is freed without a query to the server: if the client
-    /// sends after all, the packet is broadcast and the connection continues.
+    /// Only a SYN came, most likely from a SYN flood. The entry is freed without a query to the server. If the client
+    /// does send another packet, that packet is broadcast and the connection continues.
     HalfOpen,
     /// A FIN or RST came. The entry is freed if the server has no such socket.
     Closing,
@@ -381,7 +382,7 @@ impl ExpiryReason {
 }
 
 impl ConnectionTimeouts {
-    /// Returns the timeouts in the layout of the BPF program, with the time `swept` of the last sweep by user space.
+    /// Returns the timeouts in the BPF program's layout. `swept` is the time at which user space last swept the table.
     pub fn to_bpf_timers(&self, swept: ClockTicks) -> intf::connection_timers {
         let to_ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
         intf::connection_timers {
@@ -392,14 +393,14 @@ impl ConnectionTimeouts {
         }
     }
 
-    /// Returns whether a packet may reuse the connection's entry at `now`: `is_expired()` of `bpf/lb/stateful.h`.
+    /// Returns whether a packet may reuse the connection's entry at `now`, like `is_expired()` of `bpf/lb/stateful.h`.
     pub fn is_expired(&self, connection: &Connection, server_known: bool, swept: ClockTicks, now: ClockTicks) -> bool {
         let is_sweep_overdue = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT_TICKS as i32;
         self.expiry_reason(connection, server_known, now)
             .is_some_and(|due| !due.needs_server_query() || is_sweep_overdue)
     }
 
-    /// Returns the reason to free the entry at `now`, if there is one. `server_known`: the server is in the fleet.
+    /// Returns the reason to free the entry at `now`, if any. `server_known` is false if the server left the fleet.
     pub fn expiry_reason(&self, connection: &Connection, server_known: bool, now: ClockTicks) -> Option<ExpiryReason> {
         if !server_known {
             return Some(ExpiryReason::ServerGone);

@@ -1,4 +1,4 @@
-//! Consistency modes: the methods by which a packet finds the server of its connection.
+//! Consistency modes, by which a packet finds the server of its connection.
 
 use coreward_intf as intf;
 
@@ -6,7 +6,7 @@ use crate::ServerId;
 use crate::forwarding::Forwarding;
 use crate::tuple::{Protocol, ServerIdOutOfRange};
 
-/// Consistency mode of a service: `enum consistency` of `bpf/include/intf.h`.
+/// Method by which packets find the server of their connection (`enum consistency` of `bpf/include/intf.h`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Consistency {
     /// The cookie has the server's id, so the load balancer needs no memory (Cheetah, NSDI'20, Sect. 3.2).
@@ -18,7 +18,8 @@ pub enum Consistency {
     None,
     /// A hash table maps each connection to its server, as in most load balancers.
     HashTable,
-    /// The bucket selects the server, which forwards unknown packets to the bucket's previous one (Beamer, NSDI'18).
+    /// The bucket selects the server, which forwards packets of unknown connections to the bucket's previous server
+    /// (Beamer, NSDI'18).
     Beamer,
 }
 
@@ -32,13 +33,13 @@ impl Consistency {
         self as u32
     }
 
-    /// Returns the mode's name in configuration and messages: the name in `bpf/include/intf.h` with dashes.
+    /// Returns the mode's name in configuration and messages, which is the name in `bpf/include/intf.h` with dashes.
     pub fn name(self) -> String {
         intf::CONSISTENCY_NAMES[self as usize].replace('_', "-")
     }
 }
 
-/// Error: a name that no consistency mode has.
+/// Error returned for a name that no consistency mode has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("consistency {0:?} is not known: expected \"stateless\", \"stateful\", \"none\", \"hash-table\" or \"beamer\"")]
 pub struct UnknownConsistency(pub String);
@@ -58,9 +59,9 @@ pub enum TimestampOrigin {
     /// The servers write the cookies, by `bpf/server/server.bpf.c`.
     #[default]
     Server,
-    /// The load balancer writes the cookies into replies, which must pass through it; the servers have no agent.
+    /// The load balancer writes the cookies into replies, which must pass through it. The servers have no agent.
     LoadBalancer,
-    /// Packets have no cookies: for clients behind devices that reject them.
+    /// Packets have no cookies. This is for clients behind devices that reject cookies.
     Off,
 }
 
@@ -75,7 +76,7 @@ impl TimestampOrigin {
     }
 }
 
-/// Error: a name that no origin of timestamps has.
+/// Error returned for a name that no origin of timestamps has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("timestamps by {0:?}: expected \"server\", \"lb\" or \"off\"")]
 pub struct UnknownTimestampOrigin(pub String);
@@ -92,13 +93,13 @@ impl std::str::FromStr for TimestampOrigin {
     }
 }
 
-/// Migration of a service between two load balancers: the other one has some of the connections. It has the given id
-/// among the service's servers, and is not eligible.
+/// Migration of a service between two load balancers. The other load balancer has some of the connections. It has the
+/// given id among the service's servers, and is not eligible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ServiceMigration {
-    /// The other load balancer had the service before: packets of unknown connections belong to it.
+    /// The other load balancer had the service before, so packets of unknown connections belong to it.
     AdoptedFrom(ServerId),
-    /// The other load balancer gets new connections; this one keeps its connections.
+    /// The other load balancer gets new connections, and this one keeps its existing connections.
     HandedOverTo(ServerId),
 }
 
@@ -111,7 +112,7 @@ impl ServiceMigration {
     }
 }
 
-/// Error: an invalid setting of a service's mode.
+/// Error returned for an invalid setting of a service's mode.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{key}: {reason}")]
 pub struct InvalidModeSetting {
@@ -130,11 +131,11 @@ const HANDED_OVER_TO_KEY: &str = "handed_over_to";
 /// Data-plane settings of a service, except its address.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct ServiceMode {
-    /// Consistency mode.
+    /// Consistency mode of the service.
     pub consistency: Consistency,
-    /// Component that writes the cookies.
+    /// Component that writes the cookies into the TCP timestamps.
     pub timestamps: TimestampOrigin,
-    /// Migration in progress, if any.
+    /// Migration of the service that is in progress, if any.
     pub migration: Option<ServiceMigration>,
     /// Method by which the load balancer forwards packets to servers.
     pub forwarding: Forwarding,
@@ -161,10 +162,10 @@ impl ServiceMode {
         matches!(self.migration, Some(ServiceMigration::HandedOverTo(_)))
     }
 
-    /// Returns whether the service can be migrated: first packets must be recognisable, and servers must forward
-    /// packets of unknown connections.
+    /// Returns whether the service can be migrated. Its first packets must be recognisable, and its servers must
+    /// forward packets of unknown connections.
     pub fn can_migrate(self) -> bool {
-        // Load balancers and servers reach the other load balancer by its MAC address.
+        // Encapsulation rules a migration out, because the other load balancer is reached by its MAC address.
         if self.forwarding.encapsulates() {
             return false;
         }
@@ -175,8 +176,8 @@ impl ServiceMode {
         }
     }
 
-    /// Returns whether packets that are forwarded by bucket carry the bucket's previous server. With LB-side stamping,
-    /// servers have no program to read it. During a migration all packets carry the other load balancer.
+    /// Returns whether packets that are forwarded by bucket carry the id of the bucket's previous server. With LB-side
+    /// stamping, servers have no program to read it. In a migration, all packets carry the other load balancer's id.
     pub fn marks_previous_server(self) -> bool {
         self.consistency == Consistency::Beamer
             || self.has_cookies() && self.timestamps == TimestampOrigin::Off
@@ -197,8 +198,8 @@ impl ServiceMode {
         settings
     }
 
-    /// Returns the mode with these settings: the inverse of [`ServiceMode::settings`]. Absent settings have their
-    /// defaults. Fails at unknown settings: packets must not be forwarded in another mode than requested.
+    /// Returns the mode with these settings, as the inverse of [`ServiceMode::settings`]. Absent settings have their
+    /// defaults. Fails if a setting is unknown, because packets must not be forwarded in another mode than requested.
     pub fn from_settings<'a>(
         settings: impl IntoIterator<Item = (&'a str, &'a str)>,
     ) -> Result<Self, InvalidModeSetting> {
@@ -239,8 +240,8 @@ impl ServiceMode {
         self.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamp_bits | migration_bits
     }
 
-    /// Returns the mode with these [`ServiceMode::service_slot_bits`] and the default forwarding; `None` for bits of no
-    /// mode.
+    /// Returns the mode with these [`ServiceMode::service_slot_bits`] and the default forwarding method. Returns `None`
+    /// if no mode has these bits.
     pub fn from_service_slot_bits(bits: u32) -> Option<Self> {
         let consistency = bits >> intf::SERVICE_CONSISTENCY_SHIFT & intf::SERVICE_CONSISTENCY_MASK;
         let timestamps = match bits & (intf::SERVICE_TIMESTAMPS_OFF | intf::SERVICE_TIMESTAMPS_LB) {
@@ -260,7 +261,7 @@ impl ServiceMode {
         (mode.service_slot_bits() == bits).then_some(mode)
     }
 
-    /// Returns the default mode of services of a protocol. UDP has no cookie, so its default is the flow table.
+    /// Returns the default mode for services of a protocol. UDP has no cookie, so its default is the hash table.
     pub fn default_for_protocol(protocol: Protocol) -> Self {
         match protocol {
             Protocol::Tcp => Self::default(),

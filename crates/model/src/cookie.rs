@@ -1,8 +1,8 @@
-//! The cookie in the TCP timestamp (Cheetah, NSDI'20, Sect. 3.2 and 4.1), in a layout that survives PAWS.
+//! The cookie in the TCP timestamp (Cheetah, NSDI'20, Sect. 3.2 and 4.1), in a layout that clients' PAWS accepts.
 //!
-//! `bpf/include/intf.h` has the bit diagram. The paper puts the cookie into the upper half of TSval, which fails PAWS
-//! with today's clients (RFC 7323, Sect. 5): the upper half must be time. docs/design.md, "The cookie", has the
-//! measurements.
+//! `bpf/include/intf.h` has the bit diagram. The paper puts the cookie into the upper half of TSval. This fails the
+//! PAWS check of today's clients (RFC 7323, Sect. 5), for which the upper half must be time. docs/design.md, "The
+//! cookie", has the measurements.
 
 mod permutation;
 
@@ -17,7 +17,7 @@ pub use permutation::KeyedPermutation;
 
 use crate::{FourTuple, ServerId};
 
-/// 128-bit secret key of the hash of cookies.
+/// Secret key (128 bits) of the hash that hides cookies.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CookieKey {
     /// First 64 bits of the key.
@@ -27,12 +27,12 @@ pub struct CookieKey {
 }
 
 impl CookieKey {
-    /// Returns a random key. `rng` must be of cryptographic quality where clients must not be able to guess cookies.
+    /// Returns a random key. `rng` must be of cryptographic quality if clients must not be able to guess cookies.
     pub fn random(rng: &mut impl Rng) -> Self {
         Self { k0: rng.next_u64(), k1: rng.next_u64() }
     }
 
-    /// Returns `cookie_key.vip_factor` of `bpf/include/intf.h`, which is derived from the key itself.
+    /// Returns the VIP's factor in the hash (`cookie_key.vip_factor` of `bpf/include/intf.h`), derived from the key.
     pub fn vip_factor(&self) -> u64 {
         let mut hasher = SipHasher13::new_with_keys(self.k0, self.k1);
         hasher.write(b"vip_factor");
@@ -55,7 +55,7 @@ impl std::fmt::Debug for CookieKey {
 /// The two cookie keys of a fleet, and the index of the key with which new cookies are stamped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FleetCookieKeys {
-    /// The two keys; cookies of both are always accepted.
+    /// The two keys. Cookies made with either key are always accepted.
     pub keys: [CookieKey; 2],
     /// Index of the key with which new cookies are stamped.
     pub current: KeyIndex,
@@ -85,27 +85,27 @@ impl KeyIndex {
     }
 }
 
-/// Content of a cookie: its kind, and a number of 14 bits.
+/// Content of a cookie, with its kind and a 14-bit number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cookie {
-    /// Cookie of stateless mode: the id of the connection's server.
+    /// Cookie of stateless mode, which holds the id of the connection's server.
     Server(ServerId),
-    /// Cookie of stateful mode: an index into the connection table of one load balancer.
+    /// Cookie of stateful mode, which holds an index into the connection table of one load balancer.
     TableIndex(u16),
 }
 
 impl FleetCookieKeys {
-    /// Returns the keys for a server's TSval `milliseconds`, if `current` stamps from TSval `switch_ms` on, and the
-    /// other key before. The TSval decides, not the time at which the packet passes, so that TSval never decreases
-    /// (PAWS). The two times are less than 2^31 ms apart.
+    /// Returns the keys that stamp a server's TSval of `milliseconds`. The key `current` stamps from TSval `switch_ms`
+    /// on, and the other key before. The TSval decides rather than the time at which the packet passes, so that TSval
+    /// never decreases (PAWS). The two times must be less than 2^31 ms apart.
     pub fn for_tsval(&self, milliseconds: u32, switch_ms: u32) -> FleetCookieKeys {
         let is_switched = milliseconds.wrapping_sub(switch_ms) as i32 >= 0;
         FleetCookieKeys { current: if is_switched { self.current } else { self.current.other() }, ..*self }
     }
 }
 
-/// Returns the keyed hash of a connection: SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's address
-/// and port, combined with the VIP and its port. `bpf/include/cookie.h` gives the reasons.
+/// Returns the keyed hash of a connection. It is SipHash-1-3 (Aumasson and Bernstein, INDOCRYPT'12) of the client's
+/// address and port, combined with the VIP and its port. `bpf/include/cookie.h` gives the reasons.
 pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
     match (tuple.client(), tuple.vip()) {
@@ -123,7 +123,7 @@ pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     hasher.finish()
 }
 
-/// Returns an IPv4 address and its port, in packet byte order, in one word.
+/// Returns an IPv4 address and its port, both in network byte order, packed into one word.
 fn socket_word(of: SocketAddrV4) -> u64 {
     u64::from(u32::from_le_bytes(of.ip().octets())) | u64::from(of.port().to_be()) << 32
 }
@@ -137,16 +137,17 @@ fn fold_vip(key: &CookieKey, vip: SocketAddrV6) -> u64 {
     xor_shift(folded).wrapping_add(u64::from(vip.port().to_be())).wrapping_mul(factor)
 }
 
-/// Returns the number, modulo 2^16, that is added to the time in a cookie. It depends on the server's own time key but
-/// not on the fleet's keys, so a change of those does not interrupt a connection's time.
+/// Returns the number, modulo 2^16, that is added to the time in a cookie. It depends only on the server's own time
+/// key, so that a change of the fleet's keys does not interrupt a connection's time.
 pub fn time_part_addend(time_key: &CookieKey, tuple: &FourTuple) -> u16 {
     cookie_hash(time_key, tuple) as u16
 }
 
-/// Returns the TSval for the client: the server's own TSval `milliseconds`, of which the low 16 bits count, and the
-/// cookie stamped with the current key.
+/// Returns the TSval for the client. It combines the low 16 bits of the server's own TSval `milliseconds` with the
+/// cookie, which is stamped with the current key.
 ///
-/// Never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2): then the time is one millisecond later.
+/// The result is never 0, which a client reads as "no TSecr" (RFC 7323, Sect. 3.2). If it would be 0, the time is one
+/// millisecond later.
 pub fn stamp_tsval(
     keys: &FleetCookieKeys,
     time_key: &CookieKey,
@@ -179,17 +180,17 @@ pub fn decode_cookie(keys: &FleetCookieKeys, tuple: &FourTuple, tsecr: u32) -> C
     }
 }
 
-/// Returns the time in the TSecr of a client's packet: the low 16 bits of the server's own TSval.
+/// Returns the time in the TSecr of a client's packet, which is the low 16 bits of the server's own TSval.
 pub fn decode_time_part(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> u16 {
     ((tsecr >> intf::COOKIE_TIME_SHIFT) as u16).wrapping_sub(time_part_addend(time_key, tuple))
 }
 
-/// Maximum time (ms) by which a server's own TSval may be ahead of the clock that restores it: the clocks of kernel and
-/// BPF are read at different times and rounded differently.
+/// Maximum time (ms) by which a server's own TSval may be ahead of the clock that restores it. It may be ahead because
+/// the clocks of kernel and BPF are read at different times and rounded differently.
 pub const TSVAL_RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
-/// Returns the server's own TSval whose low 16 bits are `time`: the latest such value that is not after `now_ms` +
-/// slack. Correct for values up to 65.5 s old.
+/// Returns the server's own TSval whose low 16 bits are `time`. It is the latest such value that is not after `now_ms`
+/// plus [`TSVAL_RESTORE_SLACK_MS`]. The result is correct for values up to 65.5 s old.
 pub fn restore_tsval(time: u16, now_ms: u32) -> u32 {
     let latest_ms = now_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS);
     latest_ms.wrapping_sub(u32::from((latest_ms as u16).wrapping_sub(time)))
@@ -242,7 +243,7 @@ mod tests {
             let server = ServerId::try_from(id).unwrap();
             let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent);
             prop_assert_ne!(stamped_tsval, 0);
-            // The key that stamps may have changed meanwhile; the key bit of TSecr names the right one.
+            // The key that stamps may have changed meanwhile, but the key bit of TSecr selects the right one.
             let keys_after_rotation = FleetCookieKeys { current: KeyIndex::First, ..keys };
             prop_assert_eq!(decode_cookie(&keys_after_rotation, &tuple, stamped_tsval), Cookie::Server(server));
             let restored_tsval = restore_tsval(decode_time_part(&time_key, &tuple, stamped_tsval),
@@ -253,7 +254,7 @@ mod tests {
 
     #[test]
     fn tsval_zero_is_never_sent() {
-        // A key and tuple for which the plain stamp would be 0, found by choosing id and time from the masks.
+        // With these keys and this tuple, the plain stamp would be 0, because id and time are chosen from the masks.
         let keys = fleet_keys([1, 2, 3, 4], false);
         let tuple = four_tuple(0x0a01_0007, 40312);
         let time_key = CookieKey { k0: 5, k1: 6 };

@@ -1,11 +1,10 @@
-//! A fleet in virtual time: agents report loads, the controller computes tables, the load balancer places connections,
-//! and RSS picks the core. All decisions use the live code; the caller serves packets or requests
+//! A fleet in virtual time. Agents report loads, the controller computes tables, the load balancer places connections,
+//! and RSS picks the core. The live code makes all decisions. The caller serves packets or requests
 //! ([`crate::replay_for_variances`] for arrival logs, the simulator for traces).
 //!
-//! Simplifications: the network has no delay, so a report arrives, and its table comes into force, at the time of the
-//! measurement. Reports may be older than the table, as with agents that do not report all at once
-//! ([`SimulatedCluster::report_measured_at`]). A table may come into force after its creation
-//! ([`SimulatedCluster::prepare_table`]).
+//! The network has no delay, so a report arrives, and its table becomes active, at the time of the measurement. Reports
+//! may be older than the table, because agents do not all report at once ([`SimulatedCluster::report_measured_at`]). A
+//! table may become active after its creation ([`SimulatedCluster::prepare_table`]).
 
 use std::sync::Arc;
 
@@ -18,10 +17,10 @@ use crate::{FourTuple, ServerId};
 /// Method by which the servers' indirection tables are drawn, each with the server's id as the seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum IndirectionTableDraw {
-    /// Every core has the same number of entries (+-1): [`IndirectionTable::balanced`].
+    /// Every core has the same number of entries (+-1), as in [`IndirectionTable::balanced`].
     #[default]
     Balanced,
-    /// Each entry is drawn independently, as published: [`IndirectionTable::independent`].
+    /// Each entry is drawn independently, as published (see [`IndirectionTable::independent`]).
     Independent,
 }
 
@@ -32,17 +31,17 @@ pub struct FleetPlan {
     pub servers: Vec<ServerId>,
     /// Number of cores of each server, at least 1.
     pub cores_per_server: u16,
-    /// Number of buckets of the placement table, and of entries of each indirection table.
+    /// Number of buckets in the placement table, and of entries in each indirection table.
     pub bucket_count: BucketCount,
     /// Weight of the newest report in the moving averages of the loads.
     pub alpha: SmoothingWeight,
-    /// The RSS key of all NICs.
+    /// RSS key of all NICs.
     pub key: RssKey,
     /// Method by which the servers' indirection tables are drawn.
     pub tables: IndirectionTableDraw,
 }
 
-/// Simulated fleet: servers, their loads in the controller, and the placement table in force.
+/// Simulated fleet of servers, with their loads in the controller and the active placement table.
 pub struct SimulatedCluster {
     plan: FleetPlan,
     rss_configs: Vec<RssConfig>,
@@ -52,9 +51,9 @@ pub struct SimulatedCluster {
     report_sequence: u64,
     /// Number of connections placed since the previous report.
     opened_connections: u64,
-    /// RSS keys used so far, each with its precomputed Toeplitz tables; the first one is the fleet's key.
+    /// RSS keys used so far, each with its precomputed Toeplitz tables. The first one is the fleet's key.
     hashers: Vec<(RssKey, ToeplitzTables)>,
-    /// Index in `hashers` of the key of each group of the placement table in force.
+    /// For each group of the active placement table, the index of its key in `hashers`.
     hasher_index_by_group: Vec<usize>,
     /// Whether each server, by its position in the plan, gets new connections from the next table on.
     is_eligible: Vec<bool>,
@@ -75,19 +74,19 @@ pub struct RackControllers {
 pub struct FleetShape {
     /// Number of servers in the fleet.
     pub server_count: u16,
-    /// Number of cores of each server: see [`FleetPlan::cores_per_server`].
+    /// Number of cores of each server, at least 1.
     pub cores_per_server: u16,
-    /// Number of buckets: see [`FleetPlan::buckets`].
+    /// Number of buckets in the placement table, and of entries in each indirection table.
     pub bucket_count: BucketCount,
-    /// Weight of the newest report: see [`FleetPlan::alpha`].
+    /// Weight of the newest report in the moving averages of the loads.
     pub alpha: SmoothingWeight,
-    /// Method of drawing indirection tables: see [`FleetPlan::tables`].
+    /// Method by which the servers' indirection tables are drawn.
     pub tables: IndirectionTableDraw,
 }
 
 impl FleetShape {
-    /// Returns a plan with random ids and a random RSS key, as the controller draws them. Ids are sparse, so each draw
-    /// has different indirection tables.
+    /// Returns a plan with random ids and a random RSS key, as the controller draws them. Ids are sparse and seed the
+    /// indirection tables, so each draw has different tables.
     pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
         let Self { server_count: servers, cores_per_server, bucket_count: buckets, alpha, tables } = self;
         let servers = draw_server_ids(servers, rng);
@@ -105,7 +104,7 @@ fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
 }
 
 impl SimulatedCluster {
-    /// Returns a fleet without reports. Fails when there are more buckets than an indirection table can have entries.
+    /// Returns a fleet without reports. Fails if there are more buckets than an indirection table can have entries.
     pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
         let entries = plan.bucket_count.get() as usize;
         let draw_table = match plan.tables {
@@ -132,7 +131,7 @@ impl SimulatedCluster {
         })
     }
 
-    /// Returns the number of cores of the whole fleet. The index of a core is its server's position times the cores per
+    /// Returns the number of cores of the whole fleet. A core's index is its server's position times the cores per
     /// server, plus its receive queue.
     pub fn core_count(&self) -> usize {
         self.rss_configs.len() * usize::from(self.plan.cores_per_server)
@@ -143,7 +142,7 @@ impl SimulatedCluster {
         self.is_eligible[position] = eligible;
     }
 
-    /// Makes each placement count as one request: see [`Pool::counting_requests`].
+    /// Makes each placement count as one request, as [`Pool::counting_requests`] does.
     pub fn count_placements_as_requests(&mut self) {
         self.counts_requests = true;
     }
@@ -158,16 +157,16 @@ impl SimulatedCluster {
         self.placement_state.round_robin_counter = turn;
     }
 
-    /// Makes every agent report, computes a placement table by `policy`, and installs it. `busy_ns` is the total busy
-    /// time of each core so far, `open_connections` the number of open connections of each server. Panics when
+    /// Makes every agent report, computes a placement table by `policy`, and installs it. `busy_ns` is each core's
+    /// total busy time so far, and `open_connections` is each server's number of open connections. Panics if
     /// `measured_ns` is not after the previous report's.
     pub fn report(&mut self, measured_ns: u64, busy_ns: &[u64], open_connections: &[u32], policy: &mut dyn Policy) {
         let table = self.prepare_table(measured_ns, busy_ns, open_connections, policy);
         self.install_table(table);
     }
 
-    /// Like [`SimulatedCluster::report`], but the table comes into force only with [`SimulatedCluster::install_table`].
-    /// Panics in the same cases.
+    /// Does the same as [`SimulatedCluster::report`], except that the table becomes active only by
+    /// [`SimulatedCluster::install_table`]. Panics in the same cases.
     pub fn prepare_table(
         &mut self,
         measured_ns: u64,
@@ -183,8 +182,8 @@ impl SimulatedCluster {
         )
     }
 
-    /// Like [`SimulatedCluster::report`], with a time of measurement for each server; `None`: the server has not
-    /// reported yet. Panics when one of `measured_ns` is not after the server's previous report's.
+    /// Does the same as [`SimulatedCluster::report`] with a time of measurement for each server, or `None` for a server
+    /// that has not reported yet. Panics if a time is not after the server's previous one.
     pub fn report_measured_at(
         &mut self,
         measured_ns: &[Option<u64>],
@@ -227,8 +226,8 @@ impl SimulatedCluster {
         policy.compute_table(&pool, self.plan.bucket_count, self.report_sequence)
     }
 
-    /// Puts a placement table in force as the data plane does: counts of assignments restart, the round-robin turn goes
-    /// on.
+    /// Activates a placement table as the data plane does. Its counts of assignments start at 0, and the round-robin
+    /// counter continues.
     pub fn install_table(&mut self, table: PlacementTable) {
         self.placement_state = PlacementState {
             round_robin_counter: self.placement_state.round_robin_counter,
@@ -246,8 +245,8 @@ impl SimulatedCluster {
         self.placement_table = table;
     }
 
-    /// Places a new connection and returns the index of its core: the load balancer selects the server, whose RSS
-    /// selects the core. Panics before the first report, because no table is in force.
+    /// Places a new connection and returns the index of its core. The load balancer selects the server, whose RSS
+    /// selects the core. Panics before the first report, because no table is active.
     pub fn place(&mut self, connection: &FourTuple) -> usize {
         self.opened_connections += 1;
         let bytes = connection.bytes();

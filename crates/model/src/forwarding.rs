@@ -1,4 +1,4 @@
-//! How a service's packets reach its servers.
+//! Methods by which a service's packets reach its servers.
 
 use std::net::IpAddr;
 
@@ -7,10 +7,10 @@ use coreward_intf as intf;
 use crate::connection_table::fold_client_address;
 use crate::cookie::CookieKey;
 
-/// Method by which a service's packets are forwarded to its servers: `enum forwarding` of `bpf/include/intf.h`.
+/// Method by which a service's packets are forwarded to its servers (`enum forwarding` of `bpf/include/intf.h`).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Forwarding {
-    /// Packets are sent to the server's MAC address; the server is on the load balancer's segment.
+    /// Packets are sent to the server's MAC address, so the server is on the load balancer's segment.
     #[default]
     L2,
     /// Packets are encapsulated in IP (RFC 2003, RFC 2473, RFC 4213).
@@ -53,7 +53,7 @@ impl Forwarding {
     }
 }
 
-/// Error: a name that no forwarding method has.
+/// Error returned for a name that no forwarding method has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("forwarding {0:?} is not known: expected \"l2\", \"ipip\" or \"gue\"")]
 pub struct UnknownForwarding(pub String);
@@ -67,8 +67,8 @@ impl std::str::FromStr for Forwarding {
     }
 }
 
-/// Returns the source port of GUE for a flow, which is also its flow label in an IPv6 outer header: flow_port() of
-/// `bpf/lb/emit_gue.h`. `ports` are in packet byte order, 0 where unknown (later fragments, ICMP).
+/// Returns the source port of GUE for a flow, as `flow_port()` of `bpf/lb/emit_gue.h` does. It is also the flow label
+/// in an IPv6 outer header. `ports` are in network byte order, or 0 if unknown (later fragments, ICMP).
 pub fn gue_source_port(client: IpAddr, ports: [u8; 4]) -> u16 {
     const FIRST_PORT: u16 = 0xc000;
     const HASH_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;

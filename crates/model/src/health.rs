@@ -1,11 +1,11 @@
 //! Health checks of servers and the verdicts that they lead to.
 //!
-//! * [`HealthCheck`]: the request to a server, and its interval
-//! * [`HealthTracker`]: the verdict of one observer, which thresholds of failures and successes change
-//! * [`majority_verdicts`]: the verdicts of several observers (load balancers)
+//! * [`HealthCheck`] has the request to a server, and the interval between requests.
+//! * [`HealthTracker`] has one observer's verdict, which thresholds of failures and successes change.
+//! * [`majority_verdicts`] combines the verdicts of several observers (load balancers).
 //!
-//! A server without any verdict counts as up: a load balancer that has just started must not take a working pool out of
-//! service.
+//! A server without any verdict counts as up, because a load balancer that has just started must not take a working
+//! pool out of service.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +19,7 @@ pub struct HealthCheck {
     pub probe: Probe,
     /// Address to which checks of a server are sent.
     pub probe_address: ProbeAddress,
-    /// Port to which checks are sent; `None` for the service's port.
+    /// Port to which checks are sent, or `None` for the service's port.
     pub port: Option<u16>,
     /// Maximum time between the starts of two checks.
     pub interval: Duration,
@@ -61,7 +61,7 @@ impl Probe {
 pub struct HttpProbe {
     /// Path and query of the requested URL, from the slash on.
     pub path: String,
-    /// Host header, and the name expected in the certificate; `None` for the address to which checks are sent.
+    /// Host header and name expected in the certificate, or `None` for the address to which checks are sent.
     pub host: Option<String>,
     /// Status codes of answers with which the check passes.
     pub expected_status: StatusRange,
@@ -75,12 +75,12 @@ impl StatusRange {
     /// All valid status codes (RFC 9110, Sect. 15).
     const ALL: RangeInclusive<u16> = 100..=599;
 
-    /// Returns the range of success and redirection: 200 to 399.
+    /// Returns the range of success and redirection (200 to 399).
     pub const fn success_or_redirect() -> Self {
         Self(200..=399)
     }
 
-    /// Returns the range from `first` to `last`; `None` unless both are status codes and `first` is at most `last`.
+    /// Returns the range from `first` to `last`, or `None` unless both are status codes and `first` is at most `last`.
     pub fn new(first: u16, last: u16) -> Option<Self> {
         (Self::ALL.contains(&first) && Self::ALL.contains(&last) && first <= last).then_some(Self(first..=last))
     }
@@ -119,7 +119,7 @@ pub enum CertificateVerification {
 /// Address to which health checks of a server are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProbeAddress {
-    /// The VIP, to which clients connect; every server has it as a local address.
+    /// The VIP, to which clients connect. Every server has it as a local address.
     Vip,
     /// The server's own address.
     Server,
@@ -138,10 +138,10 @@ impl ProbeAddress {
     }
 }
 
-/// Treatment of new connections when no server is up that could take them.
+/// Treatment of new connections if no server that could take them is up.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum WhenAllDown {
-    /// New connections go to every server as if it were up: checks err more often than all servers fail at once.
+    /// New connections go to every server as if up, because checks err more often than all servers fail at once.
     #[default]
     FailOpen,
     /// New connections are dropped.
@@ -169,17 +169,17 @@ pub struct Thresholds {
 }
 
 impl Thresholds {
-    /// Returns thresholds: `rise` successes make a server up, `fall` failures make it down. `None` when one is 0.
+    /// Returns thresholds at which `rise` successes make a server up and `fall` failures down, or `None` if one is 0.
     pub fn new(rise: u32, fall: u32) -> Option<Self> {
         (rise > 0 && fall > 0).then_some(Self { rise, fall })
     }
 
-    /// Returns the number of consecutive successes that make a server up that was down; at least 1.
+    /// Returns the number (at least 1) of consecutive successes that make a server up that was down.
     pub fn rise(self) -> u32 {
         self.rise
     }
 
-    /// Returns the number of consecutive failures that make a server down; at least 1.
+    /// Returns the number (at least 1) of consecutive failures that make a server down.
     pub fn fall(self) -> u32 {
         self.fall
     }
@@ -190,7 +190,7 @@ impl Thresholds {
 pub struct Jitter(f64);
 
 impl Jitter {
-    /// Returns a jitter of at most the fraction `part` of the interval; `None` unless `part` is from 0 to 1.
+    /// Returns a jitter of at most the fraction `part` of the interval, or `None` if `part` is not from 0 to 1.
     pub fn new(part: f64) -> Option<Self> {
         (0.0..=1.0).contains(&part).then_some(Self(part))
     }
@@ -200,8 +200,8 @@ impl Jitter {
         self.0
     }
 
-    /// Returns the time until the next check, between a tenth of `interval` and the whole. `draw`: random number from 0
-    /// to 1.
+    /// Returns the time until the next check, between a tenth of `interval` and the whole. `draw` is a random number
+    /// from 0 to 1.
     pub fn jittered_interval(self, interval: Duration, draw: f64) -> Duration {
         interval.mul_f64((1.0 - self.0 * draw.clamp(0.0, 1.0)).max(0.1))
     }
@@ -216,7 +216,7 @@ pub enum HealthVerdict {
     Down,
 }
 
-/// State of the health checks of one server by one observer.
+/// State of one observer's health checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HealthTracker {
     verdict: Option<HealthVerdict>,
@@ -227,7 +227,7 @@ pub struct HealthTracker {
 }
 
 impl HealthTracker {
-    /// Returns the verdict; `None` while there are too few results.
+    /// Returns the verdict, or `None` while there are too few results.
     pub fn verdict(&self) -> Option<HealthVerdict> {
         self.verdict
     }
@@ -250,8 +250,8 @@ impl HealthTracker {
         true
     }
 
-    /// Records that the observer could not check because of a fault of its own. After `fall` such faults in a row, the
-    /// verdict is withdrawn and true returned.
+    /// Records that the observer could not check because of a fault of its own. After `fall` such faults in a row,
+    /// withdraws the verdict and returns true.
     pub fn record_local_fault(&mut self, thresholds: Thresholds) -> bool {
         self.checks_without_result += 1;
         if self.verdict.is_none() || self.checks_without_result < thresholds.fall {
@@ -262,10 +262,10 @@ impl HealthTracker {
     }
 }
 
-/// Returns the verdict of the majority of observers about each target. A tie, or no observer, keeps the verdict of
-/// `before`.
+/// Returns the verdict of the majority of observers about each target. A tie, or a lack of observers, keeps the verdict
+/// of `before`.
 ///
-/// An observer that finds every server down, while another one finds a server up, is cut off from the servers: it does
+/// An observer that finds every server down while another one finds a server up is cut off from the servers, so it does
 /// not count.
 pub fn majority_verdicts<T: Ord + Clone>(
     observers: &[&BTreeMap<T, HealthVerdict>],

@@ -2,16 +2,16 @@
 
 use crate::cookie::{CookieKey, FleetCookieKeys};
 
-/// Delay (ms) until a new current key is in force. No packet with a later TSval has been sent yet: the kernel dates a
-/// packet ahead only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
+/// Delay (ms) until a new current key becomes active. No packet with a later TSval has been sent yet, because the
+/// kernel dates a packet ahead only by its pacing (net/ipv4/tcp_output.c, tcp_update_skb_after_send).
 const KEY_SWITCH_DELAY_MS: u32 = 1000;
-/// Age (ms) that the activation time of a key gets if the key is in force at once.
+/// Age (ms) of the activation time that a key gets if it is active at once.
 const PAST_ACTIVATION_AGE_MS: u32 = 1 << 29;
 /// Maximum age (ms) of an activation time. An older one is moved on, because 32-bit times are compared by the sign of
 /// their difference.
 const MAX_ACTIVATION_AGE_MS: u32 = 1 << 30;
 
-/// Returns the TSval from which the keys `new` are in force. The keys `known` have been in force since `switch_ms`.
+/// Returns the TSval from which the keys `new` are active. The keys `known` have been active since `switch_ms`.
 pub fn activation_time_ms((known, switch_ms): &(FleetCookieKeys, u32), new: &FleetCookieKeys, now_ms: u32) -> u32 {
     let stamping_key = |keys: &FleetCookieKeys| keys.keys[keys.current.get()];
     if known.keys == [CookieKey { k0: 0, k1: 0 }; 2] {

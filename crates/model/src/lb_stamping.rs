@@ -1,4 +1,4 @@
-//! LB-side stamping (`timestamps = "lb"`): the cookie that the load balancer puts into servers' answers, and the
+//! LB-side stamping (`timestamps = "lb"`), with the cookie that the load balancer puts into servers' replies, and the
 //! servers' clocks that it learns from them. `bpf/lb/lb_cookie.h` gives the reasons.
 //!
 //! ```text
@@ -17,15 +17,15 @@ use crate::cookie::{self, CookieKey, FleetCookieKeys, KeyIndex, KeyedPermutation
 use crate::rss::seeded_rng;
 use crate::{FourTuple, ServerId};
 
-/// Number of server ids that this cookie can carry: ids from 0 to one less.
+/// Number of server ids that this cookie can carry. The ids start at 0.
 pub const STAMPABLE_SERVER_ID_COUNT: u64 = intf::LB_STAMPING_ID_MASK as u64 + 1;
 
-/// Number of consecutive connections with agreeing SYN-ACKs from which a server's new connections are stamped.
+/// Number of consecutive connections with agreeing SYN-ACKs after which a server's new connections are stamped.
 pub const MIN_AGREEING_SYN_ACKS: u16 = intf::LB_STAMPING_AGREEING as u16;
 
 const MAX_STEADY_SAMPLES: u16 = intf::LB_STAMPING_MAX_STEADY as u16;
 
-/// Stream of [`seeded_rng`] from which time keys are drawn.
+/// Number of the [`seeded_rng`] stream from which time keys are drawn.
 const TIME_KEY_RNG_STREAM: u64 = 8;
 
 /// Returns whether a cookie can carry the server's id.
@@ -43,8 +43,8 @@ fn time_part_addend(time_key: &CookieKey, tuple: &FourTuple) -> u32 {
     cookie::cookie_hash(time_key, tuple) as u32 & intf::LB_STAMPING_TIME_MASK
 }
 
-/// Returns the TSval for the client: the server's own TSval `milliseconds`, and the server's id stamped with the
-/// current key. Never 0 (RFC 7323, Sect. 3.2): the time is then taken as one millisecond later.
+/// Returns the TSval for the client. It combines the server's own TSval `milliseconds` with the server's id, stamped
+/// with the current key. If it would be 0 (RFC 7323, Sect. 3.2), the time is one millisecond later.
 pub fn stamp_tsval(
     keys: &FleetCookieKeys,
     time_key: &CookieKey,
@@ -68,28 +68,29 @@ pub fn decode_server_id(keys: &FleetCookieKeys, tuple: &FourTuple, tsecr: u32) -
     ServerId::try_from(u64::from(id)).expect("11 bits")
 }
 
-/// Returns the server's own TSval for a TSecr: the latest time of the connection's clock with the same 20 bits.
-/// `clock_ms` is the present time of that clock. Correct for values up to 16 minutes old.
+/// Returns the server's own TSval for a TSecr. It is the latest time of the connection's clock with the same 20 bits.
+/// `clock_ms` is that clock's present time. The result is correct for values up to 16 minutes old.
 pub fn restore_tsval(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32, clock_ms: u32) -> u32 {
     let time_part = (tsecr >> intf::LB_STAMPING_TIME_SHIFT).wrapping_sub(time_part_addend(time_key, tuple));
     let latest_ms = clock_ms.wrapping_add(intf::LB_STAMPING_SLACK_MS);
     latest_ms.wrapping_sub(latest_ms.wrapping_sub(time_part) & intf::LB_STAMPING_TIME_MASK)
 }
 
-/// TSval clock of a server: `struct lb_stamped_server` of `bpf/include/server_clock.h`, without the id.
+/// TSval clock of a server, as in `struct lb_stamped_server` of `bpf/include/server_clock.h`, but without the id.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
-    /// TSval minus the load balancer's clock (ms, modulo 2^32), if all connections share it. `None` if unknown.
+    /// TSval minus the load balancer's clock (ms, modulo 2^32) if all connections share it, or `None` if unknown.
     pub shared_offset_ms: Option<u32>,
     newest_offset_ms: u32,
     newest_connection_word: u32,
-    /// Number of consecutive SYN-ACKs that show the same clock, the newest included; at most [`MIN_AGREEING_SYN_ACKS`].
+    /// Number of consecutive SYN-ACKs (at most [`MIN_AGREEING_SYN_ACKS`]) that show the same clock, the newest
+    /// included.
     pub agreeing_syn_ack_count: u16,
-    /// [`connection_word`] of the connection that is sampled; 0 if none is.
+    /// [`connection_word`] of the connection that is sampled, or 0 if none is.
     sampled_connection_word: u32,
     sampled_offset_ms: u32,
     sampled_at_ms: u32,
-    /// Number of samples whose clock ticked in ms, at most 8. A sample whose clock did not tick in ms halves it.
+    /// Number of samples whose clock ticked in ms, at most 8. It is halved by a sample whose clock did not tick in ms.
     pub steady_sample_count: u16,
     /// Whether the clock of the newest sample did not tick in ms.
     pub is_unsteady: bool,
@@ -117,7 +118,7 @@ impl ServerClock {
         self.disagreement_count > 0
     }
 
-    /// Records a SYN-ACK at `now_ms`, with its TSval, if it has one. `connection` is the [`connection_word`].
+    /// Records a SYN-ACK at `now_ms`, with its TSval if it has one. `connection` is the [`connection_word`].
     pub fn record_syn_ack(&mut self, connection: u32, milliseconds: Option<u32>, now_ms: u32) {
         self.syn_ack_count += 1;
         let Some(milliseconds) = milliseconds else { return };
@@ -138,7 +139,7 @@ impl ServerClock {
         }
     }
 
-    /// Records a reply other than a reset: two replies of one connection show whether the clock ticks in ms.
+    /// Records a reply other than a reset, because two replies of one connection show whether the clock ticks in ms.
     pub fn record_reply(&mut self, connection: u32, milliseconds: u32, now_ms: u32) {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         let elapsed_ms = now_ms.wrapping_sub(self.sampled_at_ms);
@@ -178,13 +179,13 @@ impl ServerClock {
         own.store_if_new(hash, offset_ms)
     }
 
-    /// Returns the offset of a stamped connection; `None` if it is unknown.
+    /// Returns the offset of a stamped connection, or `None` if it is unknown.
     pub fn connection_offset_ms(&self, own: &ConnectionOffsets, hash: ConnectionHash) -> Option<u32> {
         if self.has_different_offsets() { own.find(hash) } else { self.shared_offset_ms }
     }
 }
 
-/// Offsets of stamped connections to servers without a shared clock: `lb_stamped_offsets` of `bpf/lb/clocks.h`.
+/// Offsets of stamped connections to servers without a shared clock, as in `lb_stamped_offsets` of `bpf/lb/clocks.h`.
 #[derive(Debug, Default)]
 pub struct ConnectionOffsets {
     /// Tag and offset (ms) of a connection, by index.
@@ -213,13 +214,13 @@ impl ConnectionOffsets {
     }
 }
 
-/// Returns whether two offsets may be of the same clock.
+/// Returns whether two offsets may come from the same clock.
 fn are_offsets_of_one_clock(offset_ms: u32, other_ms: u32, tolerance_ms: u32) -> bool {
     offset_ms.wrapping_sub(other_ms).wrapping_add(tolerance_ms) <= 2 * tolerance_ms
 }
 
-/// Returns a word that identifies a connection in [`ServerClock`]: the keyed hash of the client's address, XOR the
-/// ports in network byte order.
+/// Returns a word that identifies a connection in [`ServerClock`]. It is the keyed hash of the client's address, XORed
+/// with the ports in network byte order.
 pub fn connection_word(key: &CookieKey, tuple: &FourTuple) -> u32 {
     let bytes = tuple.bytes();
     let port_bytes = u32::from_ne_bytes(bytes[bytes.len() - 4..].try_into().expect("four bytes"));
@@ -311,7 +312,7 @@ mod tests {
         assert_eq!(clock.connection_offset_ms(&own, connection_hash(1)), None);
         assert_eq!(clock.record_stamped_reply(&mut own, connection_hash(1), 1_000, 400), 600);
         assert_eq!(clock.connection_offset_ms(&own, connection_hash(2)), Some(600));
-        // A second clock: now each connection has its own offset. The first connection's is unknown until the next
+        // After a second clock, each connection has its own offset. The first connection's is unknown until the next
         // answer.
         assert_eq!(clock.record_stamped_reply(&mut own, connection_hash(2), 9_000, 400), 8_600);
         assert_eq!([1, 2].map(|port| clock.connection_offset_ms(&own, connection_hash(port))), [None, Some(8_600)]);
@@ -344,7 +345,7 @@ mod tests {
         for tick in [1000.0, 0.25, 0.1] {
             assert!(sampled_clock(9, tick).is_unsteady && sampled_clock(9, tick).steady_sample_count == 0, "{tick}");
         }
-        // One delay changes nothing; several delays do.
+        // One delay changes nothing, but several delays do.
         let mut clock = sampled_clock(9, 1.0);
         for (now_ms, can_be_stamped) in [(20_000, true), (40_000, false)] {
             clock.record_reply(1, 0, now_ms);

@@ -1,8 +1,8 @@
-//! The pure logic of coreward: RSS, cookies and placement of connections.
+//! The pure logic of coreward for RSS, cookies and the placement of connections.
 //!
-//! No I/O, no clock, no global randomness: time and random numbers are arguments. So the live controller, the tests of
-//! the BPF programs and the simulator decide by the same code, and the same input gives the same result on every
-//! machine.
+//! The crate has no I/O, no clock and no global randomness, because time and random numbers are arguments. So the live
+//! controller, the tests of the BPF programs and the simulator decide by the same code, and the same input gives the
+//! same result on every machine.
 //!
 //! * [`tuple`]: addresses, services, the 4-tuple of a connection
 //! * [`rss`]: the Toeplitz hash, RSS keys, indirection tables

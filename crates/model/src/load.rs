@@ -1,13 +1,13 @@
-//! Smoothed loads per core from absolute reports.
+//! Smoothed loads of cores, computed from reports of absolute values.
 
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Weight of the newest value in a moving average: load = alpha x new + (1 - alpha) x old. Above 0, at most 1.
+/// Weight of the newest value in a moving average, above 0 and at most 1: load = alpha x new + (1 - alpha) x old.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SmoothingWeight(f64);
 
-/// Error: a weight that is not above 0, or above 1.
+/// Error returned for a weight that is not above 0, or above 1.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("alpha {0}: expected a number above 0, at most 1")]
 pub struct SmoothingWeightOutOfRange(pub f64);
@@ -16,7 +16,7 @@ impl SmoothingWeight {
     /// Weight published for CrossRSS, which is the default.
     pub const PUBLISHED: SmoothingWeight = SmoothingWeight(0.5);
 
-    /// Returns the weight `value`. Fails when `value` is not above 0, or above 1.
+    /// Returns the weight `value`. Fails if `value` is not above 0, or above 1.
     pub fn new(value: f64) -> Result<Self, SmoothingWeightOutOfRange> {
         if value > 0.0 && value <= 1.0 { Ok(Self(value)) } else { Err(SmoothingWeightOutOfRange(value)) }
     }
@@ -27,7 +27,7 @@ impl SmoothingWeight {
     }
 }
 
-/// Busy times of all cores of a server in one report, as absolute values.
+/// Busy times of a server's cores in one report, as absolute values.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CoreReadings {
     /// Sequence number, which grows with every report of one agent process.
@@ -71,13 +71,13 @@ pub enum RejectedReadings {
 }
 
 /// Maximum load of a core in one report interval, as a fraction of its capacity. A core is never busier than 1, but the
-/// kernel may book time late (a CPU without ticks, once a second). A higher load is rejected: the next report counts
-/// from the last accepted one, which brings late bookings within the limit. A false report cannot raise the average
-/// further.
+/// kernel may book time late (once a second on a CPU without ticks). A report with a higher load is rejected. The next
+/// report counts from the last accepted one, so late bookings then come within the limit. A false report cannot raise
+/// the average by more than the limit allows.
 pub const MAX_LOAD: f64 = 16.0;
 
-/// Loads of one server's cores, by receive queue, as fractions of their capacity. Created once per report and then
-/// shared: clones refer to the same loads, and compare at no cost.
+/// Loads of one server's cores by receive queue, as fractions of their capacity. They are created once per report and
+/// then shared. Clones refer to the same loads, and compare at no cost.
 #[derive(Debug, Clone)]
 pub struct CoreLoads {
     load_by_core: Arc<[f64]>,
@@ -85,7 +85,7 @@ pub struct CoreLoads {
 }
 
 impl CoreLoads {
-    /// Returns the sum of all cores' loads, added in their order: the same number at the controller and at a rack.
+    /// Returns the sum of all cores' loads, added in their order so that the controller and racks get the same number.
     pub fn sum(&self) -> f64 {
         self.sum
     }
@@ -127,11 +127,11 @@ pub struct LoadTracker {
 }
 
 impl LoadTracker {
-    /// Processes a report. Loads exist from the second report on, because a rate needs two readings. Fails when the
+    /// Processes a report. Loads exist from the second report on, because a rate needs two readings. Fails if the
     /// report is older than the newest one, the server's clock did not advance, or the report has no cores. Readings of
     /// an earlier stream never reject a report, because they may have been wrong.
     ///
-    /// A core count that changed, or a counter that went back (the server was rebooted), restarts the tracking.
+    /// Tracking restarts if the number of cores changed, or if a counter went back because the server was rebooted.
     pub fn record_report(&mut self, readings: CoreReadings, alpha: SmoothingWeight) -> Result<(), RejectedReadings> {
         if readings.busy_ns.is_empty() {
             return Err(RejectedReadings::NoCores);
@@ -154,7 +154,7 @@ impl LoadTracker {
         self.is_new_stream = true;
     }
 
-    /// Returns the smoothed load of each core as a fraction of its capacity; `None` before the second report.
+    /// Returns the smoothed load of each core as a fraction of its capacity, or `None` before the second report.
     pub fn loads(&self) -> Option<&CoreLoads> {
         self.loads.as_ref()
     }
@@ -170,13 +170,13 @@ impl LoadTracker {
     }
 }
 
-/// Returns whether the server was rebooted since `newest`: it has other cores, or a counter went back.
+/// Returns whether the server was rebooted since `newest`, because it has other cores, or a counter went back.
 fn was_rebooted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
     newest.busy_ns.len() != readings.busy_ns.len()
         || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
 }
 
-/// Returns the load of each core between two readings; `None` if the server was rebooted.
+/// Returns the load of each core between two readings, or `None` if the server was rebooted.
 fn core_loads_since(
     newest: &CoreReadings,
     readings: &CoreReadings,
@@ -205,7 +205,7 @@ fn busy_fractions(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
     newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed_ns).collect()
 }
 
-/// Returns a load in the fixed point of the data plane (1.0 is `LOAD_ONE`). Loads below 0 give 0, above 4095 give 4095.
+/// Returns a load in the data plane's fixed point, where 1.0 is `LOAD_ONE`. Loads outside 0 to 4095 are clamped.
 pub fn load_to_fixed_point(load: f64) -> u32 {
     (load * f64::from(coreward_intf::LOAD_ONE)) as u32
 }

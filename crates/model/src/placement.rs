@@ -1,8 +1,8 @@
-//! Placement tables: the data plane's input for new connections, and the choice of a server by them.
+//! Placement tables, by which the data plane selects servers for new connections, and the selection itself.
 //!
 //! A policy computes a [`PlacementTable`], the controller sends it, and `lb.bpf.c` reads it (`struct placement_table`
-//! of `bpf/include/intf.h`). [`PlacementTable::select_server`] is the choice of `lb.bpf.c`, decision by decision; the
-//! tests of the BPF program compare the two.
+//! of `bpf/include/intf.h`). [`PlacementTable::select_server`] decides as `lb.bpf.c` does, and the tests of the BPF
+//! program compare the two.
 
 mod random;
 
@@ -17,20 +17,20 @@ use crate::{FourTuple, ServerId};
 /// Default time for which a placement table is valid. A restarted or newly elected controller makes new tables sooner.
 pub const DEFAULT_TABLE_LIFETIME: Duration = Duration::from_secs(10);
 
-/// Number of buckets of a placement table: a power of two from 1 to 2048.
+/// Number of buckets in a placement table, a power of two from 1 to 2048.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BucketCount(u32);
 
-/// Error: a number of buckets that is no power of two from 1 to 2048.
+/// Error returned for a number of buckets that is no power of two from 1 to 2048.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0} buckets: expected a power of two from 1 to {max}", max = intf::MAX_BUCKETS)]
 pub struct BucketCountError(pub u64);
 
 impl BucketCount {
-    /// 128 buckets, as published (CrossRSS, CoNEXT'20) and as most NICs' indirection tables have.
+    /// 128 buckets, as published (CrossRSS, CoNEXT'20) and as in most NICs' indirection tables.
     pub const PUBLISHED: BucketCount = BucketCount(128);
 
-    /// Returns a number of `count` buckets. Fails when `count` is no power of two from 1 to 2048.
+    /// Returns a number of `count` buckets. Fails if `count` is no power of two from 1 to 2048.
     pub fn new(count: u64) -> Result<Self, BucketCountError> {
         if count.is_power_of_two() && count <= u64::from(intf::MAX_BUCKETS) {
             Ok(Self(count as u32))
@@ -78,7 +78,7 @@ impl PlacementRule {
         intf::PLACEMENT_RULE_NAMES[self as usize]
     }
 
-    /// Returns the rule with the name `name`; `None` if no rule has it.
+    /// Returns the rule with the name `name`, or `None` if no rule has it.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|rule| rule.name() == name)
     }
@@ -113,7 +113,7 @@ pub struct ServerCore {
     pub core: u16,
 }
 
-/// Placement table: the data by which new connections of one service are assigned to servers.
+/// Placement table, by which new connections of one service are assigned to servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlacementTable {
     /// Generation number, which grows with every table of the service.
@@ -124,9 +124,9 @@ pub struct PlacementTable {
     pub bucket_count: BucketCount,
     /// Toeplitz key of each group of candidates.
     pub groups: Vec<RssKey>,
-    /// Number of candidates of each bucket of each group. If too few exist, the last candidate is repeated.
+    /// Number of candidates in each bucket of a group. If too few exist, the last candidate is repeated.
     pub candidates_per_bucket: u32,
-    /// Candidates of all groups and buckets, the best of a bucket first: `groups` x `bucket_count` x
+    /// Candidates of all groups and buckets, the best of a bucket first. Their number is `groups` x `bucket_count` x
     /// `candidates_per_bucket`.
     pub candidates: Vec<CandidateCore>,
     /// Load (fixed point) that each connection assigned since the table was installed adds to a core.
@@ -136,19 +136,19 @@ pub struct PlacementTable {
     /// Servers that take new connections, by id. Under [`PlacementRule::RoundRobin`] they are in the order of their
     /// turns, once per turn.
     pub members: Vec<TableMember>,
-    /// Server of each bucket for connections that cannot carry a cookie. Changes only with the pool of servers.
+    /// Server of each bucket for connections that cannot carry a cookie. It changes only with the pool of servers.
     pub consistent_servers: Vec<ServerId>,
-    /// Previous server of each bucket, which may still have connections of the bucket (Beamer, NSDI'18, Sect. 4.2:
-    /// daisy chaining). Empty if no bucket has moved.
+    /// Previous server of each bucket, which may still have connections of the bucket (daisy chaining in Beamer,
+    /// NSDI'18, Sect. 4.2). The list is empty if no bucket has moved.
     pub previous_consistent_servers: Vec<Option<ServerId>>,
-    /// Servers that are down, by id: connections leave them where moving to another server is harmless.
+    /// Servers that are down, by id. Connections leave them if moving to another server is harmless.
     pub down_servers: Vec<ServerId>,
     /// Age of the load of each of [`PlacementTable::core_slots`], counted in tables. An old load does not include
-    /// connections assigned since. Empty if all loads are new.
+    /// connections assigned since. The list is empty if all loads are new.
     pub core_slot_ages: Vec<u32>,
 }
 
-/// Index of a table's core slots by core. By it the next table takes over the counts of assigned connections.
+/// Index of a table's core slots by core, by which the next table takes over the counts of assigned connections.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CoreSlotIndex {
     /// Generation number of the indexed table.
@@ -163,7 +163,7 @@ impl CoreSlotIndex {
         Self { generation: table.generation, slot_by_core: slots.collect() }
     }
 
-    /// Returns the initial counts of the table `next`: this table's count for a core without a newer load, else 0.
+    /// Returns the initial counts of the table `next`, which are 0, or this table's for a core without a newer load.
     pub fn initial_counts(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
         let initial_count_of_slot = |(slot, core): (usize, &ServerCore)| {
             let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
@@ -192,8 +192,8 @@ impl PlacementState {
     }
 }
 
-/// Mixes a Toeplitz hash into two independent draws (the finaliser of MurmurHash3, 64 bits: every input bit reaches
-/// every output bit). The hash's own low bits are the bucket, hence the core: a draw from them would not be free.
+/// Mixes a Toeplitz hash into two independent draws by the 64-bit finaliser of MurmurHash3, in which every input bit
+/// reaches every output bit. A draw from the hash's own low bits would depend on the bucket, and so on the core.
 pub fn mix_hash(hash: u32) -> u64 {
     let mut x = u64::from(hash) | 0x9e37_79b9 << 32;
     x ^= x >> 33;
@@ -229,14 +229,14 @@ impl PlacementTable {
         }
     }
 
-    /// Returns the server that the table selects for a new connection; `None` when no server is eligible.
+    /// Returns the server that the table selects for a new connection, or `None` if no server is eligible.
     pub fn select_server(&self, state: &mut PlacementState, tuple: &FourTuple) -> Option<ServerId> {
         let bytes = tuple.bytes();
         self.select_server_by_hash(state, |group| self.groups[group].toeplitz_hash(&bytes))
     }
 
     /// Selects a server like [`PlacementTable::select_server`]. `hash` returns the connection's Toeplitz hash under the
-    /// key of each of [`PlacementTable::groups`], for callers with a faster way to it.
+    /// key of each of [`PlacementTable::groups`], for callers that compute it faster.
     pub fn select_server_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
         self.select_and_count_server(state, hash, |_| true)
     }
@@ -322,8 +322,8 @@ impl PlacementTable {
     }
 }
 
-/// Highest random weight (Thaler and Ravishankar, 1998): returns for each bucket the member whose hash with it is
-/// highest. When a member leaves, only its own buckets move.
+/// Returns for each bucket the member whose hash with it is highest (highest random weight, Thaler and Ravishankar,
+/// 1998). If a member leaves, only its own buckets move.
 pub fn rendezvous_table(members: &[ServerId], buckets: BucketCount) -> Vec<ServerId> {
     let members: Vec<_> = members.iter().map(|server| (*server, 1)).collect();
     weighted_rendezvous_table(&members, buckets)

@@ -28,7 +28,7 @@ impl<const N: usize> RecentCounterSamples<N> {
         if self.samples.back().is_some_and(has_shrunk) {
             self.samples.clear();
         }
-        // The newest sample older than the window: growth counts from this sample.
+        // Growth counts from the newest sample that is older than the window.
         while self.samples.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= GROWTH_WINDOW) {
             self.samples.pop_front();
         }
@@ -38,7 +38,7 @@ impl<const N: usize> RecentCounterSamples<N> {
     }
 }
 
-/// Returns whether most new connections of a service fail to become established: an established one sends more packets
+/// Returns whether most new connections of a service fail to become established. An established one sends more packets
 /// than its SYN. `syns` and `others` are the numbers of packets of the service's clients in [`GROWTH_WINDOW`].
 pub fn do_most_handshakes_fail(syns: u64, others: u64) -> bool {
     syns >= MIN_SYNS_FOR_CONCLUSION && others < syns / 2

@@ -1,5 +1,5 @@
 //! Replay of an arrival log in virtual time, on a [`SimulatedCluster`] whose cores serve one request at a time. The
-//! demo uses it for the noise floor; the policies' tests compare policies with it.
+//! demo uses it for the noise floor, and the policies' tests compare policies with it.
 
 use crate::ServerId;
 use crate::arrivals::{ArrivalLog, ConnectionArrival};
@@ -17,7 +17,7 @@ pub struct ReplaySettings {
     pub server_count: u16,
     /// Number of cores of each server.
     pub cores_per_server: u16,
-    /// Number of buckets of the placement table, and of entries of each indirection table.
+    /// Number of buckets in the placement table, and of entries in each indirection table.
     pub bucket_count: BucketCount,
     /// Time between two reports, and between two placement tables (us).
     pub report_interval_us: u64,
@@ -25,14 +25,15 @@ pub struct ReplaySettings {
     pub alpha: SmoothingWeight,
     /// Phase of the agents' reports and of round-robin turns.
     pub report_phase: ReportPhase,
-    /// Warm-up time (us): windows that start before it are omitted.
+    /// Warm-up time (us). Windows that start before it are omitted.
     pub warm_up_time_us: u64,
     /// Seed from which the fleet's RSS key is drawn.
     pub seed: u64,
 }
 
 impl Default for ReplaySettings {
-    /// Returns the paper's pool: 4 servers of 4 cores, 128 buckets, reports at 10 Hz (CrossRSS, CoNEXT'20, Sect. 3).
+    /// Returns the paper's pool of 4 servers with 4 cores, with 128 buckets and reports at 10 Hz (CrossRSS, CoNEXT'20,
+    /// Sect. 3).
     fn default() -> Self {
         Self {
             server_count: 4,
@@ -50,9 +51,9 @@ impl Default for ReplaySettings {
 /// Phase of the agents' reports and of round-robin turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReportPhase {
-    /// All agents measure at the time of the placement table; round robin starts with the first server.
+    /// All agents measure at the time of the placement table, and round robin starts with the first server.
     Aligned,
-    /// As in operation: each agent's clock starts at a random time, so its reports are up to a report interval old at a
+    /// Each agent's clock starts at a random time, as in operation, so its reports are up to a report interval old at a
     /// table. Round robin continues after earlier connections.
     Random,
 }
@@ -77,17 +78,17 @@ pub enum PlacementMethod<'a> {
     /// A policy places connections on servers, and RSS on cores, as in operation.
     Policy(&'a mut dyn Policy),
     /// Each connection goes to the core on which its requests add least to the sum of squares of the work per core and
-    /// window. Every future request is known, as in no real balancer: the remaining variance is the noise floor.
+    /// window. Unlike in a real balancer, every future request is known, so the remaining variance is the noise floor.
     Oracle,
 }
 
 const VARIANCE_WINDOW_US: u64 = 1_000_000;
-/// Number of bins of a report interval in which work is counted: 2 ms of the demo's 100 ms, small compared with a
-/// request's 7.5 ms. With bins of 10 ms, reports would be 5 ms too young on average, which the variances of
+/// Number of bins of a report interval in which work is counted. A bin is 2 ms of the demo's 100 ms, small compared
+/// with a request's 7.5 ms. With bins of 10 ms, reports would be 5 ms too young on average, which the variances of
 /// crossrss-plus show.
 const BINS_PER_REPORT: u64 = 50;
 
-/// Event in a replay: a server starts or stops taking new connections.
+/// Event in a replay, at which a server starts or stops taking new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolChange {
     /// Time of the change (us after the log's start).
@@ -213,7 +214,6 @@ impl ReplayState {
         }
     }
 
-    /// Makes the agents report, computes a placement table and installs it.
     fn report_and_install_table(&mut self, now_us: u64, placer: &mut PlacementMethod<'_>) {
         let bin_us = self.settings.bin_length_us();
         let bin_index = (now_us / bin_us) as usize;
@@ -251,7 +251,7 @@ impl ReplayState {
     }
 
     /// Returns the core on which the connection adds least to the sum of squares. Adding w to a core's x adds 2xw +
-    /// w^2; w^2 is the same on every core.
+    /// w^2, where w^2 is the same on every core.
     fn core_of_least_added_square(&self, arrival: &ConnectionArrival) -> usize {
         let window_indexes: Vec<usize> = (0..arrival.request_count)
             .map(|index| (arrival.request_due_us(index) / VARIANCE_WINDOW_US) as usize)
@@ -297,11 +297,11 @@ impl ReplayState {
     }
 }
 
-/// Stream of [`seeded_rng`] from which the replayed fleet's RSS key is drawn.
+/// Number of the [`seeded_rng`] stream from which the replayed fleet's RSS key is drawn.
 const RSS_KEY_RNG_STREAM: u64 = 4;
-/// Stream of [`seeded_rng`] from which ids and RSS key of a replayed fleet are drawn.
+/// Number of the [`seeded_rng`] stream from which ids and RSS key of a replayed fleet are drawn.
 const DRAWN_FLEET_RNG_STREAM: u64 = 5;
-/// Stream of [`seeded_rng`] from which the phases of [`ReportPhase::Random`] are drawn.
+/// Number of the [`seeded_rng`] stream from which the phases of [`ReportPhase::Random`] are drawn.
 const REPORT_PHASE_RNG_STREAM: u64 = 7;
 
 #[cfg(test)]
@@ -352,7 +352,7 @@ mod tests {
         };
         assert_eq!(served_ns(4, 0, 3), 0);
         assert!(served_ns(4, 3, 8) > 1_000_000_000, "{}", served_ns(4, 3, 8));
-        // Elephant flows stay: server 0 continues to serve, but less than the other servers.
+        // Elephant flows stay, so server 0 continues to serve, but less than the other servers.
         assert!((1..served_ns(1, 5, 8)).contains(&served_ns(0, 5, 8)), "{} {}", served_ns(0, 5, 8), served_ns(1, 5, 8));
     }
 

@@ -1,4 +1,4 @@
-//! Receive-side scaling: the Toeplitz hash, its keys, and indirection tables.
+//! Receive-side scaling (RSS), with the Toeplitz hash, its keys, and indirection tables.
 
 mod input;
 
@@ -14,9 +14,9 @@ use siphasher::sip::SipHasher13;
 
 pub use input::{InputTransform, UnknownInputTransform};
 
-/// Returns a random number generator. Uses of a seed with different streams do not draw the same numbers.
+/// Returns a random number generator for a seed. Different streams of a seed do not draw the same numbers.
 pub fn seeded_rng(seed: u64, stream: u64) -> Xoshiro256PlusPlus {
-    // SplitMix64's increment (Steele et al., OOPSLA'14) keeps neighbouring purposes apart; seed_from_u64 mixes further.
+    // SplitMix64's increment (Steele et al., OOPSLA'14) keeps neighbouring streams apart. seed_from_u64 mixes further.
     Xoshiro256PlusPlus::seed_from_u64(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
@@ -32,8 +32,8 @@ pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
     }
 }
 
-/// RSS key of 40 to 52 bytes, and the input that the NIC hashes with it. 40 bytes cover IPv6 with ports: 36 bytes of
-/// input and 4 of window. Two NICs hash alike if both are equal.
+/// RSS key of 40 to 52 bytes, and the transform of the input that the NIC hashes with it. 40 bytes cover IPv6 with
+/// ports, which takes 36 bytes of input and 4 of window. Two NICs hash alike if both are equal.
 #[derive(Clone, Eq, PartialOrd, Ord)]
 pub struct RssKey {
     key_bytes: Arc<[u8]>,
@@ -41,7 +41,7 @@ pub struct RssKey {
 }
 
 impl PartialEq for RssKey {
-    /// Compares two keys; of copies not the bytes, because a table compares the keys of thousands of servers.
+    /// Compares two keys, without the bytes of copies, because a table compares the keys of thousands of servers.
     fn eq(&self, other: &Self) -> bool {
         self.input_transform == other.input_transform
             && (Arc::ptr_eq(&self.key_bytes, &other.key_bytes) || self.key_bytes == other.key_bytes)
@@ -61,13 +61,13 @@ impl From<Arc<[u8]>> for RssKey {
     }
 }
 
-/// Error: an RSS key that is shorter than 40 or longer than 52 bytes.
+/// Error returned for an RSS key that is shorter than 40 or longer than 52 bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("an RSS key of {0} bytes: expected {min} to {max}", min = intf::RSS_KEY_BYTES, max = intf::RSS_KEY_MAX_BYTES)]
 pub struct RssKeyLengthError(pub usize);
 
 impl RssKey {
-    /// Returns the key of these bytes. Fails when there are fewer than 40 or more than 52.
+    /// Returns the key with these bytes. Fails if there are fewer than 40 or more than 52.
     pub fn new(bytes: &[u8]) -> Result<Self, RssKeyLengthError> {
         let allowed_lengths = intf::RSS_KEY_BYTES as usize..=intf::RSS_KEY_MAX_BYTES as usize;
         if allowed_lengths.contains(&bytes.len()) {
@@ -108,7 +108,7 @@ impl RssKey {
         Self { key_bytes: self.key_bytes.clone(), input_transform: input }
     }
 
-    /// Returns an identifier for logs that does not reveal the key: with the key a client can aim at a core.
+    /// Returns an identifier for logs that does not reveal the key, because with the key a client can aim at a core.
     pub fn fingerprint(&self) -> String {
         let mut hasher = SipHasher13::new();
         hasher.write(&self.key_bytes);
@@ -126,19 +126,20 @@ impl RssKey {
         (word >> (8 - bit)) as u32
     }
 
-    /// Returns the RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)):
-    /// the Toeplitz hash, which is the XOR of the key's windows at the set bits of the transformed input.
+    /// Returns the RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)).
+    /// It is the Toeplitz hash, which is the XOR of the key's windows at the set bits of the transformed input.
     pub fn toeplitz_hash(&self, tuple: &[u8]) -> u32 {
         let tuple = self.input_transform.transform_tuple(tuple);
         tuple.iter().enumerate().fold(0, |hash, (index, byte)| hash ^ self.byte_contribution(index, *byte))
     }
 
-    /// Returns the contribution (by XOR) of `byte` at position `index` of the transformed input to the hash.
+    /// Returns what `byte` at position `index` of the transformed input contributes to the hash by XOR.
     fn byte_contribution(&self, index: usize, byte: u8) -> u32 {
         (0..8).filter(|bit| byte & (0x80 >> bit) != 0).fold(0, |hash, bit| hash ^ self.key_window(index * 8 + bit))
     }
 
-    /// Returns one table of 256 entries per byte of the transformed input: the hash is the XOR of its bytes' entries.
+    /// Returns one table of 256 entries for each byte of the transformed input. The hash is the XOR of the bytes'
+    /// entries.
     fn byte_tables<const BYTES: usize>(&self) -> Box<[[u32; 256]; BYTES]> {
         let mut tables = Box::new([[0; 256]; BYTES]);
         for (index, table) in tables.iter_mut().enumerate() {
@@ -149,15 +150,15 @@ impl RssKey {
         tables
     }
 
-    /// Returns the key as tables for hashing many inputs fast: see [`ToeplitzTables`].
+    /// Returns the key as tables for hashing many inputs fast (see [`ToeplitzTables`]).
     pub fn tables(&self) -> ToeplitzTables {
         ToeplitzTables { table_by_byte: self.byte_tables(), input_transform: self.input_transform }
     }
 
-    /// Returns one table for each byte of source address and source port, the bytes that differ between the packets of
-    /// one service. The entries are the bytes' contributions to [`destination_hash`](Self::destination_hash). 6 tables
-    /// for IPv4, 18 for IPv6. With a transformed input, the contribution of a source byte depends on the service's byte
-    /// at the same offset, which is constant: still one entry per byte.
+    /// Returns one table for each byte of source address and source port, which differ between the packets of one
+    /// service. These are 6 tables for IPv4 and 18 for IPv6. The entries are the bytes' contributions to
+    /// [`destination_hash`](Self::destination_hash). With a transformed input, a contribution also depends on the
+    /// service's byte at the same offset. That byte is constant, so one entry per byte suffices.
     pub fn source_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
         let table_of_pair = |pair: BytePair| {
             let hash_of_zero_source = self.pair_contribution(&pair, 0);
@@ -166,7 +167,7 @@ impl RssKey {
         byte_pairs(vip).map(table_of_pair).collect()
     }
 
-    /// Returns the part of the hash that is constant for a service: its hash of a packet whose source is all zeros.
+    /// Returns the constant part of a service's hashes, which is the hash of a packet with an all-zero source.
     pub fn destination_hash(&self, vip: SocketAddr) -> u32 {
         byte_pairs(vip).fold(0, |hash, pair| hash ^ self.pair_contribution(&pair, 0))
     }
@@ -185,7 +186,6 @@ struct BytePair {
     destination_byte: u8,
 }
 
-/// Returns the byte pairs of a destination's address and port.
 fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
     let address = match vip.ip() {
         IpAddr::V4(address) => address.octets().to_vec(),
@@ -203,11 +203,11 @@ fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
     address_pairs.chain(port_pairs)
 }
 
-/// Number of bytes of the longest input: IPv6 addresses and ports.
+/// Number of bytes of the longest input, which is IPv6 addresses and ports.
 const MAX_INPUT_BYTES: usize = intf::RSS_INPUT_IPV6_BYTES as usize;
 
-/// A key as tables, for hashing by one look-up per input byte: fifty times as fast as [`RssKey::toeplitz_hash`], in 36
-/// KiB.
+/// A key as tables, for hashing by one look-up per input byte. It takes 36 KiB, and is fifty times as fast as
+/// [`RssKey::toeplitz_hash`].
 #[derive(Debug, Clone)]
 pub struct ToeplitzTables {
     table_by_byte: Box<[[u32; 256]; MAX_INPUT_BYTES]>,
@@ -235,7 +235,7 @@ impl fmt::Debug for RssKey {
     }
 }
 
-/// Prints the key in the form of `ethtool -x`: bytes in hexadecimal, separated by colons.
+/// Prints the key in the form of `ethtool -x`, as bytes in hexadecimal, separated by colons.
 impl fmt::Display for RssKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, byte) in self.key_bytes.iter().enumerate() {
@@ -248,7 +248,7 @@ impl fmt::Display for RssKey {
     }
 }
 
-/// Error: a text that is not an RSS key.
+/// Error returned for a text that is not an RSS key.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RssKeyTextError {
     /// The text is not pairs of hexadecimal digits.
@@ -273,7 +273,7 @@ impl std::str::FromStr for RssKey {
     }
 }
 
-/// RSS indirection table: the receive queue (here: the core) for each value of the low bits of the hash.
+/// RSS indirection table, which has the receive queue (here the core) for each value of the hash's low bits.
 #[derive(Debug, Clone, Eq)]
 pub struct IndirectionTable {
     queues: Arc<[u16]>,
@@ -292,10 +292,10 @@ impl Hash for IndirectionTable {
     }
 }
 
-/// Error: an indirection table that RSS cannot use.
+/// Error returned for an indirection table that RSS cannot use.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum IndirectionTableError {
-    /// The number of entries is no power of two from 1 to 2048, so the low bits of the hash cannot address them.
+    /// The number of entries is no power of two from 1 to 2048, so the hash's low bits cannot address them.
     #[error(
         "an indirection table of {0} entries: expected a power of two from 1 to {max}",
         max = intf::MAX_INDIRECTION_ENTRIES
@@ -312,8 +312,8 @@ pub enum IndirectionTableError {
 }
 
 impl IndirectionTable {
-    /// Returns the table of these queues. Fails unless there are a power of two from 1 to 2048, and each fits in 16
-    /// bits.
+    /// Returns the table of these queues. Fails unless their number is a power of two from 1 to 2048, and each fits in
+    /// 16 bits.
     pub fn new(queues: &[u32]) -> Result<Self, IndirectionTableError> {
         if !queues.len().is_power_of_two() || queues.len() > intf::MAX_INDIRECTION_ENTRIES as usize {
             return Err(IndirectionTableError::Length(queues.len()));
@@ -325,7 +325,7 @@ impl IndirectionTable {
     }
 
     /// Returns a table in which every core has the same number of entries (+-1), in an order drawn from the server's
-    /// id. Fails when `entries` is no power of two from 1 to 2048.
+    /// id. Fails if `entries` is no power of two from 1 to 2048.
     ///
     /// The paper draws each entry independently, which gives some cores twice the buckets of others. A balanced draw
     /// removes that part of the imbalance (docs/design.md, "Indirection tables").
@@ -341,7 +341,7 @@ impl IndirectionTable {
     }
 
     /// Returns a table with each entry drawn independently from the server's id, as published (CrossRSS, CoNEXT'20,
-    /// Sect. 2). Fails when `entries` is no power of two from 1 to 2048.
+    /// Sect. 2). Fails if `entries` is no power of two from 1 to 2048.
     pub fn independent(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
         let mut rng = seeded_rng(server_seed, INDIRECTION_TABLE_RNG_STREAM);
         let queues: Vec<u32> = (0..entries).map(|_| uniform_below(&mut rng, u32::from(cores.max(1)))).collect();
@@ -358,13 +358,13 @@ impl IndirectionTable {
         &self.queues
     }
 
-    /// Returns the number of entries of the table, a power of two.
+    /// Returns the number of table entries, a power of two.
     pub fn entry_count(&self) -> usize {
         self.queues.len()
     }
 }
 
-/// Stream of [`seeded_rng`] from which indirection tables are drawn.
+/// Number of the [`seeded_rng`] stream from which indirection tables are drawn.
 const INDIRECTION_TABLE_RNG_STREAM: u64 = 1;
 
 /// RSS configuration of one server, as in its agent's report.
@@ -372,17 +372,17 @@ const INDIRECTION_TABLE_RNG_STREAM: u64 = 1;
 pub struct RssConfig {
     /// RSS key of the server's NIC.
     pub key: RssKey,
-    /// Indirection table of the server's NIC; entries are cores.
+    /// Indirection table of the server's NIC, whose entries are cores.
     pub indirection_table: IndirectionTable,
 }
 
-/// Error: an RSS configuration that the testbed's emulated NIC cannot store or does not have.
+/// Error returned for an RSS configuration that the testbed's emulated NIC cannot store or does not have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum EmulatedRssError {
     /// The key has another length than the key register of the NIC.
     #[error("an RSS key of {0} bytes: the testbed's emulated NIC takes {expected}", expected = intf::RSS_KEY_BYTES)]
     KeyLength(usize),
-    /// The NIC has no valid indirection table: it was never written.
+    /// The NIC has no valid indirection table, because it was never written.
     #[error(transparent)]
     IndirectionTable(#[from] IndirectionTableError),
     /// The register of the input transform has an unknown value.
@@ -404,7 +404,7 @@ impl RssConfig {
         mapping
     }
 
-    /// Returns the configuration as registers of the testbed's emulated NIC. Fails when the key has not 40 bytes.
+    /// Returns the configuration as registers of the testbed's emulated NIC. Fails unless the key has 40 bytes.
     pub fn to_emulated_registers(&self, generation: u32) -> Result<Box<intf::emulated_rss>, EmulatedRssError> {
         let bytes = self.key.bytes();
         let key = bytes.try_into().map_err(|_| EmulatedRssError::KeyLength(bytes.len()))?;

@@ -1,7 +1,7 @@
 //! Statistics of the papers and the demo.
 
-/// Returns the variance % of one window: the population variance of x / mean, times 100 (CrossRSS, CoNEXT'20, Sect. 3,
-/// Fig. 2a). `None` without values, or if their mean is 0.
+/// Returns the variance % of one window, which is the population variance of x / mean, times 100 (CrossRSS, CoNEXT'20,
+/// Sect. 3, Fig. 2a). Returns `None` without values, or if their mean is 0.
 pub fn variance_pct(values: &[f64]) -> Option<f64> {
     let mean = mean(values)?;
     if mean <= 0.0 {
@@ -10,12 +10,12 @@ pub fn variance_pct(values: &[f64]) -> Option<f64> {
     Some(values.iter().map(|x| (x / mean - 1.0).powi(2)).sum::<f64>() / values.len() as f64 * 100.0)
 }
 
-/// Returns the arithmetic mean of the values; `None` without values.
+/// Returns the arithmetic mean of the values, or `None` without values.
 pub fn mean(values: &[f64]) -> Option<f64> {
     if values.is_empty() { None } else { Some(values.iter().sum::<f64>() / values.len() as f64) }
 }
 
-/// Returns the median of the values (of an even number: the mean of the two in the middle); `None` without values.
+/// Returns the median of the values (the mean of the two middle ones for an even number), or `None` without values.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

@@ -1,20 +1,20 @@
-//! PAWS clamp: TSval of a connection after a long silence, although the time part has only 16 bits.
+//! PAWS clamp, which limits TSval after a connection's long silence, because the time part has only 16 bits.
 //!
 //! A client takes a step of 2^15 ms or more for a step back and drops the packet (PAWS, RFC 7323, Sect. 5). After so
 //! long a silence since the client's last TSecr, the largest accepted step is sent until the client returns exactly
 //! that value. Then the remaining time follows, by one more such step if needed.
 //!
 //! The newest value that the client has received is less than one largest step after the client's last TSecr, like
-//! everything sent in between. So the largest step is always newer. Equal time parts of TSecr and clock after a full
-//! turn (65.5 s) prove nothing: the client may have received more than it returned.
+//! everything sent in between. So the largest step is always newer. After a full turn (65.5 s), equal time parts of
+//! TSecr and clock prove nothing, because the client may have received more than it returned.
 //!
-//! `bpf/server/cookie_time.h` does the same with a map; [`PawsClamp`] corresponds to one connection's entry.
+//! `bpf/server/cookie_time.h` does the same with a map, in which one connection's entry corresponds to a [`PawsClamp`].
 
 use coreward_intf as intf;
 
 use crate::cookie::{TSVAL_RESTORE_SLACK_MS, restore_tsval};
 
-/// Maximum step of TSval (ms), which is sent in place of a larger one: 2^15 - 1.
+/// Maximum step of TSval (2^15 - 1 ms), which is sent in place of a larger one.
 pub const MAX_TSVAL_STEP_MS: u32 = intf::MAX_STEP_MS;
 
 /// Time part of a TSval that is sent to the client.
@@ -26,7 +26,7 @@ pub struct TimePart {
     pub original_tsval: u32,
 }
 
-/// A maximum step that was sent: `struct clamped_timestamp`.
+/// A maximum step that was sent, as in `struct clamped_timestamp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ClampedTimestamp {
     clamped_time: TimePart,
@@ -39,18 +39,18 @@ struct ClampedTimestamp {
 #[derive(Debug, Clone, Default)]
 pub struct PawsClamp {
     held_timestamp: Option<ClampedTimestamp>,
-    /// The server's own TSval of the last clamped packet of a group of connections. It makes the look-up unnecessary
+    /// The server's own TSval of the last clamped packet in a group of connections. It makes the look-up unnecessary
     /// for most packets.
     last_clamp_ms: u32,
 }
 
 impl PawsClamp {
     /// Returns the time part to send with a packet. `milliseconds` is the server's own TSval. `last_tsecr` is the
-    /// client's last TSecr as it was restored for the kernel; 0 without one.
+    /// client's last TSecr as it was restored for the kernel, or 0 without one.
     pub fn time_part_to_send(&mut self, milliseconds: u32, last_tsecr: u32) -> TimePart {
         let unclamped_time = TimePart { sent: milliseconds as u16, original_tsval: milliseconds };
         let elapsed_ms = milliseconds.wrapping_sub(last_tsecr);
-        // A genuine restored TSecr is never further ahead; this one was forged.
+        // A genuine restored TSecr is never further ahead, so this one was forged.
         let is_forged = (elapsed_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS) as i32) < 0;
         if last_tsecr == 0 || is_forged || elapsed_ms < MAX_TSVAL_STEP_MS && !self.was_clamped_recently(milliseconds) {
             return unclamped_time;
@@ -66,7 +66,7 @@ impl PawsClamp {
             }
             _ => {}
         }
-        // Distance from the client's value to now; a distance of more than a turn remains more than a turn.
+        // Distance from the client's value to now. A distance of more than a turn remains more than a turn.
         let distance_ms = u32::from((last_tsecr as u16).wrapping_sub(client_time_bits)).wrapping_add(elapsed_ms);
         if distance_ms < MAX_TSVAL_STEP_MS {
             return unclamped_time;
@@ -88,8 +88,8 @@ impl PawsClamp {
         milliseconds.wrapping_sub(self.last_clamp_ms) as i32 <= (MAX_TSVAL_STEP_MS + TSVAL_RESTORE_SLACK_MS) as i32
     }
 
-    /// Returns the server's own TSval for the time part of a TSecr that arrives at `now_ms`. Never 0, which the kernel
-    /// reads as "no TSecr": once in 49 days the result is one millisecond earlier.
+    /// Returns the server's own TSval for the time part of a TSecr that arrives at `now_ms`. The result is never 0,
+    /// which the kernel reads as "no TSecr". Once in 49 days it is one millisecond earlier instead.
     pub fn restore(&mut self, time: u16, now_ms: u32) -> u32 {
         match self.restore_tsval_or_zero(time, now_ms) {
             0 => u32::MAX,
@@ -107,11 +107,11 @@ impl PawsClamp {
             return held.clamped_time.original_tsval;
         }
         if held.is_confirmed {
-            // The client has advanced: these 16 bits may come from the clock again.
+            // The client has advanced, so these 16 bits may come from the clock again.
             self.held_timestamp = None;
             return restore_tsval(time, now_ms);
         }
-        // Sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
+        // This was sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
         let TimePart { sent, original_tsval } = held.last_tsecr;
         let (step, behind) = (time.wrapping_sub(sent), (original_tsval as u16).wrapping_sub(sent));
         match (step, step.checked_sub(behind)) {
@@ -189,7 +189,7 @@ mod tests {
         last_tsecr: u32,
         packets_to_client: VecDeque<SentTsval>,
         packets_to_server: VecDeque<SentTsval>,
-        /// The client's ts_recent (RFC 7323, Sect. 4.3); `None` before the SYN-ACK.
+        /// The client's ts_recent (RFC 7323, Sect. 4.3), or `None` before the SYN-ACK.
         client_ts_recent: Option<SentTsval>,
         /// Whether the last TSecr was older than a turn of the circle, and so was restored to a later time.
         is_tsecr_wrapped: bool,

@@ -6,11 +6,11 @@ use std::str::FromStr;
 
 use coreward_intf as intf;
 
-/// Id of a server inside a service, which the cookie carries: 0 to 16,383.
+/// Id of a server inside a service (0 to 16,383), which the cookie carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServerId(u16);
 
-/// Error: a number that is not from 0 to 16,383.
+/// Error returned for a number that is not from 0 to 16,383.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("server id {0} is out of range: expected 0 to {max}, the 14 bits that a cookie \
          holds", max = intf::SERVER_ID_COUNT - 1)]
@@ -70,7 +70,7 @@ impl Protocol {
     }
 }
 
-/// Error: a name of no protocol that coreward balances.
+/// Error returned for a name of no protocol that coreward balances.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("protocol {0:?} is not known: expected \"tcp\" or \"udp\"")]
 pub struct UnknownProtocol(pub String);
@@ -90,7 +90,7 @@ impl FromStr for Protocol {
     }
 }
 
-/// Address of a service: VIP, port and protocol.
+/// Address of a service, with VIP, port and protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceAddress {
     /// VIP and port of the service.
@@ -105,7 +105,7 @@ impl fmt::Display for ServiceAddress {
     }
 }
 
-/// Error: a text that is not the address of a service.
+/// Error returned for a text that is not the address of a service.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("service address {0:?}: expected VIP, port and protocol, as \"10.200.0.1:80/tcp\"")]
 pub struct InvalidServiceAddress(String);
@@ -121,8 +121,8 @@ impl FromStr for ServiceAddress {
     }
 }
 
-/// Returns an address in the layout of `bpf/include/intf.h`: four words in network byte order. An IPv4 address is in
-/// the last one (IPv4-mapped, RFC 4291 Sect. 2.5.5.2).
+/// Returns an address as four words in network byte order, in the layout of `bpf/include/intf.h`. An IPv4 address is in
+/// the last word (IPv4-mapped, RFC 4291 Sect. 2.5.5.2).
 pub fn address_words(address: IpAddr) -> [u32; 4] {
     let octets = match address {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
@@ -153,14 +153,14 @@ impl ServiceAddress {
     }
 }
 
-/// 4-tuple of a connection, in the client's direction: addresses and ports of client and VIP.
+/// 4-tuple of a connection in the client's direction, with addresses and ports of client and VIP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FourTuple {
     client: SocketAddr,
     vip: SocketAddr,
 }
 
-/// Error: a client and a VIP of different address families.
+/// Error returned for a client and a VIP of different address families.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "client {client} and VIP {vip} are of different address families: expected a client with an {family} address",
@@ -172,7 +172,7 @@ pub struct MixedAddressFamilies {
 }
 
 impl FourTuple {
-    /// Returns the 4-tuple of client and VIP. Fails when one address is IPv4 and the other IPv6.
+    /// Returns the 4-tuple of client and VIP. Fails if one address is IPv4 and the other IPv6.
     pub fn new(client: SocketAddr, vip: SocketAddr) -> Result<Self, MixedAddressFamilies> {
         if client.is_ipv4() == vip.is_ipv4() {
             Ok(Self { client, vip })
@@ -201,8 +201,8 @@ impl FourTuple {
         self.vip
     }
 
-    /// Returns source address, destination address, source port and destination port in network byte order: 12 bytes,
-    /// or 36 for IPv6. They are the input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the
+    /// Returns source address, destination address, source port and destination port in network byte order (12 bytes,
+    /// or 36 for IPv6). They are the input of RSS with ports ("RSS hashing types", Microsoft, NDIS 6.0) and of the
     /// cookie's keyed hash.
     pub fn bytes(&self) -> FourTupleBytes {
         let mut bytes = FourTupleBytes { buffer: [0; 36], length: 0 };

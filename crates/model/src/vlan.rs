@@ -4,13 +4,13 @@
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Vlan(u16);
 
-/// Error: a VLAN id that is out of range.
+/// Error returned for a VLAN id that is out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("VLAN {0}: expected 1 to {max}", max = Vlan::MAX)]
 pub struct VlanIdOutOfRange(pub u64);
 
 impl Vlan {
-    /// Untagged frames: without a tag, or with a tag that has only a priority.
+    /// Untagged frames, which have no tag, or a tag with only a priority.
     pub const UNTAGGED: Self = Self(0);
 
     /// Maximum VLAN id (IEEE 802.1Q, Table 9-2).
@@ -21,7 +21,7 @@ impl Vlan {
         u16::try_from(id).ok().filter(|id| (1..=Self::MAX).contains(id)).map(Self).ok_or(VlanIdOutOfRange(id))
     }
 
-    /// Returns the VLAN with the id `id`, or untagged frames for 0. Fails when `id` is above 4094.
+    /// Returns the VLAN with the id `id`, or untagged frames for 0. Fails if `id` is above 4094.
     pub fn from_id_or_untagged(id: u64) -> Result<Self, VlanIdOutOfRange> {
         if id == 0 { Ok(Self::UNTAGGED) } else { Self::new(id) }
     }

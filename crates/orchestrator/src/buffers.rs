@@ -1,12 +1,11 @@
-//! Buffers of the requests that wait for a core.
+//! Buffers for the requests that wait for a core.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
 #[derive(Debug, Clone)]
 pub struct RequestBuffer {
-    /// Address and port of the client.
     pub client: SocketAddrV4,
-    /// Time of the request's arrival in nanoseconds.
+    /// Time at which the request arrived, in nanoseconds.
     pub arrived_ns: u64,
     payload_length: usize,
     data: Box<[u8]>,
@@ -26,14 +25,14 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// Returns a pool with buffers for `count` requests of at most `bytes` bytes each.
+    /// Returns a pool with `count` buffers, each for a request of at most `bytes` bytes.
     pub fn new(count: usize, bytes: usize) -> Self {
         let client = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0);
         let empty_buffer = RequestBuffer { client, arrived_ns: 0, payload_length: 0, data: vec![0; bytes].into() };
         Self { buffers: vec![empty_buffer; count], free_handles: (0..count as u32).collect() }
     }
 
-    /// Copies a request into a free buffer, and returns the handle of the buffer. Panics when no buffer is free or the
+    /// Copies a request into a free buffer and returns the buffer's handle. Panics when no buffer is free or the
     /// request is too long.
     #[inline]
     pub fn store(&mut self, client: SocketAddrV4, arrived: u64, payload: &[u8]) -> u32 {
@@ -49,7 +48,6 @@ impl BufferPool {
         &self.buffers[handle as usize]
     }
 
-    /// Makes the buffer with this handle available again.
     #[inline]
     pub fn release(&mut self, handle: u32) {
         self.free_handles.push(handle);

@@ -1,6 +1,6 @@
-//! Classification of datagrams by service.
+//! Assigns received datagrams to services.
 
-/// Pattern of a request: bytes at an offset of its payload.
+/// Pattern that a request matches if its payload has these bytes at this offset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PayloadPattern {
     pub offset: usize,
@@ -8,17 +8,16 @@ pub struct PayloadPattern {
 }
 
 impl PayloadPattern {
-    /// Returns whether the payload has the pattern's bytes at the pattern's offset.
     #[inline]
     pub fn matches(&self, payload: &[u8]) -> bool {
         payload.get(self.offset..).is_some_and(|rest| rest.starts_with(&self.bytes))
     }
 }
 
-/// Ordered rules that assign the requests at one address and port to services.
+/// Ordered rules that assign the requests to one address and port to services. The first matching rule applies.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Classifier {
-    /// Services with the patterns of their requests; `None` matches every request.
+    /// Services with the patterns of their requests. `None` matches every request.
     pub rules: Vec<(u8, Option<PayloadPattern>)>,
 }
 

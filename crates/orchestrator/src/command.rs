@@ -1,4 +1,4 @@
-//! The arguments of `coreward orchestrate`.
+//! The arguments of `coreward orchestrate`, and what the command does.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,21 +17,22 @@ pub struct OrchestrateArgs {
     config: PathBuf,
 }
 
-/// Daemon that has opened everything that requires capabilities, which it can now drop.
+/// Daemon that has opened everything for which it needs capabilities, so that the process can drop them.
 #[derive(Debug)]
 pub struct PreparedDaemon {
     config: Config,
     request_intake: RequestIntake,
 }
 
-/// Reads the configuration file and opens everything that requires capabilities. Fails when the file has mistakes.
+/// Reads the configuration file and opens everything for which capabilities are needed. Fails when the file has
+/// mistakes.
 pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<PreparedDaemon> {
     let config = Config::load(&args.config)?;
     let request_intake = RequestIntake::open(&config);
     Ok(PreparedDaemon { config, request_intake })
 }
 
-/// Runs until SIGTERM or SIGINT. Returns the counters as JSON. Fails when sockets or memory are not available.
+/// Runs until SIGTERM or SIGINT, and then returns the counters as JSON. Fails when sockets or memory are unavailable.
 pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
     let PreparedDaemon { config, request_intake: intake } = prepared;
     let stop_flag = Arc::new(AtomicBool::new(false));

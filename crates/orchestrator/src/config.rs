@@ -1,4 +1,4 @@
-//! The file of `coreward orchestrate`; docs/orchestrate.md is the reference for users.
+//! The file of `coreward orchestrate`. Users find its reference in docs/orchestrate.md.
 
 use std::net::{SocketAddr, SocketAddrV4};
 use std::num::NonZeroU16;
@@ -21,19 +21,19 @@ use crate::engine::{EngineConfig, ServiceConfig};
 #[derive(Debug, Clone)]
 pub struct Config {
     pub shared_memory_path: PathBuf,
-    /// Listening addresses, each with the classifier of its requests.
+    /// Listening addresses, each with the classifier for its requests.
     pub listeners: Vec<(SocketAddrV4, Classifier)>,
-    /// Interface at which AF_XDP receives requests; `None`: only the sockets receive them.
+    /// Interface at which AF_XDP receives requests, or `None` if only UDP sockets receive them.
     pub af_xdp_interface: Option<String>,
     pub engine_config: EngineConfig,
-    /// Time for which the idle daemon sleeps while cores have requests; 0: it always polls.
+    /// How long the idle daemon sleeps while cores have requests. With 0 it always polls.
     pub idle_sleep: Duration,
     pub metrics_address: Option<SocketAddr>,
 }
 
 /// Maximum length of a UDP payload over IPv4 in bytes.
 const MAX_PAYLOAD_BYTES: u64 = 65_507;
-/// Maximum time to a deadline, which must fit 32 bits as nanoseconds.
+/// Maximum time from arrival to deadline, which must fit into 32 bits in nanoseconds.
 const MAX_DEADLINE_NS: u64 = 4 * SECOND_NS;
 
 config_struct! {
@@ -41,31 +41,31 @@ config_struct! {
     pub struct UncheckedConfig {
         /// File of the memory that the workers share, in a directory of the same user.
         memory: AbsolutePath,
-        /// Intake of requests: by sockets, or by AF_XDP and sockets.
+        /// How requests are received: by sockets, or by AF_XDP and sockets.
         intake: Option<Spanned<IntakeName>>,
         /// Interface at which requests arrive, for AF_XDP.
         interface: Option<Spanned<InterfaceName>>,
         /// Cores that can have a worker.
         cores: Number<1, 256>,
-        /// Bound of a core's rank.
+        /// Upper bound of a core's rank, from which the core gets no further requests.
         depth: Number<1, 64> = Number(4),
-        /// Requests of a core that count in its rank.
+        /// Rule by which a core's requests count in its rank.
         policy: PolicyName = PolicyName(RankRule::Ranked),
-        /// Whether a service without an eligible core blocks the services after it.
+        /// Whether a service for which no core is eligible blocks the services after it.
         scheduler: SchedulerName = SchedulerName(Selection::FirstEligible),
-        /// Order of the groups; without groups, of the services.
+        /// Order of the groups, or of the services if there are no groups.
         ranking: RankingName = RankingName(Ranking::StrictPriority),
-        /// Requests that wait for a core, at most.
+        /// Maximum number of requests that wait for a core.
         waiting: Number<1, 65536> = Number(4096),
-        /// Bytes of the longest request and response.
+        /// Maximum length of requests and responses in bytes.
         payload: Number<1, MAX_PAYLOAD_BYTES> = Number(1472),
         /// Time without a completion after which a worker gets no requests until it completes one.
         stall_after: BoundedDuration<MILLISECOND_NS, HOUR_NS> = BoundedDuration(Duration::from_millis(500)),
-        /// Time that the idle daemon sleeps; "0s": it polls.
+        /// How long the idle daemon sleeps; with "0s" it polls instead.
         sleep: BoundedDuration<0, MILLISECOND_NS> = BoundedDuration(Duration::from_micros(50)),
         /// Address at which metrics are served for Prometheus; without it, none are.
         metrics: Option<SocketAddr>,
-        /// Sets of services that are ranked as one.
+        /// Groups of services that are ranked together.
         groups as "group": Vec<Spanned<GroupTable>>,
         /// The services.
         services as "service": Spanned<Vec<Spanned<ServiceTable>>>,
@@ -84,9 +84,9 @@ config_struct! {
         weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
         /// Time from arrival to deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
-        /// Requests per second, at most.
+        /// Maximum number of requests per second.
         rate: Option<Number<1, SECOND_NS>>,
-        /// Requests of a rate that may be dispatched at once.
+        /// Number of requests that may be dispatched at once in spite of the rate.
         burst: Number<1, 65536> = Number(1),
     }
 }
@@ -95,11 +95,11 @@ config_struct! {
     struct ServiceTable {
         /// Address and port of the service's requests.
         listen: SocketAddr,
-        /// Pattern of the service's requests; without it, all other requests at the address.
+        /// Pattern of the service's requests; without it, all requests to the address that match no other service.
         pattern as "match": Option<MatchTable>,
         /// Priority, which selects the queue at each core; 0 is the highest.
         priority: Number<0, 7> = Number(0),
-        /// Factor of a request of lower priority in its rank, from 0 to 1.
+        /// Weight, in a core's rank, of requests with a lower priority than the new one, from 0 to 1.
         lambda: f64 = Lambda::PUBLISHED.get(),
         /// Name of the service's group.
         group: Option<Name>,
@@ -107,9 +107,9 @@ config_struct! {
         weight: Number<1, { MAX_WEIGHT as u64 }> = Number(1),
         /// Time from arrival to deadline.
         deadline: BoundedDuration<1, MAX_DEADLINE_NS> = BoundedDuration(Duration::from_millis(1)),
-        /// Requests per second, at most.
+        /// Maximum number of requests per second.
         rate: Option<Number<1, SECOND_NS>>,
-        /// Requests of a rate that may be dispatched at once.
+        /// Number of requests that may be dispatched at once in spite of the rate.
         burst: Number<1, 65536> = Number(1),
     }
 }
@@ -120,7 +120,7 @@ config_struct! {
         offset: Number<0, 65500> = Number(0),
         /// Number at the offset.
         value: Option<u64>,
-        /// Bytes of the number.
+        /// Length of the number in bytes.
         bytes: Number<1, 8> = Number(1),
         /// Whether the number's first byte is the least significant.
         little_endian: bool = false,
@@ -243,7 +243,7 @@ impl UncheckedConfig {
         }
     }
 
-    /// Returns the configurations of the groups; if the file has no group, that of one group of all services.
+    /// Returns the configuration of each group. If the file has no group, all services form one.
     fn group_configs(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
         if self.groups.is_empty() {
             return vec![GroupConfig { member: SchedulingParameters::new(1), ranking: self.ranking.0 }];

@@ -1,4 +1,4 @@
-//! One thread: UDP sockets in, decisions, queues of the cores, responses out.
+//! The orchestrator's main thread, which receives requests, sends them to cores, and returns the responses to clients.
 
 use std::net::SocketAddrV4;
 use std::os::fd::AsFd as _;
@@ -19,9 +19,9 @@ use crate::intake::RequestIntake;
 use crate::report::{OrchestratorStatus, ServiceStatus, SharedStatus};
 use crate::socket::BatchSocket;
 
-/// Interval in nanoseconds of checks of the workers; a new worker is accepted after at most this time.
+/// Interval in nanoseconds between checks of the workers. A new worker is accepted after at most this time.
 const MAINTENANCE_INTERVAL_NS: u64 = 10_000_000;
-/// Time in nanoseconds for which the idle daemon polls before it sleeps.
+/// How long the idle daemon polls before it sleeps, in nanoseconds.
 const IDLE_SPIN_NS: u64 = 20_000;
 
 #[derive(Debug)]
@@ -32,10 +32,9 @@ pub struct Daemon {
     listener_of_service: Vec<usize>,
     started_at: Instant,
     idle_sleep: Duration,
-    /// Time of the next check of the workers and the intake.
     next_maintenance_ns: u64,
     unclassified_datagrams: u64,
-    /// Status that is shared with the metrics server; `None`: no metrics are served.
+    /// Status that is shared with the metrics server, or `None` if no metrics are served.
     shared_status: Option<Arc<SharedStatus>>,
 }
 
@@ -47,7 +46,7 @@ struct Listener {
 }
 
 impl Daemon {
-    /// Binds the sockets and creates the memory for the workers. The `intake` is already open, because that requires
+    /// Binds the sockets and creates the workers' shared memory. The `intake` is already open, because opening it needs
     /// capabilities. Fails when a socket cannot be bound or the memory cannot be created.
     pub fn start(config: &Config, intake: RequestIntake) -> anyhow::Result<Self> {
         let mut listeners = Vec::new();
@@ -87,7 +86,7 @@ impl Daemon {
 
     /// Runs the daemon until `stop` is set. Fails when a socket fails.
     pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
-        // The default slack of 50 us would double the sleep.
+        // The default timer slack of 50 us would double the daemon's sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
         let mut idle_since_ns = 0;
         service_manager::notify_ready();
@@ -108,8 +107,8 @@ impl Daemon {
         Ok(())
     }
 
-    /// Runs one iteration of the main loop, without sleeping. Returns the number of requests, responses and messages
-    /// that it processed. Fails when a socket fails.
+    /// Runs one iteration of the main loop without sleeping. Returns how many requests, responses and messages it has
+    /// processed. Fails when a socket fails.
     pub fn run_once(&mut self) -> anyhow::Result<usize> {
         let now = self.now_ns();
         let received_count = self.receive_by_af_xdp(now) + self.receive_by_sockets(now)?;
@@ -131,7 +130,7 @@ impl Daemon {
         self.started_at.elapsed().as_nanos() as u64
     }
 
-    /// Submits a batch of requests that arrived by AF_XDP to the engine. Returns the number of requests.
+    /// Submits a batch of requests that arrived through AF_XDP to the engine. Returns their number.
     fn receive_by_af_xdp(&mut self, now: u64) -> usize {
         let Self { engine, intake, listeners, unclassified_datagrams: unclassified, .. } = self;
         intake.receive(&mut |datagram| {
@@ -143,7 +142,7 @@ impl Daemon {
         })
     }
 
-    /// Submits a batch of requests from each socket to the engine. Returns the number of requests.
+    /// Submits a batch of requests from each UDP socket to the engine. Returns their number.
     fn receive_by_sockets(&mut self, now: u64) -> anyhow::Result<usize> {
         let Self { engine, listeners, unclassified_datagrams: unclassified, .. } = self;
         let mut received_count = 0;
@@ -172,7 +171,7 @@ impl Daemon {
         });
     }
 
-    /// Sleeps until a request arrives or something is due. Workers' responses do not end the sleep, so it is short
+    /// Sleeps until a request arrives or something is due. Workers' responses do not end the sleep, so it is kept short
     /// while cores have requests.
     fn wait_for_work(&self, now: u64) -> anyhow::Result<()> {
         let next_timer_ns = self.engine.next_timer_ns(now).unwrap_or(u64::MAX).min(self.next_maintenance_ns);
@@ -194,7 +193,6 @@ impl Daemon {
         &self.engine
     }
 
-    /// Returns the current counters and gauges.
     pub fn status(&self) -> OrchestratorStatus {
         let dispatch_policy = self.engine.dispatch_policy();
         let all_cores = 0..dispatch_policy.ranks().core_count();

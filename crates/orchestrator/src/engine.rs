@@ -1,4 +1,4 @@
-//! The orchestrator without its sockets: decisions of the model, on the queues in shared memory.
+//! The orchestrator without its sockets. It applies the decisions of `coreward-model` to the queues in shared memory.
 
 use std::net::SocketAddrV4;
 use std::num::NonZeroU16;
@@ -16,46 +16,44 @@ use coreward_runtime::{RuntimeError, ServiceEntry};
 
 use crate::buffers::BufferPool;
 
-/// Maximum number of responses, and of messages, of one core in a batch.
+/// Maximum number of responses in a batch from one core, and likewise of messages.
 const MAX_BATCH_LENGTH: usize = 64;
 
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
     /// Number of cores that can have a worker.
     pub core_count: u16,
-    /// Upper bound of a core's rank; a core with this rank gets no further requests.
+    /// Upper bound of a core's rank. A core with this rank gets no further requests.
     pub rank_bound: NonZeroU16,
     /// Rule by which a core's requests count in its rank.
     pub rank_rule: RankRule,
-    /// Configurations of the services, in the order of `scheduler.queues`.
+    /// Configuration of each service, in the order of `scheduler.queues`.
     pub services: Vec<ServiceConfig>,
     /// Order in which waiting requests are sent to cores. Its capacity is the number of buffers.
     pub scheduler: FirstEligibleOutConfig,
     /// Maximum payload of a request or response in bytes.
     pub payload_bytes: u16,
-    /// Time without a completion after which a worker with requests gets no further requests until it completes one.
+    /// Time after which a worker that has requests but completes none gets no further ones until it completes one.
     pub stall_after: Duration,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceConfig {
-    /// Address and priority of the service, which its workers must register.
+    /// Address and priority of the service. The process that serves it must register the same values.
     pub service_entry: ServiceEntry,
     pub lambda: Lambda,
 }
 
-/// Reason why the engine cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The shared memory cannot be created.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
-    /// The configuration of the scheduler is invalid.
     #[error(transparent)]
     Scheduler(#[from] FirstEligibleOutConfigError),
 }
 
-/// Numbers of requests of one service: received = dropped + rejected + waiting + outstanding + completed + lost.
+/// Counts of one service's requests. Always received = dropped + rejected + waiting + outstanding + completed + lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServiceCounters {
     pub received: u64,
@@ -63,31 +61,28 @@ pub struct ServiceCounters {
     pub dropped: u64,
     /// Requests that were too long, or that a core's queue rejected.
     pub rejected: u64,
-    /// Requests that cores have completed.
     pub completed: u64,
-    /// Requests that a core had when its worker ended, and that were not completed.
+    /// Requests that a core had not completed when its worker ended.
     pub lost: u64,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CoreCounters {
     pub accepted_workers: u64,
-    /// Workers that have ended, with or without unfinished requests.
     pub ended: u64,
-    /// Stalls, at which a worker lost its eligibility because it completed no request.
+    /// Number of times that a worker was barred from new requests because it completed none.
     pub worker_stalls: u64,
-    /// Load hints that were sent to workers.
     pub sent_hints: u64,
-    /// Messages of an unknown kind, or about services or cores that do not exist.
+    /// Messages that had an unknown kind or were about services or cores that do not exist.
     pub bad_messages: u64,
-    /// Services that a worker enabled on a core whose own worker had ended, because both can happen at the same time.
+    /// Requests to enable a service on a core whose worker ended at the same time, so that this is no error.
     pub enabled_without_worker: u64,
     pub rejected_feedback: u64,
-    /// Queues of cores that had impossible cursors.
+    /// Number of times that a core's queue had impossible cursors.
     pub damaged_queues: u64,
 }
 
-/// Engine that dispatches requests to the workers of cores. All times are nanoseconds of one monotonic clock.
+/// Engine that dispatches requests to the cores' workers. All times are in nanoseconds on one monotonic clock.
 #[derive(Debug)]
 pub struct Engine {
     dispatch_policy: JoinBoundedShortestRankedQueue<u32>,
@@ -104,7 +99,7 @@ pub struct Engine {
 struct ServiceState {
     priority: u8,
     load_monitor: LoadMonitor,
-    /// Core whose worker has not yet acted on the last hint; `None`: no hint is in flight.
+    /// Core whose worker has not acted on the last hint yet, or `None` if no hint awaits action.
     hinted_core: Option<u16>,
     counters: ServiceCounters,
 }
@@ -113,15 +108,15 @@ struct ServiceState {
 struct CoreState {
     has_worker: bool,
     is_stalled: bool,
-    /// Bit mask of the services that the worker has enabled, kept while the worker is stalled.
+    /// Bit mask of the services that the worker has enabled. It is kept while the worker is stalled.
     enabled_services: u64,
     completed_count: u64,
     stall_detector: StallDetector,
 }
 
 impl Engine {
-    /// Creates the shared memory at `path`. No service is enabled on any core. Fails when the configuration is out of
-    /// range or the memory cannot be created.
+    /// Creates the shared memory at `path`. At first no service is enabled on any core. Fails when the configuration is
+    /// out of range or the memory cannot be created.
     pub fn new(path: &Path, config: &EngineConfig) -> Result<Self, EngineError> {
         let to_ranked_service = |service: &ServiceConfig| RankedService {
             priority: service.service_entry.priority,
@@ -152,7 +147,7 @@ impl Engine {
         Ok(Self {
             dispatch_policy,
             queues: core_queues,
-            // Plus one: a request enters the full buffer before another one is dropped.
+            // One more buffer is needed because a request is stored in the full buffer before another one is dropped.
             buffers: BufferPool::new(config.scheduler.capacity + 1, payload_bytes),
             services: services.collect(),
             cores: (0..config.core_count).map(|_| new_core_state()).collect(),
@@ -162,7 +157,7 @@ impl Engine {
         })
     }
 
-    /// Submits a request, which is sent to a core, queued or dropped.
+    /// Accepts a request from a client, which is then sent to a core, queued or dropped.
     #[inline]
     pub fn submit_request(&mut self, now: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
         let counters = &mut self.services[usize::from(service)].counters;
@@ -182,7 +177,6 @@ impl Engine {
         }
     }
 
-    /// Sends waiting requests to cores that can take them.
     #[inline]
     pub fn dispatch_waiting(&mut self, now: u64) {
         while let Some((release, handle)) = self.dispatch_policy.next(now) {
@@ -212,8 +206,8 @@ impl Engine {
         }
     }
 
-    /// Receives responses and messages of all cores, accepts new workers, and sends waiting requests. Passes each
-    /// response, with its service, to `answer`. Returns the number of responses and messages.
+    /// Receives responses and messages from all cores, accepts new workers, and dispatches waiting requests. Passes
+    /// each response to `answer` with its service and client. Returns the number of responses and messages.
     pub fn poll(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
         let mut received_count = 0;
         for core in 0..self.cores.len() as u16 {
@@ -253,7 +247,7 @@ impl Engine {
         queues.receive_messages(core, MAX_BATCH_LENGTH, |message| engine_state.apply_worker_message(now, message))
     }
 
-    /// Accepts a new worker. Requests that the previous worker of the core has not completed are lost.
+    /// Accepts a core's new worker. Requests that the previous worker has not completed are lost.
     fn replace_worker(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         if self.cores[usize::from(core)].has_worker {
             self.end_worker(now, core, answer);
@@ -270,7 +264,7 @@ impl Engine {
         );
     }
 
-    /// Checks which workers have ended or stalled. Must be called every few milliseconds.
+    /// Checks whether workers have ended or stalled. Must be called every few milliseconds.
     pub fn check_workers(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         for core in 0..self.cores.len() as u16 {
             if !self.cores[usize::from(core)].has_worker {
@@ -316,7 +310,7 @@ impl Engine {
         }
     }
 
-    /// Receives everything that a worker sent before it ended, then releases its core.
+    /// Receives everything that a worker sent before it ended, and then releases its core.
     fn end_worker(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         while self.poll_core(now, core, answer) > 0 {}
         if self.cores[usize::from(core)].has_worker {
@@ -324,7 +318,7 @@ impl Engine {
         }
     }
 
-    /// Counts the requests at a core without a worker as lost, and disables all services on the core.
+    /// Counts the core's outstanding requests as lost, and disables all services on the core.
     fn release_core(&mut self, core: u16) {
         self.queues.release_core(core);
         self.counters.ended += 1;
@@ -350,7 +344,7 @@ impl Engine {
         );
     }
 
-    /// Performs the due checks of the load monitors, and sends the hints that result.
+    /// Performs the load monitors' checks that are due, and sends the resulting hints to workers.
     pub fn check_monitors(&mut self, now: u64) {
         for service in 0..self.services.len() as u8 {
             let service_state = &mut self.services[usize::from(service)];
@@ -378,20 +372,18 @@ impl Engine {
         }
     }
 
-    /// Returns the time at which the next load monitor is due or the next rate limit ends, if there is any.
+    /// Returns when the next load monitor is due or a rate limit permits the next request, if any.
     pub fn next_timer_ns(&self, now: u64) -> Option<u64> {
         let monitor_checks = self.services.iter().filter_map(|service| service.load_monitor.next_check_time());
-        // If the time has passed, requests wait for a core and not for the limit.
+        // If that time has passed, the requests wait for a core and not for the rate limit.
         let rate_limit_ends = self.dispatch_policy.scheduler().next_token_time().filter(|allowed| *allowed > now);
         monitor_checks.chain(rate_limit_ends).min()
     }
 
-    /// Returns whether any core has requests.
     pub fn has_outstanding_requests(&self) -> bool {
         (0..self.cores.len() as u16).any(|core| self.dispatch_policy.ranks().core_request_count(core) > 0)
     }
 
-    /// Returns the dispatch policy, with the cores' ranks and the waiting requests.
     pub fn dispatch_policy(&self) -> &JoinBoundedShortestRankedQueue<u32> {
         &self.dispatch_policy
     }

@@ -1,4 +1,4 @@
-//! Intake of requests: by UDP sockets, or by AF_XDP, with the sockets for requests that it passes.
+//! Receives requests through AF_XDP. UDP sockets receive the requests that AF_XDP passes on, or all if it is not used.
 
 use std::net::SocketAddrV4;
 use std::os::fd::BorrowedFd;
@@ -8,31 +8,30 @@ use coreward_dataplane::intake::{Datagram, DatagramIntake};
 
 use crate::config::Config;
 
-/// Intake of requests by AF_XDP, if AF_XDP is configured and available.
+/// Receiver of requests through AF_XDP, if this is configured and available.
 #[derive(Debug, Default)]
 pub struct RequestIntake {
     af_xdp_intake: Option<DatagramIntake>,
-    /// Reason why AF_XDP is configured but not in use.
+    /// Reason why AF_XDP is not in use although it is configured.
     fallback_reason: Option<String>,
-    /// Counters of an AF_XDP intake that has ended.
+    /// Last counters of an AF_XDP intake that has ended.
     final_counters: DatagramCounters,
 }
 
 type DatagramCounters = Vec<(&'static str, u64)>;
 
-/// Status of the intake for reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IntakeStatus {
     /// Name of the mode: `socket`, `socket-fallback`, `af-xdp` or `af-xdp-zero-copy`.
     pub mode_name: &'static str,
     pub fallback_reason: Option<String>,
-    /// Numbers of datagrams by outcome; empty without AF_XDP.
+    /// Number of datagrams by outcome. It is empty if AF_XDP was not used.
     pub datagram_counters: DatagramCounters,
 }
 
 impl RequestIntake {
-    /// Opens the AF_XDP sockets if AF_XDP is configured. If that fails, for example without the capabilities NET_RAW,
-    /// NET_ADMIN and BPF, falls back to the UDP sockets.
+    /// Opens the AF_XDP sockets if AF_XDP is configured. If this fails, for example without the capabilities NET_RAW,
+    /// NET_ADMIN and BPF, requests are received by the UDP sockets instead.
     pub fn open(config: &Config) -> Self {
         let mut request_intake = Self::default();
         let Some(interface) = &config.af_xdp_interface else { return request_intake };
@@ -63,7 +62,7 @@ impl RequestIntake {
         self.fallback_reason = Some(reason);
     }
 
-    /// Passes a batch of requests from each receive queue to `accept`. Returns the number of requests.
+    /// Passes a batch of requests from each receive queue to `accept`. Returns their number.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> usize {
         match self.af_xdp_intake.as_mut().map(|intake| intake.receive(accept)) {
             Some(Ok(received)) => received,
@@ -75,14 +74,14 @@ impl RequestIntake {
         }
     }
 
-    /// Falls back to the UDP sockets if the device does not exist any more. Must be called every few milliseconds.
+    /// Falls back to the UDP sockets if the device no longer exists. Must be called every few milliseconds.
     pub fn check_device(&mut self) {
         if let Some(Err(error)) = self.af_xdp_intake.as_ref().map(DatagramIntake::check_sockets) {
             self.fall_back_to_sockets(format!("the device is gone: {error}"));
         }
     }
 
-    /// Returns the AF_XDP sockets, to wait for requests on them.
+    /// Returns the AF_XDP sockets, on which the caller can wait for requests.
     pub fn sockets(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.af_xdp_intake.iter().flat_map(DatagramIntake::sockets)
     }

@@ -1,15 +1,15 @@
-//! `coreward orchestrate`: RingLeader's NIC in software (NSDI'23). One thread holds requests in per-service queues and
-//! sends them to the priority queues of cores, by the decisions of `coreward-model`.
+//! Implements RingLeader's NIC (NSDI'23) in software (`coreward orchestrate`). One thread holds requests in a queue for
+//! each service and sends them to the cores' priority queues. `coreward-model` makes the decisions.
 //!
-//! * [`config`]: the file
-//! * [`classify`]: classification of datagrams by service
-//! * [`daemon`]: the loop
-//! * [`socket`]: datagrams in batches
-//! * [`command`]: the command's arguments
+//! * [`config`]: the configuration file
+//! * [`classify`]: assignment of datagrams to services
+//! * [`daemon`]: the main loop
+//! * [`socket`]: UDP sockets that handle datagrams in batches
+//! * [`command`]: the command and its arguments
 //! * [`intake`]: AF_XDP, with the sockets as fallback
-//! * [`engine`]: decisions, queues, monitors and workers; no sockets
+//! * [`engine`]: decisions, queues, load monitors and workers, without sockets
 //! * [`report`]: counters as JSON and as metrics
-//! * [`buffers`]: memory of the requests that wait
+//! * [`buffers`]: buffers for the requests that wait
 
 pub mod buffers;
 pub mod classify;

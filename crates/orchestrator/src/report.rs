@@ -1,4 +1,4 @@
-//! Counters of the daemon, as JSON and as metrics.
+//! Reports the daemon's counters as JSON and as metrics.
 
 use std::net::SocketAddrV4;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -51,18 +51,17 @@ pub struct OrchestratorStatus {
     pub cores: CoreCounters,
     pub attached_workers: usize,
     pub intake_status: IntakeStatus,
-    /// Number of datagrams that match no service.
+    /// Number of datagrams that matched no service.
     pub unclassified_datagrams: u64,
     /// Number of responses that a socket did not accept.
     pub unsent_responses: u64,
 }
 
-/// Counters and gauges of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceStatus {
     pub listen_address: SocketAddrV4,
     pub counters: ServiceCounters,
-    /// Number of requests that no core can take yet.
+    /// Number of requests that wait because no core can take them yet.
     pub waiting_requests: u64,
     pub outstanding_requests: u64,
 }
@@ -144,10 +143,10 @@ impl OrchestratorStatus {
     }
 }
 
-/// Maximum time to wait for a requested status, which the daemon publishes within milliseconds.
+/// Maximum time to wait for a requested status. The daemon usually publishes it within milliseconds.
 const STATUS_REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Status for other threads, which the daemon collects only on request: with AF_XDP that takes system calls.
+/// Status for other threads. The daemon collects it only on request, because with AF_XDP this takes system calls.
 #[derive(Debug)]
 pub struct SharedStatus {
     shared_state: Mutex<SharedStatusState>,
@@ -161,7 +160,6 @@ struct SharedStatusState {
 }
 
 impl SharedStatus {
-    /// Returns a shared status that contains `status` until another one is published.
     pub fn new(status: OrchestratorStatus) -> Self {
         Self {
             shared_state: Mutex::new(SharedStatusState { last_status: status, is_requested: false }),
@@ -173,7 +171,7 @@ impl SharedStatus {
         self.shared_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Requests a new status and returns it, or the last one after a timeout.
+    /// Requests a new status and returns it, or returns the last one after a timeout.
     pub fn request(&self) -> OrchestratorStatus {
         let mut state = self.lock_state();
         state.is_requested = true;

@@ -1,25 +1,25 @@
-//! UDP sockets that receive and send many datagrams by one system call.
+//! UDP sockets that receive and send many datagrams with one system call.
 
 use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
 
-/// Maximum number of datagrams in a batch, which one system call sends or receives.
+/// Maximum number of datagrams that one system call sends or receives.
 pub const MAX_BATCH_DATAGRAMS: usize = 32;
-/// Requested size of the kernel's receive buffer in bytes; the kernel may limit it.
+/// Requested size of the kernel's receive buffer in bytes. The kernel may limit it.
 const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 
 /// A UDP socket with memory for a batch of datagrams in each direction.
 ///
-/// The kernel's own batches (UDP GSO and GRO) are not used: they consist of datagrams of one client.
+/// The kernel's own batches (UDP GSO and GRO) are not used, because each consists of datagrams for a single client.
 #[derive(Debug)]
 pub struct BatchSocket {
     udp_socket: UdpSocket,
     /// Memory for received datagrams, in slots of equal length.
     receive_buffer: Box<[u8]>,
     slot_bytes: usize,
-    /// Payloads of the datagrams to be sent, one after the other.
+    /// Payloads of the outgoing datagrams, one after the other.
     send_buffer: Vec<u8>,
     /// Destination of each outgoing datagram, and the end of its payload in the send buffer.
     destinations_and_ends: Vec<(SocketAddrV4, usize)>,
@@ -27,7 +27,7 @@ pub struct BatchSocket {
 }
 
 impl BatchSocket {
-    /// Opens a socket bound to `address`. Datagrams longer than `max_bytes` are cut to `max_bytes + 1` bytes.
+    /// Opens a socket that is bound to `address`. Datagrams longer than `max_bytes` are cut to `max_bytes + 1` bytes.
     pub fn bind(address: SocketAddrV4, max_bytes: usize) -> io::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::DGRAM, None)?;
         socket.set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
@@ -46,7 +46,7 @@ impl BatchSocket {
         })
     }
 
-    /// Receives the next batch of datagrams, and passes each one with its sender to `accept`. Returns the number of
+    /// Receives the next batch of datagrams and passes each to `accept` with its sender. Returns the number of
     /// datagrams, which may be 0. Fails when the socket fails.
     pub fn receive(&mut self, accept: &mut impl FnMut(SocketAddrV4, &[u8])) -> io::Result<usize> {
         let mut message_headers = MessageHeaders::default();
@@ -58,7 +58,7 @@ impl BatchSocket {
             match message_headers.receive_datagrams(self.udp_socket.as_fd()) {
                 Ok(count) => break count,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(0),
-                // A signal, or an ICMP error about an earlier datagram.
+                // The error is a signal, or an ICMP error about an earlier datagram, so the call is repeated.
                 Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::ConnectionRefused) => (),
                 Err(error) => return Err(error),
             }
@@ -69,7 +69,7 @@ impl BatchSocket {
         Ok(datagram_count)
     }
 
-    /// Adds a datagram to the batch, which is sent when it is full or by [`flush`](Self::flush).
+    /// Adds a datagram to the batch. The batch is sent when it is full or [`flush`](Self::flush) is called.
     pub fn send(&mut self, to: SocketAddrV4, payload: &[u8]) {
         self.send_buffer.extend_from_slice(payload);
         self.destinations_and_ends.push((to, self.send_buffer.len()));
@@ -78,7 +78,6 @@ impl BatchSocket {
         }
     }
 
-    /// Sends the outgoing batch of datagrams.
     pub fn flush(&mut self) {
         if self.destinations_and_ends.is_empty() {
             return;
@@ -96,7 +95,7 @@ impl BatchSocket {
             match headers.send_datagrams(self.udp_socket.as_fd(), done..count) {
                 Ok(sent) => done += sent,
                 Err(error) if error.kind() == ErrorKind::Interrupted => (),
-                // A full send buffer or a receiver that is gone: the datagram is lost.
+                // The send buffer is full or the receiver is gone, so the datagram is lost.
                 Err(_) => {
                     self.unsent_count += 1;
                     done += 1;
@@ -114,7 +113,6 @@ impl BatchSocket {
         }
     }
 
-    /// Returns the number of datagrams that the kernel did not send.
     pub fn unsent_count(&self) -> u64 {
         self.unsent_count
     }
@@ -126,7 +124,7 @@ impl AsFd for BatchSocket {
     }
 }
 
-/// Message headers for recvmmsg(2) and sendmmsg(2), with the address and I/O vector of each datagram of a batch.
+/// Message headers for recvmmsg(2) and sendmmsg(2), with an address and an I/O vector for each datagram.
 struct MessageHeaders {
     addresses: [libc::sockaddr_in; MAX_BATCH_DATAGRAMS],
     io_vectors: [libc::iovec; MAX_BATCH_DATAGRAMS],
@@ -141,7 +139,7 @@ impl Default for MessageHeaders {
 }
 
 impl MessageHeaders {
-    /// Sets the pointers of these headers to their addresses and I/O vectors, at the current memory location of `self`.
+    /// Makes these headers point to their addresses and I/O vectors at the current memory location of `self`.
     fn link_range(&mut self, range: Range<usize>) -> &mut [libc::mmsghdr] {
         let linked_headers = &mut self.message_headers[range.clone()];
         let addresses_and_vectors = self.addresses[range.clone()].iter_mut().zip(&mut self.io_vectors[range]);
@@ -163,7 +161,7 @@ impl MessageHeaders {
         usize::try_from(received_count).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Sends the datagrams of a range. Returns the number of sent datagrams, at least one.
+    /// Sends the datagrams in the range. Returns how many were sent, which is at least one.
     fn send_datagrams(&mut self, socket: BorrowedFd<'_>, range: Range<usize>) -> io::Result<usize> {
         let linked_headers = self.link_range(range);
         let (first, count) = (linked_headers.as_mut_ptr(), linked_headers.len() as libc::c_uint);

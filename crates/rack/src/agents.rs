@@ -1,4 +1,4 @@
-//! gRPC service for agents: the part of the controller's service that agents use.
+//! The gRPC service for agents, which is the part of the controller's service that agents use.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -27,29 +27,29 @@ use crate::reducer::Reducer;
 
 /// Maximum number of updates that wait for one agent. An agent that does not read them is disconnected.
 const QUEUE_LENGTH: usize = 64;
-/// Average number of reports per agent that may wait for the controller. If there are more, the agent must reconnect,
-/// because a dropped report may have contained its RSS configuration.
+/// Average number of reports per agent that may wait for the controller. An agent whose report would exceed the limit
+/// must reconnect, because a dropped report may have contained its RSS configuration.
 const MAX_WAITING_REPORTS_PER_AGENT: usize = 16;
 
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
-/// State that the connection to the controller shares with those of agents.
+/// State that the controller's connection shares with the agents' streams.
 pub struct RackState {
-    /// Connection to the controller; `None`: no controller is connected.
+    /// Connection to the controller, or `None` if no controller is connected.
     controller_connection: Mutex<Option<ControllerConnection>>,
-    /// Number of the newest agent's stream. It is not reused, as the next controller may still serve an earlier stream.
+    /// Number of the newest agent stream. It is never reused, because the next controller may still serve an old one.
     newest_stream_number: AtomicU64,
     start_time: Instant,
 }
 
-/// Connection to the controller, and the streams of the agents that are relayed through it.
+/// Connection to the controller, with the agents' streams that are relayed through it.
 struct ControllerConnection {
     message_sender: mpsc::Sender<v1::RackMessage>,
     answers: HashMap<u64, AgentUpdateSender>,
-    /// Number of unanswered socket queries of each agent, by its stream.
+    /// Number of each agent's unanswered socket queries, by its stream.
     open_query_counts: HashMap<u64, u32>,
     reducer: Reducer,
-    /// Reports that are sent together with the next summaries.
+    /// Reports that will be sent together with the next summaries.
     pending_reports: Vec<v1::FromAgent>,
 }
 
@@ -72,11 +72,11 @@ impl Default for RackState {
 impl RackState {
     fn now(&self) -> Now {
         let wall = wall_clock();
-        // A rack has no records to date.
+        // A rack stores no records, so their clock is not needed.
         Now { monotonic: self.start_time.elapsed(), wall, record: wall }
     }
 
-    /// Locks the connection. The lock is held for microseconds, and never across an await.
+    /// Locks the connection to the controller. The lock is held for microseconds, and never across an await.
     fn lock_controller(&self) -> MutexGuard<'_, Option<ControllerConnection>> {
         self.controller_connection.lock()
     }
@@ -101,12 +101,12 @@ impl RackState {
         });
     }
 
-    /// Drops the connection and ends all agents' streams, so that agents try their next address.
+    /// Drops the controller's connection and ends all agents' streams, so that agents try their next address.
     pub fn on_controller_disconnected(&self) {
         *self.lock_controller() = None;
     }
 
-    /// Applies an update from the controller: passes it on to an agent, or changes the configuration.
+    /// Applies an update from the controller, which is for an agent or changes the rack's configuration.
     pub fn apply_update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
         let mut up = self.lock_controller();
         let Some(up) = up.as_mut() else { return Ok(()) };
@@ -123,12 +123,12 @@ impl RackState {
         Ok(())
     }
 
-    /// Returns the interval at which summaries are sent; `None`: there is no configuration yet.
+    /// Returns the interval at which summaries are sent, or `None` before the first configuration.
     pub fn report_interval(&self) -> Option<Duration> {
         self.lock_controller().as_ref()?.reducer.report_interval()
     }
 
-    /// Returns messages with the summaries and reports that are due.
+    /// Returns the messages with those summaries and reports that are due.
     pub fn summaries(&self) -> Vec<v1::RackMessage> {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return Vec::new() };
@@ -136,7 +136,7 @@ impl RackState {
         pack_rack_messages(std::mem::take(&mut up.pending_reports), due_summaries)
     }
 
-    /// Registers an agent's stream. Returns the stream's number, and the sender of messages to the controller.
+    /// Registers an agent's stream. Returns the stream's number, and the sender for messages to the controller.
     fn begin_stream(&self, update_sender: AgentUpdateSender) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
         let mut up = self.lock_controller();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
@@ -154,7 +154,7 @@ impl RackState {
         }
     }
 
-    /// Returns whether the agent's certificate allows reports for `server`. If not, sends the agent an error.
+    /// Returns whether the agent's certificate permits reports for `server`. If it does not, sends the agent an error.
     fn may_report_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
         let Err(refused) = peer.require_name(Role::Agent, server) else { return true };
         tracing::warn!(
@@ -170,13 +170,13 @@ impl RackState {
         false
     }
 
-    /// Returns the time until the stream's next message may be read; zero: at once.
+    /// Returns how long to wait before the stream's next message may be read. Zero means that it may be read now.
     fn message_wait(&self, stream: u64) -> Duration {
         let now = self.now();
         self.lock_controller().as_ref().map_or(Duration::ZERO, |up| up.reducer.message_wait(stream, now))
     }
 
-    /// Counts an agent's message towards the rate limit of reports, unless it answers a query.
+    /// Counts an agent's message against the rate limit for reports, unless it answers a query.
     fn count_message(&self, stream: u64, message: &Message) {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut() else { return };
@@ -186,7 +186,6 @@ impl RackState {
         }
     }
 
-    /// Processes an agent's report. Returns false if the controller has ended the agent's stream.
     fn report(&self, stream: u64, report: v1::Report) -> bool {
         let (now, mut up) = (self.now(), self.lock_controller());
         let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
@@ -234,7 +233,7 @@ fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-/// Returns the agent's next message. At the rate limit nothing is read, so that HTTP/2's flow control stops it.
+/// Returns the agent's next message. At the rate limit nothing is read, so that HTTP/2's flow control slows the agent.
 async fn next_message(
     shared: &RackState,
     stream: u64,
@@ -268,7 +267,7 @@ async fn serve(
         let Ok(Some(v1::AgentMessage { message: Some(message) })) = message else { break };
         let goes_on = match message {
             Message::Report(report) => shared.report(stream, report),
-            // The controller knows the agent by this message only.
+            // The controller knows the agent's server only from this message, so the certificate must match it.
             Message::Registration(registration)
                 if !shared.may_report_for(stream, &peer, &sanitize_str(&registration.server)) =>
             {
@@ -288,9 +287,8 @@ async fn serve(
 }
 
 pub struct ControlService {
-    /// State that is shared with the connection to the controller.
     pub shared: Arc<RackState>,
-    /// Certificates that agents may use.
+    /// Certificates that agents may use to authenticate themselves.
     pub security: Arc<Security>,
 }
 
@@ -341,7 +339,7 @@ mod tests {
         rack_state.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
         let (answers, _agent) = mpsc::channel(1);
         let (stream, _) = rack_state.begin_stream(answers).unwrap();
-        // Without a configuration every report is forwarded whole.
+        // Without a configuration, every report is forwarded completely.
         let accepted_count = (0..1000).filter(|_| rack_state.report(stream, v1::Report::default())).count();
         assert_eq!(accepted_count, MAX_WAITING_REPORTS_PER_AGENT);
         assert_eq!(rack_state.summaries()[0].agents.len(), MAX_WAITING_REPORTS_PER_AGENT);

@@ -1,4 +1,4 @@
-//! The rack controller's file; docs/config.md is the reference for users.
+//! The rack controller's configuration file. Users find its reference in docs/config.md.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -10,11 +10,11 @@ use coreward_model::policy::MAX_CANDIDATES;
 use coreward_tls::CredentialFiles;
 use coreward_tls::certificate::Fingerprint;
 
-/// Interval of detailed reports: at most a minute, because `coreward status` shows them.
+/// Interval between an agent's complete reports, at most a minute because `coreward status` shows them.
 type DetailInterval = BoundedDuration<{ 100 * MILLISECOND_NS }, MINUTE_NS>;
 
 config_struct! {
-    /// Configuration of the daemon. Servers and services come from the controller.
+    /// Configuration of the rack controller. Servers and services come from the controller.
     #[derive(Debug, Clone, PartialEq, Eq)]
     pub struct Config {
         /// Name in `coreward status`; different for every rack.
@@ -25,7 +25,7 @@ config_struct! {
         pub controllers as "controller": Controllers,
         /// Interval at which each agent's complete report is forwarded, for `coreward status` and metrics.
         pub detail_interval: Duration as DetailInterval = BoundedDuration(Duration::from_secs(1)),
-        /// Limit of least loaded cores sent per bucket; fewer than 8 cost crossrss-plus accuracy.
+        /// Maximum number of least loaded cores sent per bucket; fewer than 8 make crossrss-plus less accurate.
         pub candidates: usize as Number<1, { MAX_CANDIDATES as u64 }> = Number(MAX_CANDIDATES.into()),
         /// Address and port of the metrics for Prometheus; without it none are served.
         pub metrics: Option<SocketAddr>,

@@ -1,4 +1,4 @@
-//! Daemon: applies the controller's updates, and serves agents while a controller is connected.
+//! The rack controller's daemon, which applies updates, and serves agents while a controller is connected.
 
 use std::convert::Infallible;
 use std::net::SocketAddr;
@@ -39,7 +39,7 @@ metrics! {
     );
 }
 
-/// Maximum number of messages to the controller that wait. If there are more, agents wait and summaries are dropped.
+/// Maximum number of queued messages to the controller. If they are more, agents wait and summaries are dropped.
 const CONTROLLER_QUEUE_LENGTH: usize = 64;
 
 /// Runs the rack until SIGTERM or SIGINT. Fails if the file is invalid or the address cannot be bound.
@@ -67,7 +67,7 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     })
 }
 
-/// Reloads revoked certificates at each SIGHUP. Other keys need a restart, which disconnects agents for a second.
+/// Reloads the revoked certificates at each SIGHUP. Other keys need a restart, which disconnects agents for a second.
 async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, security: &Security) -> Infallible {
     loop {
         hangup.recv().await;
@@ -94,7 +94,6 @@ async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, securi
     }
 }
 
-/// Rack controller that listens for agents.
 pub struct Rack {
     config: Config,
     listener: TcpListener,
@@ -104,7 +103,7 @@ pub struct Rack {
 
 impl Rack {
     /// Opens the listening socket. Agents are rejected until a controller is connected. The future is boxed, so that
-    /// calling crates do not compile the server's code.
+    /// calling crates do not compile the server's code again.
     pub fn bind(config: Config) -> BoxFuture<'static, anyhow::Result<Self>> {
         Box::pin(Self::open(config))
     }
@@ -119,7 +118,7 @@ impl Rack {
         Ok(Self { config, listener, address, security })
     }
 
-    /// Returns the address at which the rack listens, with the port that the system chose for port 0.
+    /// Returns the address at which the rack listens. If port 0 was configured, it has the port that the system chose.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -183,7 +182,7 @@ async fn run_session(config: &Config, connection: &mut ControllerConnection, sha
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
                 if shared.report_interval().is_none() && !shared.counts().is_connected {
-                    // The first update means that the controller accepted this rack.
+                    // The first update shows that the controller has accepted this rack.
                     let controller = connection.controller();
                     tracing::info!(
                         event = "controller-connected",
@@ -201,9 +200,9 @@ async fn run_session(config: &Config, connection: &mut ControllerConnection, sha
                 due = (due + interval).max(Instant::now());
                 if messages.capacity() > 0 {
                     for message in shared.summaries() {
-                        // Each message waits for room in the queue, so that not always the last summaries are dropped.
+                        // Each message waits for room, because otherwise the last summaries would always be dropped.
                         if messages.send(message).await.is_err() {
-                            // The stream has ended; its status is read below.
+                            // The stream has ended. Its status is read below.
                             break;
                         }
                     }

@@ -1,4 +1,4 @@
-//! A controller, two racks and four servers' agents over gRPC on loopback; the agents only pretend.
+//! Tests a controller and two racks over gRPC on loopback, with simulated agents of four servers.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -23,7 +23,7 @@ use tonic::{Code, Streaming};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Awaits `future`, and panics if it takes longer than a generous timeout.
+/// Awaits `future`, and panics if it does not complete within a generous timeout.
 async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{what} does not come"))
 }
@@ -41,7 +41,7 @@ async fn client(address: SocketAddr) -> ControlClient<tonic::transport::Channel>
     .await
 }
 
-/// Task of a server, which is aborted on drop, and the server's address.
+/// Server task, which is aborted on drop, and the server's address.
 struct RunningServer(JoinHandle<anyhow::Result<()>>, SocketAddr);
 
 impl Drop for RunningServer {
@@ -50,7 +50,7 @@ impl Drop for RunningServer {
     }
 }
 
-/// Starts a controller. Returns its task, and the address of its API.
+/// Starts a controller. Returns its task and the address of its API.
 async fn controller(directory: &Path) -> (RunningServer, SocketAddr) {
     let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
     let fleet = (1..=4).map(server).collect::<String>()
@@ -74,7 +74,7 @@ async fn rack(name: &str, listen: &str, controller: &RunningServer) -> RunningSe
     RunningServer(tokio::spawn(rack.serve()), address)
 }
 
-/// Task of an agent, which reports the same loads until this value is dropped.
+/// Task of an agent that reports the same loads until this value is dropped.
 struct Agent(JoinHandle<()>);
 
 impl Drop for Agent {
@@ -83,7 +83,7 @@ impl Drop for Agent {
     }
 }
 
-/// Opens an agent's stream. Returns it after the peer has accepted the agent.
+/// Opens an agent's stream, and returns it once the peer has accepted the agent.
 async fn begin(
     server: &str,
     at: SocketAddr,
@@ -98,7 +98,7 @@ async fn begin(
 }
 
 impl Agent {
-    /// Starts an agent, and repeats the connection until the rack or the controller accepts it.
+    /// Starts an agent, and repeats the connection until a rack or the controller accepts it.
     async fn start(number: u32, at: SocketAddr, loads: [f64; 2]) -> Self {
         let name = format!("s{number}");
         let (sender, mut updates, configuration) = in_time("a stream", async {
@@ -151,7 +151,7 @@ fn report(sequence: u64, loads: [f64; 2]) -> v1::Report {
 }
 
 struct LoadBalancer {
-    /// Sender that is only stored to keep the stream open.
+    /// Never used, but keeps the stream open.
     _sender: mpsc::Sender<v1::LoadBalancerMessage>,
     updates: Streaming<v1::DataplaneUpdate>,
 }
@@ -223,7 +223,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
         .map(|rack| (rack.name.as_str(), rack.servers.iter().map(String::as_str).collect()))
         .collect();
     assert_eq!(agents_by_rack, [("r1", vec!["s1", "s2"]), ("r2", vec!["s3", "s4"])]);
-    // The status shows every core, from the forwarded reports.
+    // The status shows every core, because the racks forward complete reports.
     let core_loads = in_time("the loads of every core", async {
         loop {
             let servers = status(directory.path(), api).await.servers;
@@ -238,7 +238,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
         assert!((shown - reported).abs() < 0.001, "{core_loads:?}");
     }
 
-    // A rack is killed: its servers count with the mean load of the other rack.
+    // When a rack is killed, its servers count with the mean load of the other rack.
     let at = second_rack.1;
     drop(second_rack);
     agents.truncate(2);
@@ -246,7 +246,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
         [&[(2, 20), (3, 25), (4, 25), (1, 40)], &[(1, 10), (3, 25), (4, 25), (2, 30)]];
     load_balancer.wait_for_table(candidates_with_mean_loads).await;
 
-    // One agent of the killed rack connects to the controller, the other to the restarted rack.
+    // One agent of the killed rack connects to the controller, and the other one to the restarted rack.
     agents.push(Agent::start(3, controller.1, loads[2]).await);
     let _second_rack = in_time("the address", async {
         while std::net::TcpListener::bind(at).is_err() {
@@ -262,7 +262,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
 #[tokio::test]
 async fn rack_without_controller_accepts_no_agent() {
     let directory = tempfile::tempdir().unwrap();
-    // A bound port without a listener, which no other test can get.
+    // The port is bound so that no other test can get it, but has no listener.
     let unconnected_socket = tokio::net::TcpSocket::new_v4().unwrap();
     unconnected_socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let unused_address = unconnected_socket.local_addr().unwrap();
@@ -278,7 +278,7 @@ async fn rack_without_controller_accepts_no_agent() {
 
     let (controller, _) = controller(directory.path()).await;
     let connected_rack = rack("r1", "127.0.0.1:0", &controller).await;
-    // A server outside the fleet is rejected through the rack.
+    // A rack passes on that the controller rejects a server outside the fleet.
     let unknown_server_error = in_time("a refusal", async {
         loop {
             match begin("s9", connected_rack.1).await {

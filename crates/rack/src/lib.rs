@@ -1,12 +1,12 @@
-//! Rack controller: reduces the reports of its agents to the least loaded cores of each bucket, for the controller.
-//! docs/design.md gives the reasons why nothing is lost.
+//! The rack controller, which reduces its agents' reports to the least loaded cores of each bucket, and sends these to
+//! the controller. docs/design.md explains why this loses no accuracy.
 //!
 //! A rack controller stores nothing. Without a controller it rejects agents, so that they try the next address.
 //!
 //! * [`config`]: the configuration file
-//! * [`daemon`]: the connection to the controller
-//! * [`reducer`]: reports to summaries
-//! * [`agents`]: the gRPC service
+//! * [`daemon`]: connection to the controller, and start of the gRPC service
+//! * [`reducer`]: reduction of reports to summaries
+//! * [`agents`]: gRPC service for agents
 
 pub mod agents;
 pub mod config;

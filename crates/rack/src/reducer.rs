@@ -1,4 +1,4 @@
-//! Reduction of reports to summaries, without I/O; time is an argument.
+//! Reduces reports to summaries. This module does no I/O and gets the time as an argument.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::time::Duration;
@@ -15,20 +15,21 @@ use coreward_wire::{RackConfiguration, RackMember, RackServer, RackService, Repo
 /// Number of detail intervals after which a forwarded report expires.
 const REPORT_VALIDITY_INTERVALS: u32 = 3;
 
-/// Reducer of agents' reports to summaries for the controller, which also selects reports to forward in full.
+/// Reducer of agents' reports to summaries for the controller. It also selects the reports to forward completely.
 pub struct Reducer {
     detail_interval: Duration,
     max_candidates_per_bucket: usize,
     configuration: Option<RackConfiguration>,
-    /// Streams of agents whose servers are draining, because the remaining connections of these servers are displayed.
+    /// Streams of agents whose servers are draining. Their reports are forwarded more often, because operators watch
+    /// the remaining connections.
     draining_streams: HashSet<u64>,
-    /// State of each agent, by the number of its stream.
+    /// State of each agent, by its stream's number.
     agents_by_stream: BTreeMap<u64, AgentState>,
-    /// Placement policy of each service, which stores state about the loads.
+    /// Placement policy of each service, which keeps state about the loads.
     policies_by_service: HashMap<ServiceIndex, Box<dyn Policy>>,
 }
 
-/// State of an agent with its newest report, and the report of it that was forwarded last.
+/// An agent with its newest report, and what its last forwarded report contained.
 #[derive(Default)]
 struct AgentState {
     agent: Agent,
@@ -36,7 +37,6 @@ struct AgentState {
 }
 
 struct ForwardedReport {
-    /// Time at which the report was forwarded.
     forwarded_at: Duration,
     warnings: Vec<String>,
     configuration_generation: u64,
@@ -44,8 +44,8 @@ struct ForwardedReport {
 }
 
 impl Reducer {
-    /// Returns an empty reducer. `detail_interval`: minimum time between two full reports of an agent;
-    /// `max_candidates_per_bucket`: maximum number of candidates that are sent per bucket.
+    /// Returns an empty reducer. `detail_interval` is the minimum time between two complete reports of an agent. At
+    /// most `max_candidates_per_bucket` candidates are sent per bucket.
     pub fn new(detail_interval: Duration, max_candidates_per_bucket: usize) -> Self {
         Self {
             detail_interval,
@@ -63,7 +63,7 @@ impl Reducer {
             configuration.services.iter().any(|new| new.index == *index && new.policy == policy.name())
         });
         for service in &configuration.services {
-            // The seed is for hash keys, which summaries do not need.
+            // The seed only matters for hash keys, which summaries do not need.
             match policy::policy_by_name(&service.policy, 0) {
                 Ok(policy) => drop(policies.entry(service.index).or_insert(policy)),
                 Err(unknown) => {
@@ -85,7 +85,7 @@ impl Reducer {
         self.configuration = Some(configuration);
     }
 
-    /// Returns the interval at which summaries are sent; `None`: there is no configuration yet.
+    /// Returns the interval at which summaries are sent, or `None` before the first configuration.
     pub fn report_interval(&self) -> Option<Duration> {
         self.configuration.as_ref().map(|configuration| configuration.report_interval)
     }
@@ -102,7 +102,7 @@ impl Reducer {
         self.agents_by_stream.len()
     }
 
-    /// Returns the time until the stream's next message may be read; zero: at once.
+    /// Returns how long to wait before the stream's next message may be read. Zero means that it may be read now.
     pub fn message_wait(&self, stream: u64, now: Now) -> Duration {
         let agent_and_configuration = self.agents_by_stream.get(&stream).zip(self.configuration.as_ref());
         agent_and_configuration.map_or(Duration::ZERO, |(reported, configuration)| {
@@ -110,21 +110,21 @@ impl Reducer {
         })
     }
 
-    /// Counts an unsolicited message towards the rate limit of reports.
+    /// Counts a message that answers no query against the rate limit for reports.
     pub fn count_unsolicited_message(&mut self, stream: u64, now: Now) {
         if let (Some(reported), Some(configuration)) = (self.agents_by_stream.get_mut(&stream), &self.configuration) {
             reported.agent.take_report_token(configuration.report_interval, now);
         }
     }
 
-    /// Stores a report. Returns the report if it must be forwarded in full, and the reason if it is rejected.
+    /// Stores a report. Returns it if it must be forwarded completely, and the reason if it is rejected.
     pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Rejection>) {
         let Some(reported) = self.agents_by_stream.get_mut(&stream) else { return (None, Ok(())) };
         let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
         if !reported.agent.take_report_token(configuration.report_interval, now) {
             return (None, Err(Rejection::TooManyReports(format!("stream {stream}"))));
         }
-        // Reports with details arrive about once a second.
+        // For a draining server, every report with details is forwarded. Agents send them about once a second.
         let configured_interval =
             if self.draining_streams.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(configured_interval);
@@ -150,12 +150,12 @@ impl Reducer {
             let validity_ms = (REPORT_VALIDITY_INTERVALS * detail_interval).as_millis() as u32;
             v1::Report { time_to_live_ms: report.time_to_live_ms.max(validity_ms), ..report.clone() }
         });
-        // 0: the controller handles acknowledgements.
+        // The acknowledged generation is 0, because the controller handles acknowledgements.
         let report_result = reported.agent.record_report(Report::try_from(report), configuration.alpha, 0, now);
         (forwarded_report, report_result)
     }
 
-    /// Returns the summaries of all services. Called once per report interval.
+    /// Returns the summaries for all services. Called once per report interval.
     pub fn summaries(&mut self, now: Now) -> Vec<v1::RackSummary> {
         let Some(configuration) = &self.configuration else { return Vec::new() };
         let servers_by_id: HashMap<ServerId, &RackServer> =
@@ -183,7 +183,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
         loads,
         rss: agent.rss().cloned(),
         weight: server.weight,
-        // The controller applies slow start: the summary has each server's full share.
+        // The controller applies slow start, so the summary has each server's full share.
         slow_start_fraction: if member.has_full_share { 1.0 } else { 0.0 },
         capacity: server.capacity,
         ..PoolServer::new(server.id)
@@ -211,7 +211,7 @@ mod tests {
         let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record: Duration::ZERO };
         let (mut forwarded, mut refused) = (0, 0);
         for _ in 0..100 {
-            // A report with another RSS would be forwarded.
+            // A report with other RSS settings would be forwarded.
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
             let (report, outcome) = reducer.report(1, report, now);
             forwarded += u32::from(report.is_some());

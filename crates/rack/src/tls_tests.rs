@@ -1,4 +1,4 @@
-//! A rack with certificates: its agents and the rack authenticate each other.
+//! Tests a rack and agents that authenticate each other with certificates.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -51,7 +51,7 @@ impl Certificates {
         format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
     }
 
-    /// Starts a controller with the servers s1 and s2. Returns the address for daemons.
+    /// Starts a controller for the servers s1 and s2. Returns the address at which daemons connect.
     async fn controller(&self) -> SocketAddr {
         let file = |name: &str| self.path().join(name);
         let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {n}\n");
@@ -77,7 +77,7 @@ impl Certificates {
     }
 }
 
-/// Registers as the agent of `server` with this certificate. Returns the first update from the peer.
+/// Registers as the agent of `server` with this certificate. Returns the peer's first update.
 async fn first_update(
     files: &CredentialFiles,
     expected: &'static [Role],
@@ -93,7 +93,7 @@ async fn first_update(
     ControlClient::new(channel).agent(ReceiverStream::new(receiver)).await?.into_inner().message().await
 }
 
-/// Returns the update of [`first_update`], once the rack has connected to its controller.
+/// Returns the update of [`first_update`] once the rack has connected to its controller.
 async fn first_update_when_connected(
     files: &CredentialFiles,
     expected: &'static [Role],
@@ -143,12 +143,12 @@ async fn rack_accepts_agents_only() {
     assert!(first_update(&lb, &[Role::Controller], "s1", rack).await.is_err());
     let rejection = first_update(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
     assert_ne!(rejection.code(), Code::Ok);
-    // An agent's key does not make a rack: the controller rejects it, so it accepts no agent.
+    // A rack cannot use an agent's key. The controller rejects it, so it accepts no agents.
     let false_rack = certificates.rack(controller, &certificates.table(Role::Agent, "s2")).await;
     let s1 = certificates.issue_credentials(Role::Agent, "s1");
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(first_update(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack).await.is_err());
-    // No agent without a certificate.
+    // An agent without a certificate is rejected.
     let plaintext_endpoint = Arc::new(Endpoint::from_shared(format!("http://{rack}")).unwrap());
     let mut client = ControlClient::new(plaintext_endpoint.connect_lazy());
     let result = client.agent(tokio_stream::empty::<v1::AgentMessage>()).await;

@@ -32,21 +32,21 @@ pub fn format_explanation(reply: &Explanation, question: &Explain) -> String {
     )
 }
 
-/// Returns the output line about the chosen server's VLAN; empty if its frames are untagged.
+/// Returns the output line about the chosen server's VLAN, or an empty text if its frames are untagged.
 fn format_vlan(reply: &Explanation) -> String {
     let chosen_server = reply.servers.iter().find(|server| Some(&*server.name) == reply.chosen_server.as_deref());
     let name_and_vlan = chosen_server.and_then(|server| server.vlan.map(|vlan| (&server.name, vlan)));
     name_and_vlan.map_or_else(String::new, |(name, vlan)| format!("Frames to {name} are in VLAN {vlan}.\n"))
 }
 
-/// Returns the output line about the share of packets decided by cookies; empty without LB-side stamping.
+/// Returns the output line about the share of packets whose server a cookie decides. Empty without LB-side stamping.
 fn format_cookie_share(reply: &Explanation) -> String {
     reply.cookie_share.map_or_else(String::new, |share| {
         format!("Load balancers decide {:.2} % of its established packets by the cookie.\n", share * 100.0)
     })
 }
 
-/// Returns the output line about the outer header; empty for forwarding on one segment (`l2`).
+/// Returns the output line about the outer header of forwarded packets. It is empty for `l2`, which adds no header.
 fn format_forwarding(reply: &Explanation) -> String {
     const OTHER_CORE_NOTE: &str = "NICs hash the outer header, so packets may arrive at another core";
     match (&*reply.forwarding, reply.outer_source_port) {

@@ -1,4 +1,4 @@
-//! Output of `coreward fleet` and `coreward apply`.
+//! Output of the commands `coreward fleet` and `coreward apply`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -9,7 +9,7 @@ use coreward_http::client::Client;
 
 use super::{OutputFormat, block_on, to_json};
 
-/// Returns the fleet document in force, as the operator wrote it. Fails when the controller cannot be reached.
+/// Returns the applied fleet document in the operator's original text. Fails if the controller cannot be reached.
 pub fn show(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
     let document = block_on(client.fleet())?;
     match format {
@@ -21,7 +21,7 @@ pub fn show(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
     }
 }
 
-/// Fleet document to apply, and its differences from the one in force.
+/// Fleet document to apply, and its differences from the document that is currently applied.
 pub struct ProposedFleet {
     client: Client,
     document: NewFleet,
@@ -29,7 +29,7 @@ pub struct ProposedFleet {
 }
 
 impl ProposedFleet {
-    /// Reads the file and lets the controller check it. The error lists every mistake.
+    /// Reads the file and sends it to the controller to check it. The error lists every mistake.
     pub fn read(client: &Client, file: &Path) -> anyhow::Result<Self> {
         let text = std::fs::read_to_string(file)
             .with_context(|| format!("{}: expected a readable TOML file", file.display()))?;
@@ -51,7 +51,7 @@ impl ProposedFleet {
         &self.preview.changes
     }
 
-    /// Returns the changes of the document as text or JSON. Fails when they cannot be written as JSON.
+    /// Formats the changes that the document makes. Fails if they cannot be encoded in JSON.
     pub fn format_changes(&self, format: OutputFormat) -> anyhow::Result<String> {
         if format == OutputFormat::Json {
             return to_json(&self.preview);
@@ -73,14 +73,14 @@ impl ProposedFleet {
         Ok(text)
     }
 
-    /// Applies the document completely or not at all. Fails if another document is in force, or the store is full.
+    /// Applies the document completely or not at all. Fails if another one was applied meanwhile, or the store is full.
     pub fn apply(self) -> anyhow::Result<FleetApplied> {
         let document = NewFleet { dry_run: false, ..self.document };
         block_on(self.client.put_fleet(&document))
     }
 }
 
-/// Returns the output of `coreward apply`. Fails when it cannot be written as JSON.
+/// Formats the result of `coreward apply`. Fails if it cannot be encoded in JSON.
 pub fn format_apply_result(applied: &FleetApplied, format: OutputFormat) -> anyhow::Result<String> {
     match format {
         OutputFormat::Json => to_json(applied),

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use coreward_api::types::{KeyPhase, Keys};
 
-/// Returns the text output about the cookie keys. `now`: time since 1970.
+/// Formats the state of the cookie keys as text. `now` is the time since 1970.
 pub fn format_key_status(keys: &Keys, now: Duration) -> String {
     let key_age = now.saturating_sub(Duration::from_secs(keys.current_since_unix_s));
     let mut text = format!("key {} stamps, for {} now\n", keys.current, format_duration(key_age));
@@ -41,7 +41,7 @@ pub fn format_key_status(keys: &Keys, now: Duration) -> String {
     text
 }
 
-/// Returns the duration in its two largest units.
+/// Formats a duration in its two largest units.
 pub(super) fn format_duration(duration: Duration) -> String {
     let seconds = duration.as_secs();
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);

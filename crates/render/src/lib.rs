@@ -1,5 +1,4 @@
-//! Output of `coreward status`, `explain`, `keys`, `apply` and `fleet`: queries a controller's API and formats the
-//! answer.
+//! Output of `coreward status`, `explain`, `keys`, `apply` and `fleet`, with answers from a controller's API.
 
 mod explain;
 pub mod fleet;
@@ -17,12 +16,12 @@ use coreward_fleet::clock::wall_clock;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OutputFormat {
     Text,
-    /// One JSON object, for programs.
+    /// One JSON object, for other programs to read.
     Json,
 }
 
-/// Returns the output of `coreward status`. `rss_keys`: includes full RSS keys, in JSON only. Fails when the controller
-/// cannot be reached, or rejects the request.
+/// Returns the output of `coreward status`. `rss_keys` includes full RSS keys, but only in JSON. Fails if the
+/// controller cannot be reached, or if it rejects the request.
 pub fn status(client: &Client, rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
     let status = block_on(client.status(rss_keys))?;
     match format {
@@ -31,7 +30,7 @@ pub fn status(client: &Client, rss_keys: bool, format: OutputFormat) -> anyhow::
     }
 }
 
-/// Returns the output of `coreward explain`. Fails if the controller cannot be reached, or the service is unknown.
+/// Returns the output of `coreward explain`. Fails if the controller cannot be reached, or if the service is unknown.
 pub fn explain(client: &Client, question: &Explain, format: OutputFormat) -> anyhow::Result<String> {
     let explanation = block_on(client.explain(question))?;
     match format {
@@ -40,13 +39,13 @@ pub fn explain(client: &Client, question: &Explain, format: OutputFormat) -> any
     }
 }
 
-/// Returns the output of `coreward keys show`. Fails when the controller cannot be reached.
+/// Returns the output of `coreward keys show`. Fails if the controller cannot be reached.
 pub fn keys(client: &Client, format: OutputFormat) -> anyhow::Result<String> {
     render_keys(&block_on(client.keys())?, format)
 }
 
-/// Begins a rotation, or continues it; returns the output of `coreward keys rotate`. Fails if the controller cannot be
-/// reached, or the rotation is neither safe now nor forced.
+/// Begins or continues a key rotation, and returns the output of `coreward keys rotate`. Fails if the controller cannot
+/// be reached, or if the rotation is neither safe now nor forced.
 pub fn rotate_keys(client: &Client, force: bool, format: OutputFormat) -> anyhow::Result<String> {
     render_keys(&block_on(client.rotate_keys(&RotateKeys { force }))?, format)
 }
@@ -58,7 +57,7 @@ fn render_keys(keys: &Keys, format: OutputFormat) -> anyhow::Result<String> {
     }
 }
 
-/// Returns the document as JSON with line breaks.
+/// Formats the document as JSON with line breaks and indentation.
 fn to_json(document: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(document)?)
 }

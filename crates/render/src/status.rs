@@ -13,7 +13,7 @@ use coreward_model::statistics::mean;
 
 use super::keys;
 
-/// Returns the text output about the status. `now`: time since 1970.
+/// Formats the fleet's status as text. `now` is the time since 1970.
 pub fn format_status(reply: &Status, now: Duration) -> String {
     let mut text = format!(
         "configuration {}, a report every {} ms: {} taken, {} refused\n",
@@ -54,7 +54,7 @@ fn rack_text(rack: &Rack, servers: usize) -> String {
     )
 }
 
-/// Returns the sum of the counts and those above 0, the largest first, such as "3 (out_of_order 2, no_cores 1)".
+/// Formats the sum of the counts, and each count above 0 from the largest on, such as "3 (out_of_order 2, no_cores 1)".
 fn format_counts(counts: &BTreeMap<String, u64>) -> String {
     let counts_text = format_list(counts);
     let sum = counts.values().fold(0, |sum: u64, count| sum.saturating_add(*count));
@@ -102,7 +102,7 @@ fn service_text(service: &Service) -> String {
     text
 }
 
-/// Returns a text such as ", stateless, timestamps by servers".
+/// Formats a service's consistency mode, such as ", stateless, timestamps by servers".
 fn consistency_text(service: &Service) -> String {
     let timestamps_text = match service.timestamps.as_str() {
         "server" => "timestamps by servers",
@@ -150,7 +150,7 @@ fn servers_text(servers: &[Server]) -> String {
     text
 }
 
-/// Returns a text such as "s1: down for 3 s: lb1: connection refused".
+/// Formats a server's state and its reason, such as "s1: down for 3 s: lb1: connection refused".
 fn state_text(server: &Server) -> String {
     let Server { name, state, state_reason: reason, state_for_ms, .. } = server;
     let duration_text = state_for_ms
@@ -159,7 +159,7 @@ fn state_text(server: &Server) -> String {
     format!("{name}: {state}{duration_text}{reason}")
 }
 
-/// Returns a text such as "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
+/// Formats a server's remaining connections, such as "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
 fn remaining_text(server: &Server) -> String {
     let Some(counted) = &server.connections else {
         return format!("  {}: how many connections remain is not known\n", server.name);
@@ -203,7 +203,7 @@ fn address_text(server: &Server) -> String {
     server.vlan.map_or_else(|| server.address.to_string(), |vlan| format!("{} VLAN {vlan}", server.address))
 }
 
-/// Returns the number of SYNs at the predicted queue and of all SYNs, such as "97 of 100".
+/// Formats how many of all SYNs arrived at the predicted queue, such as "97 of 100".
 fn prediction_text(matched: u64, mismatched: u64) -> String {
     match matched + mismatched {
         0 => "-".to_owned(),
@@ -211,7 +211,7 @@ fn prediction_text(matched: u64, mismatched: u64) -> String {
     }
 }
 
-/// Returns a bar character for a core's load, in steps of an eighth of its capacity.
+/// Returns a bar character whose height shows a core's load, in steps of an eighth of the core's capacity.
 fn load_bar(load: f64) -> char {
     const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     BARS[((load * 8.0) as usize).min(BARS.len() - 1)]
@@ -287,8 +287,7 @@ fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
     text
 }
 
-/// Describes the part of the configuration that is not in force, if any. A load balancer without a configuration has no
-/// unresolved servers.
+/// Describes which parts of the configuration a load balancer lacks, or returns `None` if it has all of them.
 fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Option<String> {
     if state.configuration_generation == 0 {
         return Some("no configuration of this controller is in force yet".to_owned());
@@ -300,7 +299,7 @@ fn missing_configuration(state: &LoadBalancerState, services: &[Service]) -> Opt
         .then(|| format!("no table is in force yet for {}", services_without_table.join(", ")))
 }
 
-/// Returns a line per service with the number of known server clocks, and the problems of other servers.
+/// Formats one line per service with the number of servers whose clocks are known, and the other servers' problems.
 fn clocks_text(state: &LoadBalancerState) -> String {
     let mut clocks_by_service: BTreeMap<&str, Vec<&ServerClock>> = BTreeMap::new();
     for clock in &state.server_clocks {

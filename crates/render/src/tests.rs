@@ -1,4 +1,4 @@
-//! Output of commands.
+//! Tests of the commands' output.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use coreward_model::tuple::Protocol;
 
 use super::*;
 
-/// Returns the clock of a server with LB-side stamping.
+/// Returns the state of a server's clock, which a load balancer must know for LB-side stamping.
 fn server_clock(server: &str, state: &str, problem: &str) -> ServerClock {
     ServerClock {
         service: "old".into(),
@@ -231,7 +231,6 @@ cookie keys: key 1 stamps, for 1 h 0 min now
     assert_eq!(status::format_status(&sample_status(), Duration::from_secs(1_003_600)), expected);
 }
 
-/// Returns the lines of the text output about `lb1` in this state.
 fn load_balancer_lines(state: LoadBalancerState) -> String {
     let mut status = sample_status();
     status.load_balancers[0].state = Some(state);
@@ -338,13 +337,13 @@ bucket 111 of 128 goes to s1: because.
 
 #[test]
 fn unreachable_controller_and_invalid_token_are_reported() {
-    // A port that was free a moment ago, at an address of the loopback without another listener.
+    // This port was free a moment ago, and no other process listens at this loopback address.
     let closed_address = std::net::TcpListener::bind("127.0.0.2:0").unwrap().local_addr().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let token_path = directory.path().join("operator.token");
     let error = Client::new(closed_address.into(), &token_path).unwrap_err().to_string();
     assert!(error.contains("No such file") && error.contains("--token-file"), "{error}");
-    // An invalid header, or an unaddressed one, is not sent.
+    // No request is sent if the token is invalid.
     for wrong in ["", "short", "two\nlines, 32 characters and more of it"] {
         std::fs::write(&token_path, wrong).unwrap();
         std::fs::set_permissions(&token_path, std::fs::Permissions::from_mode(0o600)).unwrap();

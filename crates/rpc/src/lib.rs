@@ -1,4 +1,4 @@
-//! gRPC services between coreward's processes: clients and servers generated from `crates/wire/proto/coreward.proto`.
+//! gRPC clients and servers between coreward's processes, generated from `crates/wire/proto/coreward.proto`.
 
 use coreward_wire::WireError;
 use tonic::Status;

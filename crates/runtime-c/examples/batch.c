@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * Two services on the same cores: service 0 answers requests at once, service 1 of a lower priority is a batch that
- * always has work. Its units are requests, too, so that cores take the next one by themselves and preempt it: a thread
- * keeps two of them per core under way. A unit counts the primes of a range. The results are printed at the end. With
- * TIMER_US, units have no yield points; a timer of this period preempts them.
+ * Two services that share their cores. Service 0 answers requests immediately. Service 1 has a lower priority and is a
+ * batch that always has work. The batch's units are requests, too, so that cores take the next one by themselves and
+ * can preempt it. A thread keeps two units per core outstanding. Each unit counts the primes in a range of numbers, and
+ * the results are printed at the end. With TIMER_US, a timer of this period preempts units, which then do not yield.
  */
 #include <arpa/inet.h>
 #include <pthread.h>
@@ -42,7 +42,7 @@ static bool is_prime(uint32_t number)
 	return number > 1;
 }
 
-/* The payload of a unit is the number of its range; the response is the number of primes. */
+/* A unit's payload is the number of its range, and the response is the number of primes in it. */
 static ptrdiff_t run_unit(const struct coreward_request *request, uint8_t *response, size_t capacity,
 			  struct coreward_context *context)
 {
@@ -88,7 +88,7 @@ static void *serve(void *core)
 	return (void *)(uintptr_t)counters.preempting;
 }
 
-/* Sends the next units, as many as there can be. A unit whose request or response is lost is replaced. */
+/* Keeps as many units outstanding as the window allows. If a request or response is lost, sends another unit. */
 static void feed(int client)
 {
 	unsigned int window = UNITS_PER_CORE * coreward_cores(runtime), under_way = 0;
@@ -108,7 +108,7 @@ static void feed(int client)
 	}
 }
 
-/* Returns false on an error. */
+/* Connects and registers both services. Returns false on an error. */
 static bool connect_to(char **arguments)
 {
 	int ports[SERVICES] = {atoi(arguments[2]), atoi(arguments[3])};

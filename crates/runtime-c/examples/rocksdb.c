@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * A key-value server over RocksDB. Service 0 has GET; service 1 at the same port has PUT and SCAN in a lower priority.
- * It answers the requests of `coreward-lab load` (lab/load/src/key_value.rs), numbers little-endian:
+ * A key-value server that stores its data in RocksDB. Service 0 serves GET. Service 1 at the same port serves PUT and
+ * SCAN with a lower priority. The server answers the requests of `coreward-lab load` (lab/load/src/key_value.rs), in
+ * which all numbers are little-endian:
  *
  *   request   0 type | 1 key length | 2 value length (16) | 4 id (32)     | 8 service time (32) | 12 key | value
  *   response  0 type | 1 status     | 2 core (16)         | 4 id (32)     | 8 part | 9 parts | 10 pairs (16) | 12 pairs
  *   pair      0 key length | 1 zero | 2 value length (16) | 4 key | value
  *
- * Type 1 is GET, 2 is PUT, 128 + n is a SCAN of n pairs from the key on. A response is one datagram with the pairs that
- * fit. A GET that arrives during a SCAN is served between two of its pairs, after the quantum.
+ * Type 1 is GET, 2 is PUT, and 128 + n is a SCAN of n pairs that starts at the key. A response is one datagram with the
+ * pairs that fit. If a GET arrives during a SCAN, it is served between two pairs when the SCAN's quantum is used up.
  */
 #include <arpa/inet.h>
 #include <pthread.h>
@@ -39,7 +40,7 @@ struct query {
 	size_t value_length;
 };
 
-/* A response under construction. */
+/* A response to which pairs are still added. */
 struct answer {
 	uint8_t *bytes;
 	size_t length;
@@ -59,7 +60,7 @@ static void put_16(uint8_t *to, size_t number)
 	to[1] = number >> 8;
 }
 
-/* Appends a pair. Returns false when it does not fit. */
+/* Appends a pair to the response. Returns false when it does not fit. */
 static bool append(struct answer *answer, const char *key, size_t key_length, const char *value, size_t value_length)
 {
 	uint8_t *pair = answer->bytes + answer->length;
@@ -77,7 +78,7 @@ static bool append(struct answer *answer, const char *key, size_t key_length, co
 	return true;
 }
 
-/* Frees RocksDB's text of an error, if there is one. Returns whether there was. */
+/* Prints and frees RocksDB's error text, if there is one. Returns whether there was an error. */
 static bool failed(char *error)
 {
 	if (error)
@@ -131,7 +132,7 @@ static int scan(const struct query *query, struct answer *answer, struct corewar
 	return failed(error) ? FAILED : DONE;
 }
 
-/* Returns false for a datagram that is no request. */
+/* Parses and checks a request. Returns false if the datagram is no valid request. */
 static bool read_query(const struct coreward_request *request, struct query *query)
 {
 	const uint8_t *bytes = request->payload;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
-/* A server in C: answers a request with its text in upper case. A request that begins with '*' is long. */
+/* A server in C that answers a request with its text in upper case. A request that begins with '*' takes long. */
 #include <ctype.h>
 #include <pthread.h>
 #include <signal.h>

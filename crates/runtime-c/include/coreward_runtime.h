@@ -15,27 +15,27 @@
 #include <stdint.h>
 
 /**
- * Assignment of cores to services 0 and 1 (RingLeader, NSDI'23, Sect. 4.4): both services run on every core.
+ * Assignment of cores to services 0 and 1 (RingLeader, NSDI'23, Sect. 4.4) by which both services run on every core.
  */
 #define COREWARD_COMPLETE_SHARE 0
 
 /**
- * Assignment: cores change hands by hints.
+ * Assignment by which each core runs one service, and hints move cores between the services.
  */
 #define COREWARD_DEDICATED 1
 
 /**
- * Assignment: cores open to both services and close again by hints.
+ * Assignment by which hints open cores to both services and close them again.
  */
 #define COREWARD_HYBRID 2
 
 /**
- * Core allocation that the workers of a process share.
+ * Assignment of cores to services, which the workers of a process share.
  */
 struct coreward_allocator;
 
 /**
- * A handler's view of its core.
+ * The core on which a handler runs, as the handler sees it.
  */
 struct coreward_context;
 
@@ -52,7 +52,7 @@ struct coreward_runtime;
 struct coreward_worker;
 
 /**
- * A request, valid until the handler returns.
+ * A request of a client, valid until the handler returns.
  */
 struct coreward_request {
   const uint8_t *payload;
@@ -66,8 +66,8 @@ struct coreward_request {
 };
 
 /**
- * Serves a request: writes at most `capacity` bytes to `response` and returns their number, or a negative number for
- * no response. `user` is that of `coreward_serve`.
+ * Serves a request. Writes at most `capacity` bytes to `response` and returns their number, or returns a negative
+ * number to send no response. `user` is the pointer that was passed to `coreward_serve`.
  */
 typedef ptrdiff_t (*coreward_handler)(const struct coreward_request *request,
                                       uint8_t *response,
@@ -76,62 +76,62 @@ typedef ptrdiff_t (*coreward_handler)(const struct coreward_request *request,
                                       void *user);
 
 /**
- * Options of `coreward_serve`. A field of 0 has its default.
+ * Options of `coreward_serve`. A field of 0 has its default, which is given in parentheses.
  */
 struct coreward_serve_options {
   /**
-   * Acts on hints, between requests and at yield points; null: monitors are rearmed, and nothing else.
+   * Allocator that acts on hints, between requests and at yield points. If null, hints only rearm their monitor.
    */
   const struct coreward_allocator *allocator;
   /**
-   * Time that a request runs before it yields (5 us).
+   * Time for which a request runs before it yields (5 us).
    */
   uint64_t quantum_ns;
   /**
-   * Time that an idle worker polls before it sleeps (20 us).
+   * Time for which an idle worker polls before it sleeps (20 us).
    */
   uint64_t spin_ns;
   /**
-   * Time that an idle worker sleeps between two polls (50 us).
+   * Time for which an idle worker sleeps between two polls (50 us).
    */
   uint64_t sleep_ns;
   /**
-   * Period of a timer that preempts handlers also between yield points (no timer). Two threads of the core then call
+   * Period of a timer that also preempts handlers between yield points (no timer). Two threads of the core then call
    * the handler, which must not hold a lock that requests of higher priority need.
    */
   uint64_t timer_ns;
   /**
-   * Requests without a response in one LoadFeedback, at most (4).
+   * Maximum number of requests without a response in one LoadFeedback message (4).
    */
   uint32_t feedback_batch;
 };
 
 struct coreward_serve_counters {
   /**
-   * Requests that ended.
+   * Requests that were completed.
    */
   uint64_t served;
   /**
-   * Requests that were served before another one of lower priority ended.
+   * Requests that were served while a request of lower priority was preempted.
    */
   uint64_t preempting;
   /**
-   * Responses that fit no slot and were not sent.
+   * Responses that were not sent because they were too long for a slot.
    */
   uint64_t too_long;
 };
 
 /**
- * A load hint (LoadHint).
+ * A hint to change the number of a service's cores (LoadHint).
  */
 struct coreward_hint {
   /**
-   * Services with requests that no core takes: bit s is service s.
+   * Bit mask of the services with requests that no core can take, in which bit s is service s.
    */
   uint64_t waiting;
   uint8_t service;
   /**
-   * 1: the service needs more cores; 0: it can do with fewer.
+   * 1 if the service needs more cores, or 0 if fewer suffice.
    */
   uint8_t scale_up;
 };
@@ -141,32 +141,33 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * Returns the text of this thread's last error, valid until the next one; empty without any.
+ * Returns the text of this thread's last error, valid until its next error, or an empty text if there was none.
  */
 const char *coreward_last_error(void);
 
 /**
- * Creates the allocation of `cores` cores with one of the assignments. `reserved`: cores that each service keeps for
- * itself. Returns null for an unknown assignment.
+ * Creates an assignment of `cores` cores with one of the methods above. Each service keeps `reserved` cores for
+ * itself. Returns null if the method is unknown.
  */
 struct coreward_allocator *coreward_allocator_new(int assignment,
                                                   uint16_t cores,
                                                   uint16_t reserved);
 
 /**
- * Frees an allocation, which may be null, when no worker uses it.
+ * Frees an allocator, unless it is null. No worker may use it then.
  */
 void coreward_allocator_free(struct coreward_allocator *allocator);
 
 /**
- * Serves waiting requests of higher priority if the handler's quantum is used up.
+ * Serves waiting requests of higher priority, if the handler has used up its quantum.
  */
 void coreward_yield_point(struct coreward_context *context);
 
 /**
- * Serves requests until `coreward_stop`. Then it disables all services at this core and serves
- * the rest. With an allocator it first enables the services that the core runs now. `options` and `counters` may be
- * null. Fails when the orchestrator ended, or the memory is damaged: free the worker and connect again then.
+ * Serves requests until `coreward_stop` is called. Then it disables all services at this core and serves the remaining
+ * requests. With an allocator, it first enables the services that are assigned to the core. `options` and `counters`
+ * may be null. Fails when the orchestrator has ended or the memory is damaged. In this case, free the worker and
+ * connect again.
  */
 int coreward_serve(struct coreward_worker *worker,
                    coreward_handler handler,
@@ -175,38 +176,38 @@ int coreward_serve(struct coreward_worker *worker,
                    struct coreward_serve_counters *counters);
 
 /**
- * Connects to the orchestrator whose memory is at `path`. Returns null on an error.
+ * Connects to the orchestrator whose shared memory is the file `path`. Returns null on an error.
  */
 struct coreward_runtime *coreward_connect(const char *path);
 
 /**
- * Ends the use of a runtime, which may be null. Its workers keep the registrations until they are freed.
+ * Frees a runtime, unless it is null. Its workers keep the registrations until they are freed.
  */
 void coreward_runtime_free(struct coreward_runtime *runtime);
 
 /**
- * Ends `coreward_serve` of all workers of the runtime. May be called in a signal handler.
+ * Makes `coreward_serve` return in all workers of the runtime. May be called in a signal handler.
  */
 void coreward_stop(const struct coreward_runtime *runtime);
 
 /**
- * Returns the number of cores that can have a worker; 0 for null.
+ * Returns the number of cores that can have a worker, or 0 if `runtime` is null.
  */
 uint16_t coreward_cores(const struct coreward_runtime *runtime);
 
 /**
- * Returns the bytes of the longest request and response; 0 for null.
+ * Returns the maximum length of requests and responses in bytes, or 0 if `runtime` is null.
  */
 size_t coreward_payload_bytes(const struct coreward_runtime *runtime);
 
 /**
- * Returns the number of services of the orchestrator; 0 for null.
+ * Returns how many services the orchestrator has, or 0 if `runtime` is null.
  */
 uint8_t coreward_services(const struct coreward_runtime *runtime);
 
 /**
- * Claims a service for this process (RegisterService). Address (host byte order), port and priority must be those of
- * the orchestrator's configuration.
+ * Registers this process as the one that serves a service (RegisterService). Address (in host byte order), port and
+ * priority must be those of the orchestrator's configuration.
  */
 int coreward_register_service(const struct coreward_runtime *runtime,
                               uint8_t service,
@@ -215,24 +216,27 @@ int coreward_register_service(const struct coreward_runtime *runtime,
                               uint8_t priority);
 
 /**
- * Becomes the worker of a core, which at first runs no service. Returns null on an error.
+ * Attaches a worker to a core, on which no service is enabled at first. Returns null on an error.
  */
 struct coreward_worker *coreward_worker_new(const struct coreward_runtime *runtime, uint16_t core);
 
 /**
- * Ends a worker, which may be null. Requests in its queues are lost.
+ * Ends a worker, unless it is null. Requests in its queues are lost.
  */
 void coreward_worker_free(struct coreward_worker *worker);
 
 /**
- * Runs a service on `core` from now on (EnableService).
+ * Enables a service on `core`, so that the core gets its requests (EnableService).
  */
 int coreward_enable_service(struct coreward_worker *worker, uint8_t service, uint16_t core);
 
 /**
- * Stops new requests of a service at `core` (DisableService). Its present requests remain.
+ * Disables a service on `core`, so that no new requests are sent there (DisableService). Requests in its queues
+ * remain.
  */
-int coreward_disable_service(struct coreward_worker *worker, uint8_t service, uint16_t core);
+int coreward_disable_service(struct coreward_worker *worker,
+                             uint8_t service,
+                             uint16_t core);
 
 /**
  * Reports `count` requests that `core` completed without a response (LoadFeedback).
@@ -243,14 +247,14 @@ int coreward_load_feedback(struct coreward_worker *worker,
                            uint32_t count);
 
 /**
- * Enables hints to scale a service up (EnableLoadMonitor): when one request waits at two checks, `epoch_ns` apart.
+ * Enables hints to scale a service up (EnableLoadMonitor), if a request waits at two checks `epoch_ns` apart.
  */
 int coreward_enable_scale_up(struct coreward_worker *worker,
                              uint8_t service,
                              uint64_t epoch_ns);
 
 /**
- * Enables hints to scale a service down (EnableLoadMonitor): when at most `threshold` requests wait during
+ * Enables hints to scale a service down (EnableLoadMonitor). One is sent if at most `threshold` requests wait during
  * `calm_epochs` epochs of `epoch_ns`.
  */
 int coreward_enable_scale_down(struct coreward_worker *worker,
@@ -260,19 +264,19 @@ int coreward_enable_scale_down(struct coreward_worker *worker,
                                uint32_t calm_epochs);
 
 /**
- * Rearms a service's load monitor after the cores acted on its last hint (RearmLoadMonitor).
+ * Rearms a service's load monitor after the cores have acted on its last hint (RearmLoadMonitor).
  */
 int coreward_rearm_load_monitor(struct coreward_worker *worker, uint8_t service);
 
 /**
- * Reads the next hint for this core (LoadHint). Returns 1 with a hint, 0 without one.
+ * Reads the next hint for this core (LoadHint). Returns 1 if there was a hint, and 0 otherwise.
  */
 int coreward_next_hint(struct coreward_worker *worker, struct coreward_hint *hint);
 
 /**
- * Takes the oldest request of the highest priority, for servers with a scheduler of their own. It is completed by
- * `coreward_respond` or `coreward_load_feedback`, and freed by `coreward_taken_free`. Returns null without a request
- * (`error` is 0) and on an error (`error` is -1). `service`, `payload` and `length` are set with a request.
+ * Takes the oldest request of the highest priority, for servers with their own scheduler. `coreward_respond` or
+ * `coreward_load_feedback` must complete it, and `coreward_taken_free` must free it. Returns null if no request waits
+ * (`error` is 0) or on an error (`error` is -1). `service`, `payload` and `length` are only set with a request.
  */
 struct coreward_taken_request *coreward_take_request(struct coreward_worker *worker,
                                                      uint8_t *service,
@@ -281,7 +285,7 @@ struct coreward_taken_request *coreward_take_request(struct coreward_worker *wor
                                                      int *error);
 
 /**
- * Sends the response to a request of `coreward_take_request`, which completes it.
+ * Sends the response to a request from `coreward_take_request`, which completes the request.
  */
 int coreward_respond(struct coreward_worker *worker,
                      const struct coreward_taken_request *request,
@@ -289,7 +293,7 @@ int coreward_respond(struct coreward_worker *worker,
                      size_t length);
 
 /**
- * Frees a request of `coreward_take_request`, which may be null.
+ * Frees a request from `coreward_take_request`, unless it is null.
  */
 void coreward_taken_free(struct coreward_taken_request *request);
 

@@ -1,4 +1,4 @@
-//! Results and errors of calls.
+//! Results and errors of the C functions.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
@@ -8,19 +8,19 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// Returns the text of this thread's last error, valid until the next one; empty without any.
+/// Returns the text of this thread's last error, valid until its next error, or an empty text if there was none.
 #[unsafe(no_mangle)]
 pub extern "C" fn coreward_last_error() -> *const c_char {
     LAST_ERROR.with_borrow(|text| text.as_ptr())
 }
 
-/// Stores the text of the error, which [`coreward_last_error`] returns.
+/// Stores the error's text, which [`coreward_last_error`] returns.
 pub(crate) fn set_last_error(error: impl Display) {
     let text = error.to_string().replace('\0', " ");
     LAST_ERROR.set(CString::new(text).unwrap_or_default());
 }
 
-/// Returns 0 for success; on an error, stores its text and returns -1.
+/// Returns 0 for success. On an error, stores its text and returns -1.
 pub(crate) fn to_status_code(result: Result<(), impl Display>) -> c_int {
     match result {
         Ok(()) => 0,
@@ -31,11 +31,11 @@ pub(crate) fn to_status_code(result: Result<(), impl Display>) -> c_int {
     }
 }
 
-/// Returns the object to which a caller's pointer points; if it is null, stores an error and returns `None`.
+/// Returns the object to which a caller's pointer points. If it is null, stores an error and returns `None`.
 ///
 /// # Safety
 ///
-/// `pointer` is null, or points to an object without other users during `'a`.
+/// `pointer` is null, or points to an object that is not used otherwise during `'a`.
 pub(crate) unsafe fn exclusive_ref<'a, T>(pointer: *mut T) -> Option<&'a mut T> {
     // SAFETY: by this function's contract.
     let object = unsafe { pointer.as_mut() };
@@ -45,7 +45,7 @@ pub(crate) unsafe fn exclusive_ref<'a, T>(pointer: *mut T) -> Option<&'a mut T> 
     object
 }
 
-/// Returns an object that threads share; if the pointer is null, stores an error and returns `None`.
+/// Returns an object that threads share. If the pointer is null, stores an error and returns `None`.
 ///
 /// # Safety
 ///
@@ -59,7 +59,7 @@ pub(crate) unsafe fn shared_ref<'a, T>(pointer: *const T) -> Option<&'a T> {
     object
 }
 
-/// Drops the object to which a caller's pointer points; the pointer may be null.
+/// Drops the object to which a caller's pointer points, unless the pointer is null.
 ///
 /// # Safety
 ///

@@ -1,6 +1,6 @@
 //! C interface of [`coreward_runtime`], declared in `include/coreward_runtime.h`.
 
-// cbindgen.toml has the contract of all functions, at the head of the header.
+// The contract of all functions is at the head of the header, which cbindgen.toml contains.
 #![allow(clippy::missing_safety_doc)]
 
 mod call;

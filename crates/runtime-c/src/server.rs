@@ -1,4 +1,4 @@
-//! Service of a core's requests by a C function.
+//! Serves a core's requests with a C function.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{from_mut, null_mut};
@@ -14,7 +14,7 @@ use coreward_runtime::worker;
 use crate::call::{exclusive_ref, free_box, set_last_error, shared_ref};
 use crate::worker::Worker;
 
-/// A request, valid until the handler returns.
+/// A request of a client, valid until the handler returns.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Request {
@@ -26,14 +26,14 @@ pub struct Request {
     pub service: u8,
 }
 
-/// A handler's view of its core.
+/// The core on which a handler runs, as the handler sees it.
 #[derive(Debug)]
 pub struct Context {
     _private: [u8; 0],
 }
 
-/// Serves a request: writes at most `capacity` bytes to `response` and returns their number, or a negative number for
-/// no response. `user` is that of `coreward_serve`.
+/// Serves a request. Writes at most `capacity` bytes to `response` and returns their number, or returns a negative
+/// number to send no response. `user` is the pointer that was passed to `coreward_serve`.
 pub type Handler = Option<
     unsafe extern "C" fn(
         request: *const Request,
@@ -44,51 +44,51 @@ pub type Handler = Option<
     ) -> isize,
 >;
 
-/// Assignment of cores to services 0 and 1 (RingLeader, NSDI'23, Sect. 4.4): both services run on every core.
+/// Assignment of cores to services 0 and 1 (RingLeader, NSDI'23, Sect. 4.4) by which both services run on every core.
 pub const COREWARD_COMPLETE_SHARE: c_int = 0;
-/// Assignment: cores change hands by hints.
+/// Assignment by which each core runs one service, and hints move cores between the services.
 pub const COREWARD_DEDICATED: c_int = 1;
-/// Assignment: cores open to both services and close again by hints.
+/// Assignment by which hints open cores to both services and close them again.
 pub const COREWARD_HYBRID: c_int = 2;
 
-/// Core allocation that the workers of a process share.
+/// Assignment of cores to services, which the workers of a process share.
 #[derive(Debug)]
 pub struct Allocator {
     allocator: SharedCoreAllocator,
 }
 
-/// Options of `coreward_serve`. A field of 0 has its default.
+/// Options of `coreward_serve`. A field of 0 has its default, which is given in parentheses.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct ServeOptions {
-    /// Acts on hints, between requests and at yield points; null: monitors are rearmed, and nothing else.
+    /// Allocator that acts on hints, between requests and at yield points. If null, hints only rearm their monitor.
     pub allocator: *const Allocator,
-    /// Time that a request runs before it yields (5 us).
+    /// Time for which a request runs before it yields (5 us).
     pub quantum_ns: u64,
-    /// Time that an idle worker polls before it sleeps (20 us).
+    /// Time for which an idle worker polls before it sleeps (20 us).
     pub spin_ns: u64,
-    /// Time that an idle worker sleeps between two polls (50 us).
+    /// Time for which an idle worker sleeps between two polls (50 us).
     pub sleep_ns: u64,
-    /// Period of a timer that preempts handlers also between yield points (no timer). Two threads of the core then call
+    /// Period of a timer that also preempts handlers between yield points (no timer). Two threads of the core then call
     /// the handler, which must not hold a lock that requests of higher priority need.
     pub timer_ns: u64,
-    /// Requests without a response in one LoadFeedback, at most (4).
+    /// Maximum number of requests without a response in one LoadFeedback message (4).
     pub feedback_batch: u32,
 }
 
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ServeCounters {
-    /// Requests that ended.
+    /// Requests that were completed.
     pub served: u64,
-    /// Requests that were served before another one of lower priority ended.
+    /// Requests that were served while a request of lower priority was preempted.
     pub preempting: u64,
-    /// Responses that fit no slot and were not sent.
+    /// Responses that were not sent because they were too long for a slot.
     pub too_long: u64,
 }
 
-/// Creates the allocation of `cores` cores with one of the assignments. `reserved`: cores that each service keeps for
-/// itself. Returns null for an unknown assignment.
+/// Creates an assignment of `cores` cores with one of the methods above. Each service keeps `reserved` cores for
+/// itself. Returns null if the method is unknown.
 #[unsafe(no_mangle)]
 pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved: u16) -> *mut Allocator {
     let assignment = match assignment {
@@ -105,14 +105,14 @@ pub extern "C" fn coreward_allocator_new(assignment: c_int, cores: u16, reserved
     }))
 }
 
-/// Frees an allocation, which may be null, when no worker uses it.
+/// Frees an allocator, unless it is null. No worker may use it then.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_allocator_free(allocator: *mut Allocator) {
     // SAFETY: by the interface's contract.
     unsafe { free_box(allocator) }
 }
 
-/// Argument `user` of `coreward_serve`, which every call of the handler gets.
+/// Argument `user` of `coreward_serve`, which is passed to every call of the handler.
 struct UserData(*mut c_void);
 
 // SAFETY: only the handler uses it, on the threads that the interface's contract names.
@@ -148,7 +148,7 @@ impl serve::Handler for HandlerCallbacks<'_> {
             )
         };
         let Ok(length) = usize::try_from(length) else { return Reply::Nothing };
-        // SAFETY: the handler has written so many bytes; of a longer response only the capacity's.
+        // SAFETY: the handler has written so many bytes, or only as many as the capacity if its response was longer.
         unsafe { response.set_len(length.min(self.response_capacity)) };
         if length > self.response_capacity { Reply::Nothing } else { Reply::Send }
     }
@@ -161,7 +161,7 @@ impl serve::Handler for HandlerCallbacks<'_> {
     }
 }
 
-/// Serves waiting requests of higher priority if the handler's quantum is used up.
+/// Serves waiting requests of higher priority, if the handler has used up its quantum.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_yield_point(context: *mut Context) {
     // SAFETY: the handler was given a pointer to this reference.
@@ -170,9 +170,10 @@ pub unsafe extern "C" fn coreward_yield_point(context: *mut Context) {
     }
 }
 
-/// Serves requests until `coreward_stop`. Then it disables all services at this core and serves
-/// the rest. With an allocator it first enables the services that the core runs now. `options` and `counters` may be
-/// null. Fails when the orchestrator ended, or the memory is damaged: free the worker and connect again then.
+/// Serves requests until `coreward_stop` is called. Then it disables all services at this core and serves the remaining
+/// requests. With an allocator, it first enables the services that are assigned to the core. `options` and `counters`
+/// may be null. Fails when the orchestrator has ended or the memory is damaged. In this case, free the worker and
+/// connect again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_serve(
     worker: *mut Worker,

@@ -1,4 +1,4 @@
-//! A process, its workers, and RingLeader's interface (NSDI'23, Table 1).
+//! A process and its workers, with RingLeader's interface (NSDI'23, Table 1).
 
 use std::ffi::{CStr, OsStr, c_char, c_int};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -47,18 +47,18 @@ pub struct OwnedRequest {
     request: TakenRequest,
 }
 
-/// A load hint (LoadHint).
+/// A hint to change the number of a service's cores (LoadHint).
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Hint {
-    /// Services with requests that no core takes: bit s is service s.
+    /// Bit mask of the services with requests that no core can take, in which bit s is service s.
     pub waiting: u64,
     pub service: u8,
-    /// 1: the service needs more cores; 0: it can do with fewer.
+    /// 1 if the service needs more cores, or 0 if fewer suffice.
     pub scale_up: u8,
 }
 
-/// Connects to the orchestrator whose memory is at `path`. Returns null on an error.
+/// Connects to the orchestrator whose shared memory is the file `path`. Returns null on an error.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_connect(path: *const c_char) -> *mut Runtime {
     if path.is_null() {
@@ -79,14 +79,14 @@ pub unsafe extern "C" fn coreward_connect(path: *const c_char) -> *mut Runtime {
     }
 }
 
-/// Ends the use of a runtime, which may be null. Its workers keep the registrations until they are freed.
+/// Frees a runtime, unless it is null. Its workers keep the registrations until they are freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_runtime_free(runtime: *mut Runtime) {
     // SAFETY: by the interface's contract.
     unsafe { free_box(runtime) }
 }
 
-/// Ends `coreward_serve` of all workers of the runtime. May be called in a signal handler.
+/// Makes `coreward_serve` return in all workers of the runtime. May be called in a signal handler.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_stop(runtime: *const Runtime) {
     // SAFETY: by the interface's contract.
@@ -95,29 +95,29 @@ pub unsafe extern "C" fn coreward_stop(runtime: *const Runtime) {
     }
 }
 
-/// Returns the number of cores that can have a worker; 0 for null.
+/// Returns the number of cores that can have a worker, or 0 if `runtime` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_cores(runtime: *const Runtime) -> u16 {
     // SAFETY: by the interface's contract.
     unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.cores())
 }
 
-/// Returns the bytes of the longest request and response; 0 for null.
+/// Returns the maximum length of requests and responses in bytes, or 0 if `runtime` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_payload_bytes(runtime: *const Runtime) -> usize {
     // SAFETY: by the interface's contract.
     unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.max_payload_bytes())
 }
 
-/// Returns the number of services of the orchestrator; 0 for null.
+/// Returns how many services the orchestrator has, or 0 if `runtime` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_services(runtime: *const Runtime) -> u8 {
     // SAFETY: by the interface's contract.
     unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.services().len() as u8)
 }
 
-/// Claims a service for this process (RegisterService). Address (host byte order), port and priority must be those of
-/// the orchestrator's configuration.
+/// Registers this process as the one that serves a service (RegisterService). Address (in host byte order), port and
+/// priority must be those of the orchestrator's configuration.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_register_service(
     runtime: *const Runtime,
@@ -132,7 +132,7 @@ pub unsafe extern "C" fn coreward_register_service(
     to_status_code(runtime.shared.runtime.register_service(service, address, priority))
 }
 
-/// Becomes the worker of a core, which at first runs no service. Returns null on an error.
+/// Attaches a worker to a core, on which no service is enabled at first. Returns null on an error.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_worker_new(runtime: *const Runtime, core: u16) -> *mut Worker {
     // SAFETY: by the interface's contract.
@@ -149,7 +149,7 @@ pub unsafe extern "C" fn coreward_worker_new(runtime: *const Runtime, core: u16)
     }
 }
 
-/// Ends a worker, which may be null. Requests in its queues are lost.
+/// Ends a worker, unless it is null. Requests in its queues are lost.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_worker_free(worker: *mut Worker) {
     // SAFETY: by the interface's contract.
@@ -166,14 +166,15 @@ unsafe fn with_worker(
     to_status_code(call(&mut worker.worker))
 }
 
-/// Runs a service on `core` from now on (EnableService).
+/// Enables a service on `core`, so that the core gets its requests (EnableService).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_enable_service(worker: *mut Worker, service: u8, core: u16) -> c_int {
     // SAFETY: by the interface's contract.
     unsafe { with_worker(worker, |worker| worker.enable_service(service, core)) }
 }
 
-/// Stops new requests of a service at `core` (DisableService). Its present requests remain.
+/// Disables a service on `core`, so that no new requests are sent there (DisableService). Requests in its queues
+/// remain.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_disable_service(worker: *mut Worker, service: u8, core: u16) -> c_int {
     // SAFETY: by the interface's contract.
@@ -187,7 +188,7 @@ pub unsafe extern "C" fn coreward_load_feedback(worker: *mut Worker, service: u8
     unsafe { with_worker(worker, |worker| worker.load_feedback(service, core, count)) }
 }
 
-/// Enables hints to scale a service up (EnableLoadMonitor): when one request waits at two checks, `epoch_ns` apart.
+/// Enables hints to scale a service up (EnableLoadMonitor), if a request waits at two checks `epoch_ns` apart.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: u8, epoch_ns: u64) -> c_int {
     let Some(epoch) = epoch_from_nanoseconds(epoch_ns) else { return -1 };
@@ -199,7 +200,7 @@ pub unsafe extern "C" fn coreward_enable_scale_up(worker: *mut Worker, service: 
     }
 }
 
-/// Enables hints to scale a service down (EnableLoadMonitor): when at most `threshold` requests wait during
+/// Enables hints to scale a service down (EnableLoadMonitor). One is sent if at most `threshold` requests wait during
 /// `calm_epochs` epochs of `epoch_ns`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_enable_scale_down(
@@ -227,14 +228,14 @@ fn epoch_from_nanoseconds(nanoseconds: u64) -> Option<Epoch> {
     epoch
 }
 
-/// Rearms a service's load monitor after the cores acted on its last hint (RearmLoadMonitor).
+/// Rearms a service's load monitor after the cores have acted on its last hint (RearmLoadMonitor).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_rearm_load_monitor(worker: *mut Worker, service: u8) -> c_int {
     // SAFETY: by the interface's contract.
     unsafe { with_worker(worker, |worker| worker.rearm_load_monitor(service)) }
 }
 
-/// Reads the next hint for this core (LoadHint). Returns 1 with a hint, 0 without one.
+/// Reads the next hint for this core (LoadHint). Returns 1 if there was a hint, and 0 otherwise.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_next_hint(worker: *mut Worker, hint: *mut Hint) -> c_int {
     // SAFETY: by the interface's contract.
@@ -247,9 +248,9 @@ pub unsafe extern "C" fn coreward_next_hint(worker: *mut Worker, hint: *mut Hint
     1
 }
 
-/// Takes the oldest request of the highest priority, for servers with a scheduler of their own. It is completed by
-/// `coreward_respond` or `coreward_load_feedback`, and freed by `coreward_taken_free`. Returns null without a request
-/// (`error` is 0) and on an error (`error` is -1). `service`, `payload` and `length` are set with a request.
+/// Takes the oldest request of the highest priority, for servers with their own scheduler. `coreward_respond` or
+/// `coreward_load_feedback` must complete it, and `coreward_taken_free` must free it. Returns null if no request waits
+/// (`error` is 0) or on an error (`error` is -1). `service`, `payload` and `length` are only set with a request.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_take_request(
     worker: *mut Worker,
@@ -277,7 +278,7 @@ pub unsafe extern "C" fn coreward_take_request(
     }
 }
 
-/// Sends the response to a request of `coreward_take_request`, which completes it.
+/// Sends the response to a request from `coreward_take_request`, which completes the request.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_respond(
     worker: *mut Worker,
@@ -297,7 +298,7 @@ pub unsafe extern "C" fn coreward_respond(
     to_status_code(worker.worker.respond(&taken.request, response))
 }
 
-/// Frees a request of `coreward_take_request`, which may be null.
+/// Frees a request from `coreward_take_request`, unless it is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_taken_free(request: *mut OwnedRequest) {
     // SAFETY: by the interface's contract.

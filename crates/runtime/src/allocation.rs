@@ -1,4 +1,4 @@
-//! Assignment of cores to the two services of a process, and its changes by load hints.
+//! Assigns cores to the two services of a process, and changes the assignment when load hints arrive.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -8,18 +8,17 @@ use crate::error::RuntimeError;
 use crate::message::HintMessage;
 use crate::worker::Worker;
 
-/// Number of services among which cores are allocated; service 0 has priority.
+/// Number of services to which cores can be assigned. Service 0 has the higher priority.
 pub const ALLOCATED_SERVICE_COUNT: u8 = 2;
 
-/// Allocator of cores to services, shared by the workers of a process (RingLeader, NSDI'23, Sect. 4.4). It runs on the
-/// core that receives a hint. Its decisions are those of [`CoreAllocator`].
+/// Assignment of cores to services, shared by the workers of a process (RingLeader, NSDI'23, Sect. 4.4). The core that
+/// receives a hint changes it. [`CoreAllocator`] makes the decisions.
 #[derive(Debug)]
 pub struct SharedCoreAllocator {
     allocation: Mutex<CoreAllocator>,
 }
 
 impl SharedCoreAllocator {
-    /// Returns an allocator with the initial assignment of `cores` cores.
     pub fn new(assignment: CoreAssignmentMode, cores: u16, reserved: ReservedCores) -> Self {
         Self { allocation: Mutex::new(CoreAllocator::new(assignment, cores, reserved)) }
     }
@@ -28,7 +27,7 @@ impl SharedCoreAllocator {
         self.allocation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enables the services that are currently assigned to the core of a new worker.
+    /// Enables on a new worker's core the services that are assigned to it.
     pub fn enable_assigned_services(&self, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         let allocation = self.lock_allocation();
         let core = worker.core();
@@ -36,7 +35,7 @@ impl SharedCoreAllocator {
         (0..ALLOCATED_SERVICE_COUNT).filter(is_assigned).try_for_each(|service| worker.enable_service(service, core))
     }
 
-    /// Acts on a hint to the worker: enables or disables services on a core, then rearms the load monitor.
+    /// Acts on a hint. Enables or disables services on a core, and then rearms the load monitor.
     pub fn apply_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         if hint.service < ALLOCATED_SERVICE_COUNT {
             let has_other_waiting_requests = hint.waiting_services >> (1 - hint.service) & 1 == 1;

@@ -1,4 +1,4 @@
-//! The orchestrator's side of the memory: sends requests and hints to cores, receives responses and messages.
+//! The orchestrator's side of the memory, which sends requests and hints, and receives responses and messages.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::Path;
@@ -13,19 +13,17 @@ use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestHeader {
-    /// Address and port of the client.
     pub client: SocketAddrV4,
     pub service: u8,
-    /// Time of arrival in nanoseconds of the orchestrator's clock.
+    /// Arrival time in nanoseconds on the orchestrator's clock.
     pub arrived_ns: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResponseHeader {
-    /// Address and port of the client.
     pub client: SocketAddrV4,
     pub service: u8,
-    /// Number of requests of the service that the response completes.
+    /// Number of the service's requests that the response completes.
     pub completed_count: u32,
 }
 
@@ -33,7 +31,7 @@ pub(crate) fn client_of_slot(slot: &SlotHeader) -> SocketAddrV4 {
     SocketAddrV4::new(Ipv4Addr::from(slot.address), slot.client_port)
 }
 
-/// Returns the free slot of a core's ring, or an error if the ring is full or damaged.
+/// Returns the free slot in a core's ring, or an error if the ring is full or damaged.
 #[inline]
 pub(crate) fn require_free_slot(
     slot: Result<Option<u32>, DamagedCursor>,
@@ -51,7 +49,7 @@ pub struct CoreQueues {
 
 #[derive(Debug)]
 struct CoreRings {
-    /// Number of the worker that was accepted last, or 0 if there was none.
+    /// Number of the last accepted worker, or 0 if there was none.
     accepted_worker_number: u32,
     request_producers: Vec<Producer>,
     hint_producer: Producer,
@@ -60,8 +58,8 @@ struct CoreRings {
 }
 
 impl CoreQueues {
-    /// Creates the memory at `path`, without workers. `services` are numbered by their position. Fails when a size or a
-    /// priority is out of range, another orchestrator uses the path, or the file cannot be created.
+    /// Creates the shared memory at `path`, without workers. `services` are numbered by their position. Fails when a
+    /// size or a priority is out of range, another orchestrator uses the path, or the file cannot be created.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         let segment = SharedSegment::create(path, geometry, services)?;
         let rings_by_core = (0..geometry.core_count).map(|_| CoreRings {
@@ -76,14 +74,14 @@ impl CoreQueues {
         Ok(Self { rings_by_core: rings_by_core.collect(), segment })
     }
 
-    /// Returns the sizes of the parts of the shared memory.
+    /// Returns the configured sizes of the shared memory.
     pub fn geometry(&self) -> &Geometry {
         &self.segment.geometry
     }
 
-    /// Returns whether the core has a living worker. Makes a system call.
+    /// Returns whether the core has a living worker. This takes a system call.
     pub fn has_worker(&self, core: u16) -> bool {
-        // If the lock cannot be read the worker stays: its requests are not lost without proof.
+        // If the lock cannot be read, the worker is kept, because its requests must not count as lost without proof.
         self.segment.is_locked(LivenessLock::Core(core)).unwrap_or(true)
     }
 
@@ -93,8 +91,7 @@ impl CoreQueues {
             != self.rings_by_core[usize::from(core)].accepted_worker_number
     }
 
-    /// Accepts the new worker of a core. Discards the messages of the previous worker, and the requests that it has not
-    /// answered.
+    /// Accepts a core's new worker. Discards the previous worker's messages, and the requests that it has not answered.
     pub fn accept_worker(&mut self, core: u16) {
         let core_cursors = self.segment.core_cursors(core);
         let core_rings = &mut self.rings_by_core[usize::from(core)];
@@ -127,13 +124,13 @@ impl CoreQueues {
         tails.worker_number.store(core_rings.accepted_worker_number, Release);
     }
 
-    /// Releases the core. A living worker notices this at its next check.
+    /// Releases the core. If its worker is alive, it notices this at its next check.
     pub fn release_core(&mut self, core: u16) {
         self.segment.core_cursors(core).orchestrator_tails.worker_number.store(0, Release);
     }
 
-    /// Puts a request into a queue of the core. Fails, without sending it, when the payload is too long, the priority
-    /// has no queue, or the queue is full or damaged.
+    /// Puts a request into one of the core's queues. Fails without sending it when the payload is too long, the
+    /// priority has no queue, or the queue is full or damaged.
     #[inline]
     pub fn send(
         &mut self,
@@ -172,7 +169,7 @@ impl CoreQueues {
         Ok(())
     }
 
-    /// Sends a hint to the worker of the core. Fails when the ring is full or damaged.
+    /// Sends a hint to the core's worker. Fails when the ring is full or damaged.
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
         let core_cursors = self.segment.core_cursors(core);
         let hint_producer = &mut self.rings_by_core[usize::from(core)].hint_producer;
@@ -183,7 +180,7 @@ impl CoreQueues {
         Ok(())
     }
 
-    /// Receives up to `limit` responses of the core, and returns their number. The payload of a response is `None` if
+    /// Receives up to `limit` responses from the core, and returns their number. The payload of a response is `None` if
     /// its length is out of range.
     #[inline]
     pub fn receive_responses(
@@ -216,8 +213,8 @@ impl CoreQueues {
         received_count
     }
 
-    /// Receives up to `limit` messages of the core, and returns their number. A message of unknown kind is passed as
-    /// `None`.
+    /// Receives up to `limit` messages from the core, and returns their number. `None` is passed for a message of
+    /// unknown kind.
     #[inline]
     pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
         let Self { segment, rings_by_core: rings } = self;
@@ -239,7 +236,7 @@ impl CoreQueues {
 }
 
 impl SharedSegment {
-    /// Writes a slot, which must belong to this side. The payload must fit the slot.
+    /// Writes a slot, which must belong to the caller's side. The payload must fit into the slot.
     #[inline]
     pub(crate) fn write_slot(&self, offset: usize, header: SlotHeader, payload: &[u8]) {
         let header_pointer: *mut SlotHeader =
@@ -251,8 +248,8 @@ impl SharedSegment {
         }
     }
 
-    /// Reads a slot, which must belong to this side. Returns `None` as the payload if its length is out of range. The
-    /// payload must not be used after the slot was returned.
+    /// Reads a slot, which must belong to the caller's side. The payload is `None` if its length is out of range. It
+    /// must not be used after the slot is returned to the other side.
     #[inline]
     pub(crate) fn read_slot<'a>(&self, offset: usize) -> (SlotHeader, Option<&'a [u8]>) {
         let accessible_bytes = self.geometry.slot_bytes as usize - SEQUENCE_BYTES;

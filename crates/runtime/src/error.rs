@@ -1,4 +1,4 @@
-//! Errors of the shared memory and of RingLeader's interface on it.
+//! Errors of the shared memory, and of RingLeader's interface on it.
 
 use std::net::SocketAddrV4;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use std::{io, path::PathBuf};
 use crate::layout::GeometryError;
 use crate::ring::DamagedCursor;
 
-/// Reason why the shared memory cannot be used, or a call fails.
+/// Reason why the shared memory cannot be used or a call failed.
 #[derive(Debug, thiserror::Error)]
 pub enum RuntimeError {
     /// The file system or the kernel rejected an operation.
@@ -15,7 +15,6 @@ pub enum RuntimeError {
     Io {
         /// Name of the operation that failed.
         action: &'static str,
-        /// Path of the shared memory's file.
         path: PathBuf,
         error: io::Error,
     },
@@ -32,7 +31,7 @@ pub enum RuntimeError {
     /// The orchestrator runs as another user than this process.
     #[error("the memory belongs to user {owner}: expected user {user}, as which this process runs")]
     OtherUser {
-        /// User id of the owner of the shared memory.
+        /// User id of the shared memory's owner.
         owner: u32,
         /// Effective user id of this process.
         user: u32,
@@ -45,7 +44,7 @@ pub enum RuntimeError {
         /// Size that the header requires, in bytes.
         expected: u64,
     },
-    /// A size is out of the range that the shared memory allows.
+    /// A size exceeds the range that the shared memory allows.
     #[error(transparent)]
     Geometry(#[from] GeometryError),
     #[error("another orchestrator is running with this memory")]
@@ -54,12 +53,8 @@ pub enum RuntimeError {
     OrchestratorGone,
     /// The orchestrator is running but has not accepted the worker.
     #[error("core {core}: the orchestrator did not accept the worker within {timeout:?}")]
-    WorkerNotAccepted {
-        core: u16,
-        /// Time for which the worker waited.
-        timeout: Duration,
-    },
-    /// The orchestrator found damaged queues and released the core. The worker must connect again.
+    WorkerNotAccepted { core: u16, timeout: Duration },
+    /// The orchestrator found damaged queues and released the core, so the worker must connect again.
     #[error("core {0}: the orchestrator released the worker")]
     WorkerReleased(u16),
     #[error("core {core}: expected 0 to {last}")]
@@ -72,14 +67,14 @@ pub enum RuntimeError {
     /// Another process has already registered the service.
     #[error("service {0} is registered already")]
     RegisteredTwice(u8),
-    /// A service was enabled on a core, but no process has registered it.
+    /// A service was enabled on a core although no process has registered it.
     #[error("core {core}: service {service} is not registered")]
     NotRegistered { service: u8, core: u16 },
     /// No queue exists for this priority.
     #[error("priority {priority}: expected 0 to {last}")]
     PriorityOutOfRange {
         priority: u8,
-        /// Number of the lowest priority, which is the largest number.
+        /// Number of the lowest priority. It is the largest number, because 0 is the highest priority.
         last: u8,
     },
     #[error("service {service} at {address} with priority {priority}: the orchestrator has {expected}")]
@@ -87,20 +82,16 @@ pub enum RuntimeError {
         service: u8,
         address: SocketAddrV4,
         priority: u8,
-        /// Address and priority of the service in the orchestrator's configuration.
+        /// Address and priority that the orchestrator's configuration has for the service.
         expected: String,
     },
-    /// The payload does not fit a slot.
+    /// The payload does not fit into a slot.
     #[error("{length} bytes: a slot holds {limit}")]
-    TooLong {
-        length: usize,
-        /// Maximum length of a payload in bytes.
-        limit: usize,
-    },
+    TooLong { length: usize, limit: usize },
     /// A ring is full, because the other side does not empty it.
     #[error("core {core}: the ring of {ring} is full")]
     RingFull { core: u16, ring: &'static str },
-    /// The other side has stored an impossible cursor.
+    /// The other side has stored a cursor that is impossible.
     #[error("core {core}: {cursors}")]
     DamagedQueue { core: u16, cursors: DamagedCursor },
 }

@@ -1,4 +1,4 @@
-//! Layout of the memory that the orchestrator and the workers of a server share.
+//! Layout of the memory that a server's orchestrator and workers share.
 //!
 //! ```text
 //! header | services (64 lines) | core 0 | core 1 | ...
@@ -6,15 +6,15 @@
 //!          | messages to the orchestrator | messages to the worker | responses | requests of priority 0 | 1 | ...
 //! ```
 //!
-//! Each cache line has one writer. A slot and a message begin with their sequence ([`mod@crate::ring`]): the reader
-//! polls the next one.
+//! Only one side writes each cache line. A slot and a message begin with their sequence number ([`mod@crate::ring`]),
+//! and the reader polls the sequence number of the next slot or message.
 
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use coreward_model::dispatch::MAX_SERVICES;
 
-/// Magic number in the first bytes of the shared memory, by which its file is recognised.
+/// Magic number in the first bytes of the shared memory, which identifies its file.
 pub(crate) const MEMORY_MAGIC: u64 = u64::from_le_bytes(*b"coreward");
 /// Version of this memory layout. Memory with another version is rejected.
 pub const LAYOUT_VERSION: u32 = 2;
@@ -23,23 +23,23 @@ pub(crate) const CACHE_LINE_BYTES: usize = 64;
 /// Maximum number of priorities (RingLeader, NSDI'23, Sect. 6).
 pub const MAX_PRIORITIES: u8 = 8;
 pub const MAX_CORES: u16 = 256;
-/// Maximum number of requests in the queue of one core and priority.
+/// Maximum number of requests in a core's queue for one priority.
 pub const MAX_QUEUE_SLOTS: u32 = 1024;
-/// Maximum size of a slot in bytes, which the largest UDP payload fits.
+/// Maximum size of a slot in bytes. The largest UDP payload fits into it.
 pub const MAX_SLOT_BYTES: u32 = 1 << 16;
-/// Size of the sequence number of a slot or message in bytes, which keeps the following data aligned.
+/// Size in bytes of the sequence number in a slot or message, which keeps the following data aligned.
 pub(crate) const SEQUENCE_BYTES: usize = 8;
 pub(crate) const MESSAGE_BYTES: usize = SEQUENCE_BYTES + size_of::<RawMessage>();
-/// Number of slots of a message ring. One ring in each direction connects a core's worker and the orchestrator.
+/// Number of slots in a message ring. One ring in each direction connects a core's worker with the orchestrator.
 pub(crate) const MESSAGE_RING_SLOTS: u32 = 256;
 
-/// Header in the first cache line of the shared memory. The orchestrator writes it before the file gets its name.
+/// Header in the shared memory's first cache line. The orchestrator writes it before it gives the file its final name.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct SegmentHeader {
     pub magic: AtomicU64,
     pub layout_version: AtomicU32,
-    /// Id of the user of the orchestrator and of all workers.
+    /// User id as which the orchestrator and all workers run.
     pub owner_user_id: AtomicU32,
     pub segment_bytes: AtomicU64,
     pub cores: AtomicU32,
@@ -61,11 +61,11 @@ pub(crate) struct ServiceRecord {
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingTails {
-    /// Tails of the request rings by priority; in the worker's line, the first is the tail of the response ring.
+    /// Tails of the request rings, by priority. In the worker's cache line, the first is the response ring's tail.
     pub data_tails: [AtomicU32; MAX_PRIORITIES as usize],
     pub messages: AtomicU32,
-    /// In the worker's cache line, the number of the worker at this core, from 1; in the orchestrator's, that of the
-    /// last accepted worker. The cursors of a worker continue from those of the previous one.
+    /// In the worker's cache line, the number of this core's worker, counted from 1. In the orchestrator's cache line,
+    /// the number of the last accepted worker. A worker's cursors continue from those of the previous one.
     pub worker_number: AtomicU32,
 }
 
@@ -86,18 +86,17 @@ pub(crate) struct CoreCursors {
     pub worker_heads: RingHeads,
 }
 
-/// Header of a request or response in a slot. It follows the slot's sequence number and precedes the payload.
+/// Header of a request or response. In a slot, it follows the sequence number and precedes the payload.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct SlotHeader {
-    /// IPv4 address of the client.
     pub address: u32,
     pub client_port: u16,
     pub service: u16,
     pub length: u32,
-    /// Number of requests of the service that a response completes.
+    /// Number of the service's requests that a response completes.
     pub completed_count: u32,
-    /// Time of a request's arrival in nanoseconds of the orchestrator's clock.
+    /// Time at which a request arrived, in nanoseconds on the orchestrator's clock.
     pub arrived_ns: u64,
 }
 
@@ -112,20 +111,19 @@ pub(crate) struct RawMessage {
     pub threshold: u64,
 }
 
-/// Sizes of the parts of the shared memory that depend on the configuration.
+/// Sizes in the shared memory that depend on the configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
-    /// Number of cores, each with one worker; 1 to [`MAX_CORES`].
+    /// Number of cores, from 1 to [`MAX_CORES`]. Each has one worker.
     pub core_count: u16,
-    /// Number of priorities; 1 to [`MAX_PRIORITIES`].
+    /// Number of priorities, from 1 to [`MAX_PRIORITIES`].
     pub priority_count: u8,
-    /// Number of requests in the queue of one core and priority: a power of two up to [`MAX_QUEUE_SLOTS`].
+    /// Number of requests in a core's queue for one priority, which is a power of two up to [`MAX_QUEUE_SLOTS`].
     pub slots_per_queue: u32,
-    /// Size of a slot in bytes: a multiple of 64 from 64 to [`MAX_SLOT_BYTES`].
+    /// Size of a slot in bytes, which is a positive multiple of 64 up to [`MAX_SLOT_BYTES`].
     pub slot_bytes: u32,
 }
 
-/// Error of a size that is out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{name} {value}: expected {expected}")]
 pub struct GeometryError {
@@ -154,17 +152,17 @@ impl Geometry {
         Ok(())
     }
 
-    /// Returns the size in bytes of the smallest slot for payloads of up to `payload` bytes.
+    /// Returns the size in bytes of the smallest slot that fits payloads of up to `payload` bytes.
     pub fn slot_bytes_for(payload: u16) -> u32 {
         (SEQUENCE_BYTES + size_of::<SlotHeader>() + usize::from(payload)).next_multiple_of(CACHE_LINE_BYTES) as u32
     }
 
-    /// Returns the maximum length of a payload in a slot, in bytes.
+    /// Returns the maximum length in bytes of a payload in a slot.
     pub fn max_payload_bytes(&self) -> usize {
         self.slot_bytes as usize - SEQUENCE_BYTES - size_of::<SlotHeader>()
     }
 
-    /// Returns the number of slots of a core's response ring: one for each request that the core can have.
+    /// Returns the number of slots in a core's response ring, which suffices for all requests that the core can have.
     pub(crate) fn response_slot_count(&self) -> u32 {
         (self.slots_per_queue * u32::from(self.priority_count)).next_power_of_two()
     }
@@ -186,7 +184,7 @@ impl Geometry {
         size_of::<SegmentHeader>() + usize::from(service) * size_of::<ServiceRecord>()
     }
 
-    /// Returns the offset of a core's part of the memory, which begins with its [`CoreCursors`].
+    /// Returns the offset at which a core's part of the memory begins with its [`CoreCursors`].
     pub(crate) fn core_offset(&self, core: u16) -> usize {
         Self::service_offset(MAX_SERVICES as u8) + usize::from(core) * self.bytes_per_core()
     }

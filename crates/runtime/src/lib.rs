@@ -1,14 +1,14 @@
-//! Shared memory between the orchestrator of a server and its workers: per-core priority queues, feedback and hints.
+//! Shared memory between a server's orchestrator and its workers, with queues by core and priority, feedback and hints.
 //!
-//! The orchestrator corresponds to RingLeader's NIC, the workers to RingLeader's datapath OS (NSDI'23).
+//! The orchestrator corresponds to RingLeader's NIC, and the workers correspond to its datapath OS (NSDI'23).
 //!
 //! * [`ring`]: cursors of a ring with one producer and one consumer
-//! * [`layout`]: sizes and offsets in the memory
+//! * [`layout`]: sizes and offsets in the shared memory
 //! * [`message`]: RingLeader's interface between cores and NIC (Table 1)
-//! * [`core_queues`]: the orchestrator's side
-//! * [`worker`]: the workers' side
-//! * [`serve`]: a worker's loop: function handlers that yield to higher priorities
-//! * [`allocation`]: assignment of cores to services, by load hints
+//! * [`core_queues`]: the orchestrator's side of the memory
+//! * [`worker`]: the workers' side of the memory
+//! * [`serve`]: a worker's loop, whose handlers yield to requests of higher priority
+//! * [`allocation`]: assignment of cores to services
 
 pub mod allocation;
 pub mod core_queues;

@@ -6,45 +6,40 @@ use coreward_model::dispatch::{Epoch, LoadHint, ScaleDownCondition, ScaleUpCondi
 
 use crate::layout::RawMessage;
 
-/// Condition under which a load monitor sends hints.
+/// Condition under which a service's load monitor sends hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HintTrigger {
-    /// The service needs more cores.
+    /// Condition that shows that the service needs more cores.
     ScaleUp(ScaleUpCondition),
-    /// The service needs fewer cores.
+    /// Condition that shows that the service needs fewer cores.
     ScaleDown(ScaleDownCondition),
 }
 
 /// Message from a worker to the orchestrator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Message {
-    /// The service runs on the core from now on.
+    /// The core's worker serves the service from now on.
     EnableService { service: u8, core: u16 },
-    /// The core takes no further requests of the service.
+    /// The core accepts no further requests of the service.
     DisableService { service: u8, core: u16 },
     /// The core has completed requests of the service without sending responses.
-    LoadFeedback {
-        service: u8,
-        core: u16,
-        /// Number of completed requests.
-        count: u32,
-    },
-    /// The load monitor of the service sends hints under this condition.
+    LoadFeedback { service: u8, core: u16, count: u32 },
+    /// The service's load monitor is to send hints under this condition.
     EnableLoadMonitor {
         service: u8,
-        /// Condition of the hints, with times in nanoseconds.
+        /// Condition for hints, with times in nanoseconds.
         trigger: HintTrigger,
     },
-    /// The cores have acted on the last hint about the service.
+    /// The cores have acted on the last hint about the service, so its load monitor may send another.
     RearmLoadMonitor { service: u8 },
 }
 
-/// Message from the orchestrator to the worker of the core that is least loaded with a service.
+/// Message from the orchestrator to the worker on the core that is least loaded with a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HintMessage {
     pub service: u8,
     pub hint: LoadHint,
-    /// Bit mask of the services with requests that no core takes: bit `s` is service `s`.
+    /// Bit mask of the services with requests that no core takes, in which bit `s` is service `s`.
     pub waiting_services: u64,
 }
 
@@ -79,7 +74,7 @@ impl From<Message> for RawMessage {
 }
 
 impl RawMessage {
-    /// Decodes a message from a worker. Returns `None` if no worker of this version sends it.
+    /// Decodes a message from a worker. Returns `None` if no worker of this version would send it.
     #[inline]
     pub fn message(self) -> Option<Message> {
         let Self { kind, service, core, count, threshold, .. } = self;
@@ -102,7 +97,7 @@ impl RawMessage {
         })
     }
 
-    /// Decodes a hint from the orchestrator. Returns `None` if no orchestrator of this version sends it.
+    /// Decodes a hint from the orchestrator. Returns `None` if no orchestrator of this version would send it.
     pub fn to_hint(self) -> Option<HintMessage> {
         let load_hint = match self.kind {
             KIND_SCALE_UP_MONITOR => LoadHint::ScaleUp,

@@ -1,18 +1,18 @@
-//! Positions of a ring with one producer and one consumer. The slots themselves are the caller's.
+//! Positions in a ring with one producer and one consumer. The caller provides the slots.
 //!
-//! Positions count slots since the start, modulo 2^32. The producer stores each slot's *sequence*, its position plus 1,
-//! behind its contents: the consumer reads that alone, so a value moves one cache line between CPUs. Both sides also
-//! store their position for the other side, which reads the consumer's when the ring looks full, and for a successor.
-//! Each word is written by one side only, so no side waits for the other. `tests/integration/ring_loom.rs` runs both
-//! sides in every order that the memory model allows.
+//! Positions count slots since the start, modulo 2^32. After each slot's contents, the producer stores the slot's
+//! *sequence*, which is its position plus 1. The consumer reads only that, so passing a value moves one cache line
+//! between CPUs. Both sides also store their own position, which serves the other side and a successor. The producer
+//! reads the consumer's position when the ring looks full. Each word is written by one side only, so neither side waits
+//! for the other. `tests/integration/ring_loom.rs` runs both sides in every order that the memory model allows.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Cursor of a ring in memory that both sides share; only one side stores it.
+/// Cursor of a ring, in memory that both sides share. Only one side stores it.
 pub trait Cursor {
-    /// Returns the cursor's value. Makes all accesses visible that the storing side made before the store (acquire).
+    /// Returns the cursor's value. The storing side's accesses before the store become visible (acquire).
     fn load(&self) -> u32;
-    /// Stores a value, after all earlier memory accesses of this side (release).
+    /// Stores a value after all earlier memory accesses by this side (release).
     fn store(&self, value: u32);
 }
 
@@ -28,12 +28,12 @@ impl Cursor for AtomicU32 {
     }
 }
 
-/// Error of a cursor whose value the other side cannot have stored according to the protocol.
+/// Error for a cursor value that the other side cannot have stored if it follows the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a ring of {slots} slots with {used} in use: the other side's cursor is damaged")]
 pub struct DamagedCursor {
     pub slots: u32,
-    /// Number of used slots that results from the two cursors.
+    /// Number of used slots, as calculated from the two cursors.
     pub used: u32,
 }
 
@@ -41,19 +41,19 @@ pub struct DamagedCursor {
 pub struct Producer {
     slot_count: u32,
     own_tail: u32,
-    /// Value of the consumer's cursor when it was last read.
+    /// Consumer's cursor when it was last read.
     known_head: u32,
 }
 
 impl Producer {
-    /// Returns the producer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
+    /// Returns the producer of an empty ring whose cursors are both at `start`. `slot_count` must be a power of two.
     pub fn new(slot_count: u32, start: u32) -> Self {
         assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
         Self { slot_count, own_tail: start, known_head: start }
     }
 
-    /// Returns the index of the next free slot, which this side may write, or `None` if the ring is full. Fails when
-    /// the consumer's cursor is ahead of the producer's.
+    /// Returns the index of the next free slot, into which this side may write, or `None` if the ring is full. Fails
+    /// when the consumer's cursor is ahead of the producer's.
     #[inline]
     pub fn free_slot(&mut self, head: &impl Cursor) -> Result<Option<u32>, DamagedCursor> {
         if self.own_tail.wrapping_sub(self.known_head) == self.slot_count {
@@ -70,16 +70,15 @@ impl Producer {
         Ok(Some(self.own_tail & (self.slot_count - 1)))
     }
 
-    /// Returns whether the consumer has returned all slots to the producer.
     pub fn is_empty(&self, head: &impl Cursor) -> bool {
         head.load() == self.own_tail
     }
 
-    /// Publishes the slot of [`free_slot`](Self::free_slot) to the consumer.
+    /// Publishes the slot that [`free_slot`](Self::free_slot) returned to the consumer.
     #[inline]
     pub fn publish(&mut self, sequence: &impl Cursor, tail: &impl Cursor) {
         self.own_tail = self.own_tail.wrapping_add(1);
-        // The position is stored first: if this process ends now, its successor skips the slot, and none is read twice.
+        // The position is stored first. If this process ends now, its successor skips the slot, and none is read twice.
         tail.store(self.own_tail);
         sequence.store(self.own_tail);
     }
@@ -99,27 +98,27 @@ pub struct Consumer {
 }
 
 impl Consumer {
-    /// Returns the consumer of an empty ring with both cursors at `start`. `slot_count` must be a power of two.
+    /// Returns the consumer of an empty ring whose cursors are both at `start`. `slot_count` must be a power of two.
     pub fn new(slot_count: u32, start: u32) -> Self {
         assert!(slot_count.is_power_of_two(), "{slot_count} slots: expected a power of two");
         Self { slot_count, own_head: start }
     }
 
-    /// Returns the index of the oldest published slot, by sequence number, or `None` if the ring is empty.
+    /// Returns the index of the oldest published slot, according to its `sequence`, or `None` if the ring is empty.
     #[inline]
     pub fn oldest_slot<'a, C: Cursor + 'a>(&self, sequence: impl FnOnce(u32) -> &'a C) -> Option<u32> {
         let slot_index = self.own_head & (self.slot_count - 1);
         (sequence(slot_index).load() == self.own_head.wrapping_add(1)).then_some(slot_index)
     }
 
-    /// Marks the slot of [`oldest_slot`](Self::oldest_slot) as read. The producer may reuse it after
+    /// Marks the slot that [`oldest_slot`](Self::oldest_slot) returned as read. The producer may reuse it after
     /// [`publish`](Self::publish).
     #[inline]
     pub fn advance(&mut self) {
         self.own_head = self.own_head.wrapping_add(1);
     }
 
-    /// Returns all slots that were read to the producer.
+    /// Returns all slots that were read to the producer, so that it may reuse them.
     #[inline]
     pub fn publish(&self, head: &impl Cursor) {
         head.store(self.own_head);

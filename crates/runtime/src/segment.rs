@@ -1,7 +1,7 @@
-//! The shared memory: a file that the orchestrator creates and the workers open.
+//! The shared memory, which is a file that the orchestrator creates and the workers open.
 //!
-//! Locks on single bytes of the file show live processes, because the kernel releases them at a process's end: one byte
-//! for the orchestrator, one for each core's worker, one for each registered service.
+//! Locks on single bytes of the file show which processes are alive, because the kernel releases them when a process
+//! ends. There is a byte for the orchestrator, for each core's worker, and for each registered service.
 
 use std::fs::{File, OpenOptions, rename};
 use std::mem::align_of;
@@ -25,9 +25,9 @@ use crate::layout::{
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServiceEntry {
-    /// Address and port of the service's requests.
+    /// Address and port to which the service's requests are sent.
     pub address: SocketAddrV4,
-    /// Priority, which selects the queue at each core; 0 is the highest.
+    /// Priority of the service's requests, which selects the queue at each core. 0 is the highest.
     pub priority: u8,
 }
 
@@ -87,7 +87,7 @@ fn map_file(file: &File, bytes: usize, path: &Path) -> Result<(NonNull<u8>, NonZ
 }
 
 impl SharedSegment {
-    /// Creates the complete memory in a file, and then renames the file to `path`. Replaces the file of a killed
+    /// Creates the complete memory in a temporary file, and then renames it to `path`. Replaces the file of a killed
     /// orchestrator, whose workers notice that its lock is gone.
     pub fn create(path: &Path, geometry: Geometry, services: &[ServiceEntry]) -> Result<Self, RuntimeError> {
         geometry.check()?;
@@ -107,7 +107,7 @@ impl SharedSegment {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create_new(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
         let memory_file = options.open(&temporary_path).map_err(|error| io_error("create", &temporary_path, error))?;
-        // A page that the file system cannot provide later would end the process by SIGBUS.
+        // A page that the file system cannot provide later would end the process with SIGBUS, so all are reserved.
         if let Err(error) = posix_fallocate(&memory_file, 0, geometry.segment_bytes() as i64) {
             let _ = std::fs::remove_file(&temporary_path);
             return Err(io_error("reserve memory", &temporary_path, error));
@@ -139,7 +139,7 @@ impl SharedSegment {
         header.magic.store(MEMORY_MAGIC, Release);
     }
 
-    /// Opens the memory of a running orchestrator, and checks its complete header.
+    /// Opens the memory of a running orchestrator, and checks its whole header.
     pub fn open(path: &Path) -> Result<Self, RuntimeError> {
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_NOFOLLOW);
@@ -190,7 +190,7 @@ impl SharedSegment {
         Ok(geometry)
     }
 
-    /// Locks a byte on behalf of this open file. Returns false if another open file has locked it.
+    /// Locks a byte for this open file. Returns false if another open file has locked it.
     pub fn try_lock(&self, byte: LivenessLock) -> nix::Result<bool> {
         match fcntl(self.memory_file.as_fd(), FcntlArg::F_OFD_SETLK(&byte.flock_request(libc::F_WRLCK))) {
             Ok(_) => Ok(true),
@@ -247,7 +247,7 @@ impl SharedSegment {
         self.ref_at(offset)
     }
 
-    /// Returns a reference to the `T` at `offset`. The type `T` must have only atomic fields.
+    /// Returns a reference to the `T` at `offset`. All fields of `T` must be atomic.
     #[inline]
     fn ref_at<T>(&self, offset: usize) -> &T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + size_of::<T>() <= self.mapped_bytes.get());
@@ -256,7 +256,7 @@ impl SharedSegment {
         unsafe { self.base_address.byte_add(offset).cast().as_ref() }
     }
 
-    /// Returns a pointer to the memory at `offset`. The caller may access `bytes` bytes of it while it owns the slot.
+    /// Returns a pointer to the memory at `offset`. The caller may access `bytes` bytes there while it owns the slot.
     #[inline]
     pub fn slot_pointer<T>(&self, offset: usize, bytes: usize) -> *mut T {
         assert!(offset.is_multiple_of(align_of::<T>()) && offset + bytes <= self.mapped_bytes.get());

@@ -1,9 +1,9 @@
-//! Service of a core's requests by function handlers, highest priority first.
+//! Serves a core's requests with a handler function, in the order of their priorities.
 //!
-//! A handler calls [`Context::yield_point`] now and then. When its quantum is used up and a request of higher priority
-//! waits, that request is served there, on the same stack, before the handler continues. So a request of higher
-//! priority waits at most for one quantum and the time between two yield points. A handler without yield points runs to
-//! its end, unless [`Worker::serve_with_timer`] preempts it.
+//! A handler calls [`Context::yield_point`] now and then. If it has used up its quantum and a request of higher
+//! priority waits, that request is served inside the call, on the same stack. Then the handler continues. A request of
+//! higher priority thus waits at most for one quantum and the time between two yield points. A handler without yield
+//! points runs to its end, unless [`Worker::serve_with_timer`] preempts it.
 
 mod timer;
 
@@ -33,18 +33,18 @@ pub struct Request<'a> {
 pub enum Reply {
     /// Send the response to the client.
     Send,
-    /// Send no response. The orchestrator learns of the completions by LoadFeedback, in batches.
+    /// Send no response. Such completions are reported to the orchestrator with LoadFeedback, in batches.
     Nothing,
 }
 
 /// Handler that serves requests and acts on load hints.
 pub trait Handler {
-    /// Serves a request. The response is written to `response`, which is empty at first.
+    /// Serves a request, and writes its response to `response`, which is empty at first.
     fn handle(&self, request: &Request<'_>, response: &mut Vec<u8>, context: &mut Context<'_>) -> Reply;
 
-    /// Acts on a hint: enables or disables services on cores, then rearms the load monitor. Called between two
-    /// requests, and at a yield point of [`handle`](Self::handle). An error, such as one of [`Worker`], ends the
-    /// worker.
+    /// Acts on a hint by enabling or disabling services on cores, and then rearms the load monitor. Called between two
+    /// requests, or at a yield point of [`handle`](Self::handle). An error, such as one that [`Worker`] returned, ends
+    /// the worker.
     fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
         worker.rearm_load_monitor(hint.service)
     }
@@ -56,9 +56,9 @@ pub struct ServeOptions {
     pub quantum: Duration,
     /// Time for which an idle worker polls before it sleeps.
     pub spin_time: Duration,
-    /// Time for which an idle worker sleeps between two polls; 0: it always polls.
+    /// Time for which an idle worker sleeps between two polls. With 0 it always polls.
     pub sleep: Duration,
-    /// Maximum number of requests without a response in one LoadFeedback. It is sent earlier when no request waits.
+    /// Maximum number of requests without a response in one LoadFeedback, which is sent earlier if no request waits.
     pub max_feedback_batch: u32,
 }
 
@@ -71,11 +71,10 @@ impl Default for ServeOptions {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServeCounters {
-    /// Number of requests that were served completely.
     pub served_requests: u64,
     /// Number of requests that were served while a request of lower priority was preempted.
     pub preempting_requests: u64,
-    /// Number of responses that fit no slot and were not sent.
+    /// Number of responses that were not sent because they did not fit into a slot.
     pub oversized_responses: u64,
 }
 
@@ -86,9 +85,9 @@ struct RequestServer<'w, 'r, H: ?Sized> {
     handler: &'w H,
     serve_options: ServeOptions,
     running_slice: TimeSlice,
-    /// Response buffers by priority: at most one request of each priority runs at a time.
+    /// Response buffers by priority. One each suffices, because at most one request of each priority runs at a time.
     response_buffers: Vec<Vec<u8>>,
-    /// Number of completed requests without a response, by service, that were not reported yet.
+    /// For each service, how many requests were completed without a response and not reported yet.
     unreported_counts: [u32; MAX_SERVICES],
     /// Bit mask of the services with unreported completions.
     unreported_services: u64,
@@ -98,12 +97,12 @@ struct RequestServer<'w, 'r, H: ?Sized> {
 /// Time slice in which a handler runs without yielding.
 #[derive(Debug, Clone, Copy)]
 struct TimeSlice {
-    /// Priority of the running handler, which smaller numbers preempt; 0: none runs, or it cannot be preempted.
+    /// Priority of the running handler, which smaller numbers preempt, or 0 if none runs or it cannot be preempted.
     priority: u8,
     started_at: Instant,
 }
 
-/// View of its core that a handler gets.
+/// Core on which a handler runs, as the handler sees it.
 pub struct Context<'c> {
     server: &'c mut (dyn Preempt + 'c),
     core: u16,
@@ -114,7 +113,7 @@ trait Preempt {
     fn try_yield(&mut self) -> Result<(), RuntimeError>;
 }
 
-/// Exclusive access to a server, either as its only user or by a lock.
+/// Exclusive access to a server, by its only user or with a lock.
 trait ServerAccess<'w, 'r: 'w>: Preempt {
     type Handler: Handler + ?Sized + 'w;
 
@@ -131,12 +130,12 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> ServerAccess<'w, 'r> for RequestServer<'w,
 }
 
 impl Context<'_> {
-    /// Acts on a waiting hint, and serves waiting requests of higher priority, if the handler's quantum is used up.
+    /// Acts on a waiting hint and serves waiting requests of higher priority, if the handler has used up its quantum.
     pub fn yield_point(&mut self) {
         if self.first_error.is_none()
             && let Err(error) = self.server.try_yield()
         {
-            // Returned to the caller of `serve` when the handler ends.
+            // The caller of `serve` gets this error when the handler has ended.
             self.first_error = Some(error);
         }
     }
@@ -148,7 +147,7 @@ impl Context<'_> {
 
 impl Worker<'_> {
     /// Serves requests until `stop` is set. Then disables all services on this core and serves the remaining requests.
-    /// Fails when the orchestrator has ended or the memory is damaged; the worker must then connect again.
+    /// Fails when the orchestrator has ended or the memory is damaged. In this case, the worker must connect again.
     pub fn serve(
         &mut self,
         handler: &dyn Handler,
@@ -176,7 +175,6 @@ fn try_yield<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<(), R
     Ok(())
 }
 
-/// Serves requests in a loop until `stop` is set.
 fn serve_until_stopped<'w, 'r: 'w>(
     server: &mut impl ServerAccess<'w, 'r>,
     options: ServeOptions,
@@ -203,7 +201,7 @@ fn serve_until_stopped<'w, 'r: 'w>(
     Ok(())
 }
 
-/// Acts on a hint and serves a request, if such are waiting. Returns whether a request was served.
+/// Acts on a hint and serves a request, if there are any. Returns whether a request was served.
 #[inline]
 fn serve_one<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<bool, RuntimeError> {
     let Some((priority, slot)) = server.with_server(|server| server.handle_hint_and_find_request(u8::MAX))? else {
@@ -246,7 +244,6 @@ fn serve_request<'w, 'r: 'w>(
     server.with_server(|server| server.end_request(priority, header, reply, response, interrupted))
 }
 
-/// Request that a handler is about to serve.
 struct StartedRequest<'w, H: ?Sized> {
     slot_header: SlotHeader,
     payload: &'w [u8],
@@ -271,8 +268,8 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         }
     }
 
-    /// Returns the priority of the running handler if its quantum is used up, and a hint or a request of higher
-    /// priority is waiting.
+    /// Returns the running handler's priority if it must yield. This is so if its quantum is used up and a hint or a
+    /// request of higher priority waits.
     #[inline]
     fn preempted_priority(&self) -> Option<u8> {
         let TimeSlice { priority, started_at: started } = self.running_slice;
@@ -306,11 +303,11 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         if is_sent { Ok(()) } else { self.record_unreported_completion(header.service as u8) }
     }
 
-    /// Acts on a waiting hint. Returns the priority and slot of the next request of a higher priority than `limit`.
+    /// Acts on a waiting hint. Returns priority and slot of the next request with a higher priority than `limit`.
     #[inline]
     fn handle_hint_and_find_request(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
-        // Before each request: requests of higher priority may not end, and a service has one hint in flight, without
-        // which it gets no further core.
+        // Hints are handled before each request, because requests of higher priority may never stop arriving. A service
+        // gets no further core until its hint is handled, because only one hint is sent at a time.
         if let Some(hint) = self.worker.next_hint() {
             self.handler.load_hint(hint, self.worker)?;
         }
@@ -331,7 +328,7 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         self.worker.wait_until_responses_are_read()
     }
 
-    /// Sends a response, which also completes the service's unreported requests. Returns whether it fits a slot.
+    /// Sends a response, which also reports the service's unreported completions. Returns whether it fits into a slot.
     fn send_response(&mut self, header: SlotHeader, response: &[u8]) -> Result<bool, RuntimeError> {
         if response.len() > self.worker.segment.geometry.max_payload_bytes() {
             self.counters.oversized_responses += 1;

@@ -1,4 +1,4 @@
-//! The workers' side of the memory: a process connects, registers services, and runs one worker per core.
+//! The workers' side of the shared memory. A process connects, registers services, and runs one worker per core.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddrV4;
@@ -14,11 +14,11 @@ use crate::message::{HintMessage, HintTrigger, Message};
 use crate::ring::{Consumer, Producer};
 use crate::segment::{LivenessLock, ServiceEntry, SharedSegment};
 
-/// Time limit for the orchestrator to accept a worker, or to empty a full ring.
+/// Time within which the orchestrator must accept a worker, or empty a full ring.
 pub const ORCHESTRATOR_TIMEOUT: Duration = Duration::from_secs(2);
 const ORCHESTRATOR_POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// Process that serves requests. It keeps the registrations of its services until it is dropped.
+/// Process that serves requests. It keeps its services registered until it is dropped.
 #[derive(Debug)]
 pub struct Runtime {
     memory_path: PathBuf,
@@ -119,7 +119,7 @@ fn try_lock_byte(segment: &SharedSegment, path: &Path, byte: LivenessLock) -> Re
     segment.try_lock(byte).map_err(io)
 }
 
-/// Waits until a condition holds. Returns `false` after the timeout.
+/// Waits until the condition holds. Returns `false` after [`ORCHESTRATOR_TIMEOUT`].
 fn wait_until(segment: &SharedSegment, mut condition: impl FnMut() -> bool) -> Result<bool, RuntimeError> {
     let started_at = Instant::now();
     while !condition() {
@@ -134,7 +134,7 @@ fn wait_until(segment: &SharedSegment, mut condition: impl FnMut() -> bool) -> R
     Ok(true)
 }
 
-/// Worker of one core, with the calls of RingLeader's interface (NSDI'23, Table 1) and the queues of the core.
+/// Worker on one core, with the core's queues and the calls of RingLeader's interface (NSDI'23, Table 1).
 #[derive(Debug)]
 pub struct Worker<'a> {
     pub(crate) runtime: &'a Runtime,
@@ -170,8 +170,8 @@ impl Worker<'_> {
         self.core
     }
 
-    /// Runs a service on `core` from now on (EnableService). Fails when no process has registered the service, or the
-    /// core is out of range.
+    /// Enables a service on `core`, so that the core gets its requests (EnableService). Fails when no process has
+    /// registered the service, or the core is out of range.
     pub fn enable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
         let is_registered = self.runtime.lock_registered_services().contains(&service)
@@ -182,35 +182,35 @@ impl Worker<'_> {
         self.send_message(Message::EnableService { service, core })
     }
 
-    /// Disables a service on `core` for new requests (DisableService). Its present requests remain. Fails when the
-    /// service or the core is out of range.
+    /// Disables a service on `core`, so that no new requests are sent there (DisableService). Requests in its queues
+    /// remain. Fails when the service or the core is out of range.
     pub fn disable_service(&mut self, service: u8, core: u16) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
         self.send_message(Message::DisableService { service, core })
     }
 
     /// Reports `count` requests that `core` completed without a response (LoadFeedback). The orchestrator rejects and
-    /// counts feedback for requests that it has not sent there. Fails when the service or the core is out of range.
+    /// counts feedback about requests that it has not sent there. Fails when the service or the core is out of range.
     pub fn load_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, core)?;
         self.send_message(Message::LoadFeedback { service, core, count })
     }
 
-    /// Enables the load monitor of a service, or changes its condition (EnableLoadMonitor). Fails when the service is
-    /// out of range.
+    /// Enables a service's load monitor, or changes its condition (EnableLoadMonitor). Fails when the service is out of
+    /// range.
     pub fn enable_load_monitor(&mut self, service: u8, trigger: HintTrigger) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, self.core)?;
         self.send_message(Message::EnableLoadMonitor { service, trigger })
     }
 
-    /// Rearms the load monitor of a service, after the cores have acted on its last hint (RearmLoadMonitor). Fails when
-    /// the service is out of range.
+    /// Rearms a service's load monitor, after the cores have acted on its last hint (RearmLoadMonitor). Fails when the
+    /// service is out of range.
     pub fn rearm_load_monitor(&mut self, service: u8) -> Result<(), RuntimeError> {
         self.check_service_and_core(service, self.core)?;
         self.send_message(Message::RearmLoadMonitor { service })
     }
 
-    /// Returns the next waiting hint for this core (LoadHint), if there is any. Skips hints of unknown kind.
+    /// Returns the next hint for this core (LoadHint), or `None` if there is none. Skips hints of unknown kind.
     pub fn next_hint(&mut self) -> Option<HintMessage> {
         let hint_slot = self.oldest_hint_slot()?;
         let Self { segment, core, rings, .. } = self;
@@ -231,9 +231,9 @@ impl Worker<'_> {
         self.rings.hint_consumer.oldest_slot(sequence_of_slot)
     }
 
-    /// Takes the oldest request of the highest priority out of the queues, for servers with their own scheduler. It
-    /// must be completed by [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback). Fails when the length
-    /// of the request is out of range.
+    /// Takes the oldest request of the highest priority out of the queues, for servers with their own scheduler.
+    /// [`respond`](Self::respond) or [`load_feedback`](Self::load_feedback) must complete it. Fails when the request's
+    /// length is out of range.
     pub fn take_request(&mut self) -> Result<Option<TakenRequest>, RuntimeError> {
         let Some((priority, slot)) = self.highest_priority_request(u8::MAX) else { return Ok(None) };
         let (slot_header, payload) = self.read_request(priority, slot)?;
@@ -242,7 +242,7 @@ impl Worker<'_> {
         Ok(Some(taken_request))
     }
 
-    /// Sends a response, which completes its request. Fails when it fits no slot, or the ring is full or damaged.
+    /// Sends a response, which completes its request. Fails when it exceeds a slot, or the ring is full or damaged.
     pub fn respond(&mut self, request: &TakenRequest, response: &[u8]) -> Result<(), RuntimeError> {
         let (length, limit) = (response.len(), self.segment.geometry.max_payload_bytes());
         if length > limit {
@@ -251,7 +251,7 @@ impl Worker<'_> {
         self.send_response(SlotHeader { length: length as u32, completed_count: 1, ..request.slot_header }, response)
     }
 
-    /// Returns priority and slot of the oldest request of the highest priority above `limit`.
+    /// Returns priority and slot of the oldest request with the highest priority above `limit`.
     #[inline]
     pub(crate) fn highest_priority_request(&self, limit: u8) -> Option<(u8, u32)> {
         let sequence_of_slot =
@@ -262,7 +262,7 @@ impl Worker<'_> {
         })
     }
 
-    /// Reads the request in a slot of [`Self::highest_priority_request`]; valid until the slot is returned.
+    /// Reads the request in a slot from [`Self::highest_priority_request`]. It is valid until the slot is returned.
     pub(crate) fn read_request<'p>(&self, priority: u8, slot: u32) -> Result<(SlotHeader, &'p [u8]), RuntimeError> {
         let geometry = &self.segment.geometry;
         let (header, payload) = self.segment.read_slot(geometry.request_offset(self.core, priority, slot));
@@ -279,7 +279,7 @@ impl Worker<'_> {
         request_consumer.publish(head);
     }
 
-    /// Returns the number of requests at a core, waiting or being served, in the queue of a service's priority; 0 if
+    /// Returns how many requests wait or are served at a core, in the queue for the priority of `service`. Returns 0 if
     /// the service is out of range. Panics if the core is out of range.
     pub fn load(&self, service: u8, core: u16) -> u32 {
         let core_cursors = self.segment.core_cursors(core);
@@ -294,7 +294,7 @@ impl Worker<'_> {
         self.segment.service(service).map(drop)
     }
 
-    /// Checks that the orchestrator is alive and this worker is the one it accepted. Makes a system call.
+    /// Checks that the orchestrator is alive and has accepted this worker. This takes a system call.
     pub(crate) fn check_orchestrator(&self) -> Result<(), RuntimeError> {
         if !self.segment.is_orchestrator_running() {
             return Err(RuntimeError::OrchestratorGone);
@@ -307,7 +307,7 @@ impl Worker<'_> {
     pub(crate) fn send_response(&mut self, header: SlotHeader, payload: &[u8]) -> Result<(), RuntimeError> {
         let (core, lines) = (self.core, self.segment.core_cursors(self.core));
         let response_producer = &mut self.rings.response_producer;
-        // The ring has a slot for each request that the core can have.
+        // The ring is not full, because it has a slot for each request that the core can have.
         let free_slot =
             require_free_slot(response_producer.free_slot(&lines.orchestrator_heads.data_heads[0]), core, "responses")?;
         let slot_offset = self.segment.geometry.response_offset(core, free_slot);

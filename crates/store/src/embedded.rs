@@ -1,4 +1,4 @@
-//! Storage of [`Records`] in a redb file: a change is one transaction, which survives SIGKILL and power cuts. The file
+//! Storage of [`Records`] in a redb file. A change is one transaction, which survives SIGKILL and power cuts. The file
 //! contains the cookie keys, so only its owner can read it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,24 +24,24 @@ const FLEET_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("flee
 const SERVICES_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("services");
 const SERVERS_TABLE: TableDefinition<'_, u16, &[u8]> = TableDefinition::new("servers");
 const LOAD_BALANCERS_TABLE: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("load_balancers");
-/// Table of the fleet document by its generation, with one row.
+/// Table with one row for the fleet document, whose key is the document's generation.
 const DOCUMENT_TABLE: TableDefinition<'_, u64, &str> = TableDefinition::new("document");
 
-/// Table of the audit log's entries by id.
+/// Table with the audit log's entries by id.
 const AUDIT_TABLE: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("audit");
 const FLEET_ROW_KEY: &str = "fleet";
 
 pub struct EmbeddedStore {
     path: PathBuf,
-    /// Open database; `None` after opening or writing has failed, until the next write opens the file again.
+    /// The open database, or `None` after opening or writing has failed, until the next write opens the file again.
     database: Option<Database>,
     /// Copy in memory of a file that could not be opened for writing.
     read_only_copy: Option<Database>,
 }
 
 impl EmbeddedStore {
-    /// Opens the file, or creates it. If the disk permits no writes, the content is read, and changes fail until writes
-    /// succeed.
+    /// Opens or creates the file. If the disk permits no writes, the content is read, and changes fail until writes
+    /// work.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let (database, copy) = match open_database(path) {
             Ok(database) => (Some(database), None),
@@ -60,7 +60,7 @@ impl EmbeddedStore {
         Ok(Self { path: path.to_owned(), database, read_only_copy: copy })
     }
 
-    /// Returns the records; `None`: the file is new.
+    /// Returns the records, or `None` if the file is new.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         self.try_load_records().map_err(|problem| self.content_error(problem))
     }
@@ -68,7 +68,7 @@ impl EmbeddedStore {
     /// Replaces the records in one transaction. If that fails, the file keeps the previous ones.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let Err(problem) = self.try_save_rows(&records.into()) else { return Ok(()) };
-        // After a failed write redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
+        // After a failed write, redb rejects everything until the file is opened again (`StorageError::PreviousIo`).
         self.database = None;
         if self.reopen().is_ok() && self.load().ok().flatten().as_ref() == Some(records) {
             return Ok(());
@@ -149,7 +149,7 @@ impl EmbeddedStore {
     }
 }
 
-/// Stores rows that never change: inserts new ones, and removes those that are missing in `rows`.
+/// Stores rows that never change, by inserting new ones and removing those that are missing in `rows`.
 fn sync_rows<'a, Row: Serialize + 'a>(
     transaction: &WriteTransaction,
     definition: TableDefinition<'_, u64, &'static [u8]>,
@@ -173,7 +173,7 @@ fn encode_row(row: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     serde_json::to_vec(row)
 }
 
-/// Opens a table for reading; `None`: an older version created the file without this table.
+/// Opens a table for reading, or returns `None` if an older version created the file without this table.
 fn open_table_if_present<K: Key + 'static, V: Value + 'static>(
     transaction: &ReadTransaction,
     definition: TableDefinition<'_, K, V>,
@@ -206,7 +206,7 @@ fn open_database(path: &Path) -> Result<Database, StoreError> {
     })
 }
 
-/// Reads the file into a database in memory. Opening a file after a crash repairs it, which needs writes.
+/// Reads the file into a database in memory, because opening a file repairs it after a crash, which needs writes.
 fn open_in_memory_copy(path: &Path) -> anyhow::Result<Database> {
     let bytes = std::fs::read(path)?;
     anyhow::ensure!(!bytes.is_empty(), "nothing in it");

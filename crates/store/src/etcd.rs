@@ -1,7 +1,8 @@
 //! Storage of [`Records`] in etcd, written by the leader.
 //!
-//! Rows are grouped into parts, so that a change writes little: a part per service, one per sixteen servers, the
-//! document in pieces. All parts of a change take effect together ([`coreward_etcd::chunked_store`]).
+//! Rows are grouped into parts, so that a change writes little. There is a part for each service and for every sixteen
+//! servers, and the document is split into pieces. All parts of a change take effect together
+//! ([`coreward_etcd::chunked_store`]).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -31,12 +32,12 @@ const DOCUMENT_GENERATION_PART: &str = "document_generation";
 const AUDIT_PART_PREFIX: &str = "audit/";
 
 const AUDIT_ENTRIES_PER_PART: u64 = 50;
-/// Number of servers whose rows are in one part. A part of servers that are in 1,000 services each fits a transaction.
+/// Number of servers whose rows are in one part. Even if each server is in 1,000 services, the part fits a transaction.
 const SERVERS_PER_PART: u16 = 16;
 /// Maximum size of a piece of the document, in bytes.
 const MAX_DOCUMENT_PIECE_BYTES: usize = 256 << 10;
-/// Maximum size of a value in bytes, as etcd takes requests of 1.5 MiB. Further pieces of a longer row are stored under
-/// the row's name, a blank (which no name contains) and a number.
+/// Maximum size of a value in bytes, because etcd takes requests of 1.5 MiB. Further pieces of a longer row are stored
+/// under the row's name, a blank (which no name contains) and a number.
 const MAX_VALUE_BYTES: usize = 512 << 10;
 
 /// Store of the leading controller's records in etcd. Its functions block, so asynchronous code must not call them.
@@ -51,7 +52,7 @@ impl EtcdStore {
         Ok(Self { cluster, chunked_store })
     }
 
-    /// Returns the records; `None`: etcd contains none.
+    /// Returns the records, or `None` if etcd contains none.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         let parts = self.chunked_store.parts();
         if parts.is_empty() {
@@ -64,7 +65,7 @@ impl EtcdStore {
         })
     }
 
-    /// Replaces all rows that differ, atomically. Fails if this controller no longer leads.
+    /// Replaces all rows that differ in one atomic step. Fails if this controller no longer leads.
     pub fn save(&mut self, records: &Records) -> Result<(), StoreError> {
         let parts = encode_parts(&records.into())
             .map_err(|problem| StoreError::Content { store: "etcd".to_owned(), problem: format!("{problem:#}") })?;

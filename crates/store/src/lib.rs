@@ -1,5 +1,5 @@
-//! Storage of [`Records`](coreward_fleet::records::Records): a file of one controller ([`embedded`]), or etcd
-//! ([`etcd`]) for several. Both store the same rows ([`rows`]).
+//! Storage of [`Records`](coreward_fleet::records::Records), in a file for one controller ([`embedded`]) or in etcd for
+//! several ([`etcd`]). Both store the same rows ([`rows`]).
 
 pub mod embedded;
 pub mod etcd;
@@ -19,7 +19,7 @@ pub enum Store {
 }
 
 impl Store {
-    /// Returns the records; `None`: the store is empty.
+    /// Returns the records, or `None` if the store is empty.
     pub fn load(&self) -> Result<Option<Records>, StoreError> {
         match self {
             Self::Embedded(store) => store.load(),
@@ -50,7 +50,7 @@ pub enum StoreError {
         store: String,
         problem: String,
     },
-    /// etcd does not answer, rejects the request, or another controller leads.
+    /// etcd does not answer or rejects the request, or another controller leads.
     #[error(transparent)]
     Etcd(#[from] EtcdError),
 }

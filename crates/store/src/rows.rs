@@ -1,4 +1,4 @@
-//! Rows of [`Records`] in every store, as JSON objects. Missing keys have their defaults.
+//! Rows in which every store keeps [`Records`], as JSON objects. Missing keys have their defaults.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ use coreward_fleet::key_ring::{KeyPhase, KeyRing};
 use coreward_fleet::records::DrainRecord;
 use coreward_fleet::records::{Document, LoadBalancerRecord, Membership, Records, ServerRecord, ServiceRecord};
 
-/// Version of the format of the rows. Rows with another version are rejected.
+/// Version of the rows' format. Rows with another version are rejected.
 const ROW_FORMAT: u32 = 5;
 
 #[derive(Debug)]
@@ -49,7 +49,7 @@ impl From<&Records> for Rows {
 }
 
 impl Rows {
-    /// Converts the rows to records. Fails on invalid values, and on another version of the format.
+    /// Converts the rows to records. Fails if a value is invalid or the rows have another version of the format.
     pub fn parse(self) -> anyhow::Result<Records> {
         let mut records = self.fleet.into_records()?;
         for (name, row) in self.services {
@@ -77,10 +77,10 @@ pub struct FleetRow {
     keys_generation: u64,
     /// Time since which the current key has been used, in seconds since 1970.
     current_key_since: u64,
-    /// Whether the announced rotation is forced; absent: no rotation is in progress.
+    /// Whether the announced rotation is forced, or absent if no rotation is in progress.
     announced: Option<bool>,
     rss_key: String,
-    /// Time of the records' clock at the last write (s since 1970); absent: the clock begins with the wall clock.
+    /// Time of the records' clock at the last write (s since 1970), or absent to begin with the wall clock.
     clock: Option<u64>,
 }
 
@@ -88,7 +88,7 @@ pub struct FleetRow {
 pub struct LoadBalancerRow {
     owner: Option<u8>,
     address: Option<IpAddr>,
-    /// Time at which the load balancer disconnected, in seconds since 1970; absent: it is connected.
+    /// Time at which the load balancer disconnected, in seconds since 1970, or absent while it is connected.
     left_at: Option<u64>,
 }
 
@@ -105,14 +105,14 @@ pub struct ServerRow {
     name: String,
     address: IpAddr,
     in_file: bool,
-    /// Services of the server. The number is the time at which it left the pool (s since 1970); absent: it is present.
+    /// Services of the server, with the time at which it left the pool (s since 1970), or absent if it is present.
     services: BTreeMap<String, Option<u64>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     drain: Option<DrainRow>,
-    /// Names of the racks that may report for the server; absent: those of the fleet.
+    /// Names of the racks that may report for the server, or absent for those of the fleet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     racks: Option<BTreeSet<String>>,
-    /// VLAN of the frames to the server; absent: frames are untagged.
+    /// VLAN of the frames to the server, or absent if they are untagged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     vlan: Option<u16>,
 }
@@ -122,7 +122,7 @@ struct DrainRow {
     /// Time of the last change of the drain, in seconds since 1970.
     since: u64,
     generation: u64,
-    /// Names of the services in which the server is drained; absent: all services.
+    /// Names of the services in which the server is drained, or absent for all services.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     services: Option<BTreeSet<String>>,
 }

@@ -1,4 +1,4 @@
-//! Accepting side of TLS: verifies peers within limits, and ends connections whose certificate becomes invalid.
+//! Acceptor of TLS connections. It limits handshakes, verifies peers, and closes connections with invalid certificates.
 
 use std::collections::HashMap;
 use std::io;
@@ -32,20 +32,20 @@ use crate::tls::Tls;
 use crate::verify::ClientCertificates;
 use crate::verify::{ClientVerifier, RevocationList};
 
-/// Interval between checks of open connections' certificates.
+/// Interval between checks whether the certificates of open connections are still valid.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const ACCEPT_QUEUE_LENGTH: usize = 64;
-/// Pause after an error of the listening socket, such as too many open files.
+/// Pause after the listening socket returns an error, for example because too many files are open.
 const RETRY_DELAY: Duration = Duration::from_millis(10);
 
-/// Limits of an acceptor's handshakes and connections.
+/// Limits that an acceptor enforces on handshakes and connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AcceptorLimits {
-    /// Maximum time from the connection to the end of the handshake.
+    /// Time limit from the TCP connection to the end of the TLS handshake.
     pub handshake_timeout: Duration,
     pub max_handshakes: usize,
     pub max_handshakes_per_address: usize,
-    /// Maximum number of concurrent connections with one identity.
+    /// Maximum number of concurrent connections whose certificates have the same identity.
     pub max_connections_per_identity: usize,
 }
 
@@ -75,7 +75,7 @@ struct TlsSettings {
     client_certificates: ClientCertificates,
     protocols: &'static [&'static str],
     revocation_list: RevocationList,
-    /// Credentials against which open connections were checked last.
+    /// Credentials against which the open connections were checked most recently.
     checked_credentials: Mutex<Arc<Credentials>>,
     config: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
 }
@@ -100,7 +100,7 @@ struct TrackedConnection {
 }
 
 impl TrackedConnection {
-    /// Ends the connection if its certificate is no longer accepted.
+    /// Closes the connection if the verifier does not accept its peer's certificate.
     fn close_if_untrusted(&self, verifier: &ClientVerifier) {
         let Some((own, others)) = self.chain.split_first() else { return };
         if let Err(error) = verifier.verify_client_cert(own, others, UnixTime::now())
@@ -133,7 +133,8 @@ impl ConnectionAcceptor {
         Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
     }
 
-    /// Returns an acceptor of connections with a valid certificate of one of these roles. `protocols`: names for ALPN.
+    /// Creates an acceptor that requires a valid certificate with one of these roles. `protocols` are the names that
+    /// ALPN offers.
     pub fn with_tls(
         tls: Arc<Tls>,
         accepted_roles: &[Role],
@@ -161,7 +162,7 @@ impl ConnectionAcceptor {
         self.connections.lock()
     }
 
-    /// Accepts connections of `listener` until the stream is dropped.
+    /// Returns a stream of accepted connections. Dropping the stream stops the acceptance of further ones.
     pub fn admit(self: Arc<Self>, listener: TcpListener) -> impl Stream<Item = io::Result<AcceptedConnection>> {
         let (sender, receiver) = mpsc::channel(ACCEPT_QUEUE_LENGTH);
         tokio::spawn(async move {
@@ -197,7 +198,7 @@ impl ConnectionAcceptor {
             let (acceptor, admitted) = (self.clone(), admitted.clone());
             tokio::spawn(async move {
                 if let Ok(connection) = acceptor.accept_peer(stream, address, place).await {
-                    // Fails if the receiver has been dropped, which closes the connection.
+                    // Sending fails if the receiver has been dropped. The connection is then closed.
                     drop(admitted.send(Ok(connection)).await);
                 }
             });
@@ -208,7 +209,7 @@ impl ConnectionAcceptor {
         HandshakeSlot::reserve(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
     }
 
-    /// Accepts one connection that another listener received. A rejection is counted and logged.
+    /// Completes the handshake of a connection that another listener has accepted. A rejection is counted and logged.
     pub async fn admit_connection(
         self: Arc<Self>,
         stream: TcpStream,
@@ -288,7 +289,8 @@ impl ConnectionAcceptor {
         Ok(ConnectionGuard { acceptor: self.clone(), connection_number, connection })
     }
 
-    /// Ends connections with expired or revoked certificates, forever, for users of [`Self::admit_connection`].
+    /// Closes connections when their certificates expire or are revoked. Users of [`Self::admit_connection`] must run
+    /// this loop.
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
         let mut look = tokio::time::interval(POLL_INTERVAL);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -298,7 +300,6 @@ impl ConnectionAcceptor {
         }
     }
 
-    /// Ends connections with expired or revoked certificates; live peers reconnect with a new one.
     fn close_invalid_connections(&self) {
         self.close_invalid_connections_at(unix_now());
     }
@@ -308,7 +309,7 @@ impl ConnectionAcceptor {
         if let Some(verifier) = protection.verifier_if_authority_removed() {
             let tracked_connections: Vec<Arc<TrackedConnection>> =
                 self.connections().connections_by_number.values().cloned().collect();
-            // A thread, because verification of thousands of certificates takes as long as thousands of handshakes.
+            // Verifying thousands of certificates takes as long as thousands of handshakes, so another thread does it.
             std::thread::spawn(move || {
                 tracked_connections.iter().for_each(|connection| connection.close_if_untrusted(&verifier))
             });
@@ -331,7 +332,7 @@ impl ConnectionAcceptor {
 }
 
 impl TlsSettings {
-    /// Returns a verifier of open connections if an authority was removed since the last call.
+    /// Returns a verifier to check the open connections again if an authority has been removed since the last call.
     fn verifier_if_authority_removed(&self) -> Option<ClientVerifier> {
         let credentials = self.tls.credentials();
         let mut checked_credentials = self.checked_credentials.lock();
@@ -439,17 +440,16 @@ pub struct AcceptedConnection {
 }
 
 impl AcceptedConnection {
-    /// Returns the peer of the connection.
     pub fn caller(&self) -> &Caller {
         &self.caller
     }
 
-    /// Returns the fingerprint and the expiry time (since 1970) of the peer's certificate, if it has one.
+    /// Returns the fingerprint of the peer's certificate and its expiry (time since 1970), or `None` if it has none.
     pub fn certificate(&self) -> Option<(Fingerprint, Duration)> {
         self.guard.as_ref().map(|guard| (guard.connection.fingerprint, guard.connection.not_after))
     }
 
-    /// Moves the connection to another runtime. Fails if no file descriptor is free.
+    /// Moves the connection to another runtime. Fails if the process has too many open files.
     pub fn move_to_runtime(mut self, runtime: &Handle) -> io::Result<Self> {
         self.io.move_to(runtime)?;
         Ok(self)
@@ -481,7 +481,7 @@ impl AsyncRead for AcceptedConnection {
         if let Some(guard) = &self.guard {
             *guard.connection.reader_waker.lock() = Some(context.waker().clone());
         }
-        // Checked after the waker is registered, so that a close in between wakes the task.
+        // This is checked after the waker is registered, so that a close in between wakes the task.
         if self.is_closed() {
             return Poll::Ready(Err(closed_error()));
         }

@@ -1,13 +1,13 @@
-//! A certificate authority of the operator: a key and a certificate in a directory.
+//! Certificate authority that the operator keeps in a directory, with its key and certificates.
 //!
 //! ```text
-//! ca.crt                      trusted certificates, for all daemons: one, or two during a roll-over
-//! authority.crt, .key         current authority, which signs
-//! next.crt, .key              next authority (after the first step of a roll-over)
-//! previous.crt                previous authority (after the second step of a roll-over)
+//! ca.crt                      certificates that all daemons trust (one, or two during a roll-over)
+//! authority.crt, .key         authority that currently signs certificates
+//! next.crt, .key              next authority, which exists after the first step of a roll-over
+//! previous.crt                previous authority, which exists after the second step of a roll-over
 //! ```
 //!
-//! Each step writes the key last. The same command repeats and completes an interrupted step.
+//! Each step writes the key last. If a step is interrupted, the same command completes it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -27,17 +27,17 @@ use crate::certificate::{Certificate, unix_now};
 use crate::disk::{self, write, write_secret};
 use crate::identity::{Identity, Name, Role};
 
-/// Tolerated difference between clocks: the validity of a certificate begins this much before it is issued.
+/// Tolerated difference between the clocks of two machines. Certificates become valid this long before they are issued.
 pub const CLOCK_TOLERANCE: Duration = Duration::from_secs(300);
-/// One day, the unit of validities.
+/// One day, the unit in which validities are given.
 pub const DAY: Duration = Duration::from_secs(86_400);
 
-/// Certificate authority in a directory.
+/// Certificate authority whose files are in a directory.
 pub struct Authority {
     directory: PathBuf,
 }
 
-/// Validity of a certificate, as times since 1970.
+/// Period in which a certificate is valid, as times since 1970.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validity {
     /// Begin of the validity.
@@ -47,22 +47,20 @@ pub struct Validity {
 }
 
 impl Validity {
-    /// Returns the validity of this length from now on, which begins earlier by [`CLOCK_TOLERANCE`].
+    /// Returns a validity that ends after `length` and has already begun [`CLOCK_TOLERANCE`] ago.
     pub fn from_now(length: Duration) -> Self {
         let now = unix_now();
         Self { not_before: now.saturating_sub(CLOCK_TOLERANCE), not_after: now + length }
     }
 }
 
-/// Certificate and its private key (PEM).
+/// Certificate and its private key, both in PEM.
 pub struct IssuedCertificate {
-    /// The certificate (PEM).
     pub certificate_pem: String,
-    /// Private key of the certificate.
     pub key_pem: String,
 }
 
-/// Step of the replacement of an authority.
+/// Step of the roll-over from one authority to the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum RolloverStep {
     /// Create the next authority: ca.crt has both, and the old one still signs
@@ -74,7 +72,7 @@ pub enum RolloverStep {
 }
 
 impl Authority {
-    /// Creates the authority of `fleet` in a directory that has none.
+    /// Creates a fleet's authority in a directory that does not have one.
     pub fn init(directory: &Path, fleet: &Name, length: Duration) -> anyhow::Result<Self> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         let authority = Self { directory: directory.to_owned() };
@@ -109,7 +107,7 @@ impl Authority {
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     }
 
-    /// Creates key and certificate of an authority, and writes the certificates named in `published` to ca.crt.
+    /// Creates an authority's key and certificate, and writes the certificates named in `published` to ca.crt.
     fn create_authority_files(
         &self,
         name: &str,
@@ -130,7 +128,7 @@ impl Authority {
         write_secret(&self.file_path(&format!("{name}.key")), key_pair.serialize_pem())
     }
 
-    /// Writes the certificates of the authorities in `names` to ca.crt.
+    /// Replaces ca.crt by the certificates of the authorities in `names`.
     fn write_ca_file(&self, names: &[&str]) -> anyhow::Result<()> {
         let certificates: anyhow::Result<Vec<String>> =
             names.iter().map(|name| self.read_file(&format!("{name}.crt"))).collect();
@@ -146,7 +144,7 @@ impl Authority {
         name.parse().map_err(anyhow::Error::msg)
     }
 
-    /// Issues a certificate with a new key. Fails if the authority expires earlier than the certificate.
+    /// Issues a certificate with a new key. Fails if the authority expires before the certificate would.
     pub fn issue(
         &self,
         identity: &Identity,
@@ -184,7 +182,7 @@ impl Authority {
         Ok(IssuedCertificate { certificate_pem: certificate.pem(), key_pem: key_pair.serialize_pem() })
     }
 
-    /// Executes one step of the authority's replacement. Fails if another step is due.
+    /// Executes one step of the authority's roll-over. Fails if another step is due.
     pub fn roll_over(&self, step: RolloverStep, length: Duration) -> anyhow::Result<()> {
         let exists = |file: &str| self.file_path(file).exists();
         match step {
@@ -214,7 +212,7 @@ impl Authority {
         }
     }
 
-    /// Moves the files of `next` to `authority`, and continues an interrupted attempt.
+    /// Makes the next authority the signing one. Continues an earlier attempt that was interrupted.
     fn switch_to_next(&self) -> anyhow::Result<()> {
         let next_key = self.read_key("next.key")?;
         if !self.is_signed_by(&next_key, "authority.crt")? {
@@ -247,7 +245,7 @@ fn to_date_time(since_1970: Duration) -> anyhow::Result<OffsetDateTime> {
 }
 
 impl IssuedCertificate {
-    /// Writes ca.crt, own.crt and own.key to a directory.
+    /// Writes the files ca.crt, own.crt and own.key to a directory.
     pub fn write(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
         write(&directory.join("ca.crt"), &authority.read_file("ca.crt")?)?;

@@ -1,4 +1,4 @@
-//! Peer of a connection, and its permissions.
+//! Peer that calls a daemon, and checks of its permissions.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -7,11 +7,11 @@ use tonic::{Request, Status};
 
 use crate::identity::{Identity, Role};
 
-/// Peer of a connection, with the identity in its certificate.
+/// Peer that calls a daemon, and the identity in its certificate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Caller {
     pub address: SocketAddr,
-    /// Identity of the peer's certificate; `None`: no TLS, or a token instead of a certificate.
+    /// Identity in the peer's certificate, or `None` if the peer uses no TLS, or a token instead of a certificate.
     pub identity: Option<Identity>,
     pub is_encrypted: bool,
 }
@@ -26,12 +26,13 @@ impl fmt::Display for Caller {
 }
 
 impl Caller {
-    /// Returns the peer of a request; INTERNAL if no [`ConnectionAcceptor`](crate::ConnectionAcceptor) accepted it.
+    /// Returns the peer that sent a request. Fails with INTERNAL if the connection was not accepted by a
+    /// [`ConnectionAcceptor`](crate::ConnectionAcceptor).
     pub fn of<T>(request: &Request<T>) -> Result<Self, Status> {
         request.extensions().get::<Self>().cloned().ok_or_else(|| Status::internal("a request from nowhere"))
     }
 
-    /// Requires one of these roles, or fails with PERMISSION_DENIED. Without TLS every peer is permitted.
+    /// Fails with PERMISSION_DENIED unless the peer has one of these roles. Without TLS, every peer is permitted.
     pub fn require_role(&self, roles: &[Role]) -> Result<(), Status> {
         match &self.identity {
             None if !self.is_encrypted => Ok(()),
@@ -45,7 +46,7 @@ impl Caller {
         }
     }
 
-    /// Requires a certificate of `role` with `name`, or fails with PERMISSION_DENIED.
+    /// Fails with PERMISSION_DENIED unless the peer's certificate has this role and name.
     pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.require_role(&[role])?;
         match &self.identity {

@@ -1,4 +1,4 @@
-//! Parsed certificate.
+//! Certificates, as parsed from DER.
 
 use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,22 +11,22 @@ use crate::identity::{Identity, URI_SCHEME};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Certificate {
-    /// Subject of the certificate, such as `CN=coreward CA`.
+    /// Subject's distinguished name, such as `CN=coreward CA`.
     pub subject: String,
-    /// Identity of the owner; `None`: the certificate of an authority, or not issued for coreward.
+    /// Owner's identity, or `None` for an authority or if the certificate was not issued for coreward.
     pub identity: Option<Identity>,
-    /// Host names and IP addresses among the subject alternative names.
+    /// Host names and IP addresses that the certificate lists as subject alternative names.
     pub addresses: Vec<String>,
     pub is_authority: bool,
-    /// Begin of the validity (time since 1970).
+    /// Begin of the validity, as time since 1970.
     pub not_before: Duration,
-    /// End of the validity (time since 1970).
+    /// End of the validity, as time since 1970.
     pub not_after: Duration,
     pub fingerprint: Fingerprint,
 }
 
 impl Certificate {
-    /// Parses a certificate in DER. Fails also if it has several identities.
+    /// Parses a certificate in DER. Fails if it is malformed or contains several identities.
     pub fn read(der: &CertificateDer<'_>) -> Result<Self, String> {
         let (_, parsed) =
             X509Certificate::from_der(der).map_err(|error| format!("not an X.509 certificate: {error}"))?;
@@ -54,12 +54,12 @@ impl Certificate {
         })
     }
 
-    /// Returns the remaining validity at `now` (since 1970); zero: expired.
+    /// Returns the remaining validity at `now` (time since 1970), which is zero if the certificate has expired.
     pub fn remaining_validity(&self, now: Duration) -> Duration {
         self.not_after.saturating_sub(now)
     }
 
-    /// Returns whether less than a third of the validity remains.
+    /// Returns whether less than a third of the certificate's validity remains.
     pub fn is_renewal_due(&self, now: Duration) -> bool {
         self.remaining_validity(now) < self.not_after.saturating_sub(self.not_before) / 3
     }
@@ -76,7 +76,7 @@ fn host_name_or_address(name: &GeneralName<'_>) -> Option<String> {
     }
 }
 
-/// SHA-256 of a certificate, as shown by `openssl x509 -fingerprint -sha256`.
+/// SHA-256 of a certificate, in the same form as from `openssl x509 -fingerprint -sha256`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Fingerprint([u8; 32]);
 
@@ -86,7 +86,7 @@ impl Fingerprint {
     }
 
     pub fn sha256(bytes: &[u8]) -> Self {
-        // The hash of rustls avoids another dependency.
+        // The hash function of rustls makes another dependency unnecessary.
         let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13().expect("a suite of TLS 1.3");
         let hash = suite.common.hash_provider.hash(bytes);
         let mut bytes = [0; 32];
@@ -123,7 +123,7 @@ impl std::str::FromStr for Fingerprint {
     }
 }
 
-/// Returns the time since 1970 by the wall clock.
+/// Returns the time since 1970 according to the wall clock.
 pub fn unix_now() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! `coreward certs`: an authority of one's own, and what it signs.
+//! The command `coreward certs`, which creates a certificate authority and issues certificates.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, UNIX_EPOCH};
@@ -141,13 +141,13 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     }
 }
 
-/// Parses a host as certificates name it: a DNS name or an IP address.
+/// Parses a host that a certificate can name, which is a DNS name or an IP address.
 fn host(text: &str) -> Result<String, String> {
     let error_text = || format!("{text:?}: expected a host name or an IP address, as \"c1.example\" or \"10.1.0.1\"");
     ServerName::try_from(text).map(|_| text.to_owned()).map_err(|_| error_text())
 }
 
-/// Checks that the files of a certificate are replaced only by files for the same owner.
+/// Fails if the directory contains a certificate of another owner, which would be overwritten.
 fn ensure_same_owner(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
     let certificate_path = bundle.join("own.crt");
     let Ok(certificates) = read_certificates(&certificate_path) else { return Ok(()) };
@@ -256,7 +256,7 @@ mod tests {
             let error = run_certs(&["issue", "--role", "controller", "--name", "c1", "--address", bad]).unwrap_err();
             assert!(error.contains("expected a host name or an IP address"), "{error}");
         }
-        // Both names make the same folder.
+        // Both names would be mapped to the same directory.
         run_certs(&["issue", "--role", "agent", "--name", "a/b"]).unwrap();
         let key = std::fs::read(authority_directory.join("agent-a_b/own.key")).unwrap();
         let error = run_certs(&["issue", "--role", "agent", "--name", "a_b"]).unwrap_err();

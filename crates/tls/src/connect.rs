@@ -1,4 +1,4 @@
-//! Connecting side of TLS.
+//! Connectors, which establish TLS connections to other daemons and to the controller's HTTP API.
 
 use std::io;
 use std::net::SocketAddr;
@@ -23,7 +23,7 @@ use crate::verify::ExpectedHost;
 
 const HTTP_1_1_ALPN: &str = "http/1.1";
 
-/// Connector of tonic to one address, with or without TLS.
+/// Connector that tonic uses to connect to one address, with or without TLS.
 #[derive(Debug, Clone)]
 pub struct Connector {
     address: SocketAddr,
@@ -31,7 +31,8 @@ pub struct Connector {
 }
 
 impl Connector {
-    /// Creates a connector. `tls`: own credentials and accepted roles; `None`: the connection is plain.
+    /// Creates a connector that uses these credentials and accepts peers of these roles. With `None`, connections are
+    /// not encrypted.
     pub fn new(address: SocketAddr, tls: Option<(Arc<Tls>, &'static [Role])>) -> Self {
         Self { address, tls }
     }
@@ -48,30 +49,30 @@ impl Connector {
 
 async fn complete_handshake(config: Arc<ClientConfig>, host: ServerName<'static>, stream: TcpStream) -> io::Result<Io> {
     let connected = TlsConnector::from(config).connect(host, stream).await;
-    // Replaces the library's message.
+    // This error describes the failure for the operator, unlike that of the library.
     let stream = connected.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
     Ok(Io::Tls(Box::new(stream.into())))
 }
 
-/// TLS connector of a command to a controller's HTTP API.
+/// TLS connector with which a command connects to a controller's HTTP API.
 #[derive(Debug, Clone)]
 pub struct HttpsConnector(Arc<ClientConfig>);
 
 impl HttpsConnector {
-    /// Creates a connector with a certificate. The controller must belong to the same fleet.
+    /// Creates a connector that presents a certificate. The controller must belong to the same fleet.
     pub fn with_certificate(files: &CredentialFiles, host: ExpectedHost) -> Result<Self, CredentialError> {
         let config = Credentials::load(files)?.client_config(&[Role::Controller], host, HTTP_1_1_ALPN);
         let config = config.map_err(|error| CredentialError { config_key: "key", message: error.to_string() })?;
         Ok(Self(Arc::new(config)))
     }
 
-    /// Creates a connector without a certificate, for clients with a token. `ca`: authorities that may sign the
-    /// controller's certificate.
+    /// Creates a connector without a certificate, for clients that have a token. `ca` is the file with the authorities
+    /// that may sign the controller's certificate.
     pub fn without_certificate(ca: &Path, host: ExpectedHost) -> Result<Self, CredentialError> {
         Ok(Self(Arc::new(client_without_certificate(ca, &[Role::Controller], host, HTTP_1_1_ALPN)?)))
     }
 
-    /// Connects to `address`, one of the addresses of `host`, which the user gave, and verifies the controller.
+    /// Connects to `address`, to which the user's `host` was resolved, and verifies the controller.
     pub async fn connect(&self, host: &str, address: SocketAddr) -> io::Result<Io> {
         let wrong = |_| io::Error::other(format!("{host:?}: expected a host name or an address"));
         let host = ServerName::try_from(host.to_owned()).map_err(wrong)?;

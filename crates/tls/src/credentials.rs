@@ -1,4 +1,4 @@
-//! Certificates and key of the files, and TLS configurations from them.
+//! Credentials that are read from certificate files, and the TLS configurations that are made from them.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use crate::verify::{ClientCertificates, ClientVerifier, ExpectedHost, Revocation
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CredentialFiles {
-    /// Path of the trusted authorities' certificates (PEM).
+    /// Path of the file with the trusted authorities' certificates (PEM).
     pub ca: PathBuf,
-    /// Path of the own certificate with its chain (PEM).
+    /// Path of the file with the daemon's own certificate and its chain (PEM).
     pub certificate: PathBuf,
-    /// Path of the private key (PEM), readable by its owner only.
+    /// Path of the private key (PEM), which only its owner may be able to read.
     pub key: PathBuf,
 }
 
@@ -29,7 +29,7 @@ pub struct CredentialFiles {
 #[error("{message}")]
 pub struct CredentialError {
     pub config_key: &'static str,
-    /// Text with the file, the problem and the expected content.
+    /// Text that names the file, the problem and the expected content.
     pub message: String,
 }
 
@@ -37,7 +37,7 @@ fn credential_error(config_key: &'static str, path: &Path, problem: impl std::fm
     CredentialError { config_key, message: format!("{}: {problem}", path.display()) }
 }
 
-/// Certificates and key that were read from the files.
+/// Own certificate and key, and the trusted authorities, as read from the files.
 #[derive(Debug)]
 pub struct Credentials {
     pub identity: Identity,
@@ -82,14 +82,14 @@ impl Credentials {
             certificate_chain: chain,
             private_key,
         };
-        // A configuration can be built only if key and certificate belong together.
+        // This fails unless key and certificate belong together.
         credentials.client_config(&[Role::Controller], ExpectedHost::Any, "h2").map_err(|error| {
             credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))
         })?;
         Ok(credentials)
     }
 
-    /// Returns the TLS configuration for connections to peers of one of these roles. `protocol`: name for ALPN.
+    /// Returns the TLS configuration for connecting to peers of these roles. `protocol` is the name that ALPN offers.
     pub fn client_config(
         &self,
         expected: &[Role],
@@ -112,7 +112,7 @@ impl Credentials {
         ClientVerifier::new(self.roots.clone(), &crypto_provider(), fleet, accepted, certificates, revoked)
     }
 
-    /// Returns the TLS configuration for connections from peers of one of these roles.
+    /// Returns the TLS configuration for accepting connections from peers of these roles.
     pub fn server_config(
         &self,
         accepted: &[Role],
@@ -124,7 +124,7 @@ impl Credentials {
         let builder = ServerConfig::builder_with_provider(crypto_provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
         let mut config = builder.with_single_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
-        // No resumption, for the same reason as in `client`.
+        // Resumption is disabled, because a resumed session would skip the verification of the certificate.
         (config.send_tls13_tickets, config.session_storage) = (0, Arc::new(NoServerSessionStorage {}));
         config.alpn_protocols = protocols.iter().map(|protocol| protocol.as_bytes().to_vec()).collect();
         Ok(config)
@@ -137,7 +137,7 @@ fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialErr
         .map_err(|error| credential_error("key", path, format!("{error}: expected a private key in PEM")))
 }
 
-/// Returns the TLS configuration for connections to these roles of any fleet, without an own certificate.
+/// Returns the TLS configuration for connecting to peers of these roles in any fleet, without a certificate of its own.
 pub fn client_without_certificate(
     ca: &Path,
     expected: &[Role],

@@ -1,4 +1,4 @@
-//! Atomic and durable changes of files.
+//! Atomic and durable writing of files.
 
 use std::fs;
 use std::io::{self, Write as _};
@@ -11,7 +11,7 @@ pub(crate) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     write_with_mode(path, text.as_bytes(), 0o644)
 }
 
-/// Writes a file that only its owner can read, atomically: on an error the old file remains.
+/// Atomically writes a file that only its owner can read. On an error, the old file remains.
 pub fn write_secret(path: &Path, content: impl AsRef<[u8]>) -> anyhow::Result<()> {
     write_with_mode(path, content.as_ref(), 0o600)
 }
@@ -45,13 +45,13 @@ fn change_durably(path: &Path, change: impl FnOnce() -> io::Result<()>) -> anyho
         #[cfg(test)]
         interruption::fail_if_interrupted()?;
         change()?;
-        // A rename is durable after its directory is synced.
+        // A rename is durable only after its directory has been synced.
         path.parent().map_or(Ok(()), |directory| fs::File::open(directory)?.sync_all())
     };
     synced_change().with_context(|| path.display().to_string())
 }
 
-/// Simulates a kill between two changes of files.
+/// Interruption that emulates a kill of the process between two changes of files.
 #[cfg(test)]
 pub(crate) mod interruption {
     use std::cell::Cell;

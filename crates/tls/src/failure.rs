@@ -1,4 +1,4 @@
-//! Failures of connections, for logs and counters.
+//! Failures of connections, which are logged and counted.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,7 +10,7 @@ use rustls::{AlertDescription, CertificateError, Error};
 
 use crate::identity::{Identity, Name, Role};
 
-/// Minimum interval between log lines for one reason, so that a flood does not fill the disk.
+/// Minimum interval between log lines with the same reason, so that a flood of connections does not fill the disk.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Reason for rejecting a connection.
@@ -20,22 +20,22 @@ pub enum FailureReason {
     /// The peer does not use TLS 1.3.
     NotTls,
     NoCertificate,
-    /// The certificate is from an authority that is not in `ca`.
+    /// The certificate is signed by an authority that is not in `ca`.
     UnknownAuthority,
     Expired,
     NotYetValid,
-    /// The certificate has no identity.
+    /// The certificate contains no identity of a fleet's member.
     NoIdentity,
-    /// The certificate is for another fleet.
+    /// The certificate was issued for another fleet.
     OtherFleet,
-    /// The listener does not accept the role of the certificate.
+    /// The listener does not accept the role in the certificate.
     WrongRole,
-    /// The certificate does not have the required name or host.
+    /// The certificate is not valid for the required name or host.
     WrongName,
     Revoked,
     /// The peer rejects our certificate.
     RefusedByPeer,
-    /// Too many connections from the address, or with the certificate.
+    /// The peer's address has too many handshakes, or its identity has too many connections.
     TooManyConnections,
     /// Another failure, such as a broken connection.
     Broken,
@@ -59,7 +59,7 @@ impl FailureReason {
         Self::Broken,
     ];
 
-    /// Returns the reason's label in the metric.
+    /// Returns the value of the metric's label for this reason.
     pub fn name(self) -> &'static str {
         match self {
             Self::Timeout => "timeout",
@@ -80,7 +80,7 @@ impl FailureReason {
     }
 }
 
-/// Error for a valid certificate that is not accepted here.
+/// Error for a valid certificate whose fleet, role, name or host is not accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AcceptError {
     #[error("its certificate has no identity of a fleet ({0}): expected one URI coreward://FLEET/ROLE/NAME")]
@@ -115,7 +115,7 @@ impl AcceptError {
     }
 }
 
-/// Failure of a connection.
+/// Failure of a connection, with its reason and a description.
 #[derive(Debug, Clone)]
 pub struct Failure {
     pub reason: FailureReason,
@@ -177,17 +177,16 @@ impl Failure {
     }
 }
 
-/// Returns a text such as "valid from 2026-11-24T19:00:00Z, and this machine's clock is at 2026-11-22T19:00:00Z".
 fn describe_clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
     let format_date =
         |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
     format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", format_date(bound), format_date(now))
 }
 
-/// Describes a TLS alert from the peer for the operator.
+/// Describes a TLS alert that the peer has sent, for the operator.
 fn describe_alert(alert: AlertDescription) -> String {
     let cause = match alert {
-        // RFC 8446: peers send this alert for certificates that are not valid yet, too.
+        // Peers also send this alert for certificates that are not valid yet (RFC 8446).
         AlertDescription::CertificateExpired => {
             return "the peer refuses our certificate: by the peer's clock it has expired or is not valid yet; compare \
                     the clocks (timedatectl) and its dates (coreward certs show)"
@@ -202,7 +201,7 @@ fn describe_alert(alert: AlertDescription) -> String {
     format!("the peer refuses our certificate: {cause} ({alert:?})")
 }
 
-/// Counters of failures by reason, with the times of their last log lines.
+/// Counters of failures by reason. They also limit how often each reason is logged.
 #[derive(Debug, Default)]
 pub struct FailureCounters(Mutex<BTreeMap<FailureReason, FailureCounter>>);
 
@@ -218,7 +217,7 @@ impl FailureCounters {
         self.0.lock()
     }
 
-    /// Counts a failure, and logs it at most once a second per reason.
+    /// Counts a failure, and logs it unless a failure with the same reason was logged within the last second.
     pub fn count(&self, peer: &dyn fmt::Display, failure: &Failure) {
         let mut counters = self.lock_counters();
         let counter = counters.entry(failure.reason).or_default();

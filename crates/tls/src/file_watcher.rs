@@ -1,4 +1,4 @@
-//! Watcher of changed files.
+//! Watcher that detects changes of files by their modification times.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -7,7 +7,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Watched files with their last modification times.
+/// Watched files and their modification times when they were last read.
 #[derive(Debug)]
 pub struct FileWatcher {
     paths: Vec<PathBuf>,
@@ -21,13 +21,13 @@ impl FileWatcher {
         watcher
     }
 
-    /// Stores the present modification times. Must be called before the files are read, so that no change is missed.
+    /// Records the current modification times. To miss no change, callers must do this before they read the files.
     pub fn record_modification_times(&self) {
         *self.known_mtimes() = self.read_modification_times();
     }
 
-    /// Waits for a changed, new or removed file. Waits at least one interval, because related files are written one
-    /// after the other.
+    /// Waits until a file has been changed, created or removed. It waits for at least one interval, because related
+    /// files are written one after the other.
     pub async fn wait_for_change(&self) {
         loop {
             tokio::time::sleep(POLL_INTERVAL).await;
@@ -50,7 +50,7 @@ impl FileWatcher {
     }
 }
 
-/// Returns the modification time; `None`: the file does not exist.
+/// Returns the file's modification time, or `None` if the file does not exist.
 fn modification_time(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).and_then(|metadata| metadata.modified()).ok()
 }

@@ -1,14 +1,15 @@
-//! Identity of a certificate: the URI `coreward://FLEET/ROLE/NAME` among its subject alternative names, as in SPIFFE.
-//! Any public-key infrastructure can issue it. It contains no addresses, because these change.
+//! Identity in a certificate, which is the URI `coreward://FLEET/ROLE/NAME` among the subject alternative names, as in
+//! SPIFFE. Any public-key infrastructure can issue such certificates. The identity contains no addresses, because these
+//! change.
 
 use std::fmt;
 use std::str::FromStr;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 
-/// Characters that are escaped in names: all except the unreserved characters of RFC 3986.
+/// Characters that a name's URI form escapes, which are all except the unreserved characters (RFC 3986).
 const ESCAPED_CHARACTERS: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
-/// Scheme of the URI in a certificate that contains an identity.
+/// Scheme of the URI that contains a certificate's identity.
 pub const URI_SCHEME: &str = "coreward://";
 const MAX_NAME_BYTES: usize = 64;
 
@@ -18,7 +19,7 @@ pub enum Role {
     /// Controller, which all other roles trust.
     Controller,
     Agent,
-    /// Load balancer, which gets the cookie keys and tables.
+    /// Load balancer, which gets the cookie keys and placement tables.
     Lb,
     /// Rack controller, which reports for the servers of a rack.
     Rack,
@@ -58,12 +59,11 @@ impl FromStr for Role {
     }
 }
 
-/// Name of a fleet or a member: 1 to 64 bytes without blanks and control characters.
+/// Name of a fleet or of a member. It has 1 to 64 bytes without blanks and control characters.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Name(String);
 
 impl Name {
-    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -91,8 +91,8 @@ impl FromStr for Name {
 pub struct Identity {
     pub fleet: Name,
     pub role: Role,
-    /// Name of the server in the document, or of the load balancer in its file. For other roles the name is only for
-    /// logs.
+    /// Name of an agent's server in the fleet document, or of a load balancer in its file. Other roles' names only
+    /// appear in logs.
     pub name: Name,
 }
 

@@ -1,4 +1,4 @@
-//! Byte stream of a connection.
+//! Byte stream of a connection with or without TLS.
 
 use std::io;
 use std::os::fd::AsFd as _;
@@ -12,7 +12,6 @@ use tokio_rustls::TlsStream;
 
 use crate::failure::Failure;
 
-/// Byte stream of a connection, with or without TLS.
 #[derive(Debug)]
 pub enum Io {
     Plain(TcpStream),
@@ -20,7 +19,7 @@ pub enum Io {
 }
 
 impl Io {
-    /// Moves the socket to another runtime, which needs a new descriptor of the same connection.
+    /// Moves the socket to another runtime. Fails if its file descriptor cannot be duplicated.
     pub(crate) fn move_to(&mut self, runtime: &Handle) -> io::Result<()> {
         let stream = match self {
             Self::Plain(stream) => stream,
@@ -33,7 +32,7 @@ impl Io {
     }
 }
 
-/// Replaces the text of a TLS error by a description for the operator.
+/// Replaces the message of a TLS error by a description for the operator.
 fn with_alert_text(error: io::Error) -> io::Error {
     match error.get_ref().is_some_and(|inner| inner.is::<rustls::Error>()) {
         true => io::Error::new(error.kind(), Failure::of(&error)),

@@ -1,12 +1,13 @@
 //! Mutual TLS 1.3 between the daemons.
 //!
-//! Each daemon has a certificate of the fleet's authority with its [`identity`]. Both sides verify the peer's
-//! certificate ([`verify`]); further permissions depend on the [`Caller`]. Changed files are read again ([`Tls`]). A
-//! connection lives until its certificate expires or is revoked.
+//! Each daemon has a certificate that the fleet's authority signed and that contains its [`identity`]. Both sides of a
+//! connection verify the peer's certificate ([`verify`]). Further permissions depend on the [`Caller`]. Certificate
+//! files are read again when they change ([`Tls`]). A connection is closed when the peer's certificate expires or is
+//! revoked.
 //!
-//! * [`acceptor`], [`connect`]: both sides
-//! * [`table`]: `[tls]` in a daemon's file
-//! * [`authority`], [`command`]: a certificate authority, `coreward certs`
+//! * [`acceptor`], [`connect`]: the accepting and the connecting side
+//! * [`table`]: the table `[tls]` in a daemon's configuration file
+//! * [`authority`], [`command`]: certificate authority and the command `coreward certs`
 
 pub mod acceptor;
 pub mod authority;

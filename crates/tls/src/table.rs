@@ -1,4 +1,4 @@
-//! `[tls]` in a daemon's file.
+//! The table `[tls]` in a daemon's configuration file.
 
 use std::path::PathBuf;
 
@@ -23,7 +23,7 @@ config_struct! {
     }
 }
 
-/// Reads `[tls]` and checks that its files are usable, even if other keys are wrong.
+/// Reads `[tls]` and checks that its files are usable, even if other keys of the configuration are wrong.
 impl FromToml for CredentialFiles {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let TlsTable { ca, certificate, key } = TlsTable::read(value, reader)?;
@@ -54,7 +54,7 @@ impl FromToml for CredentialFiles {
     }
 }
 
-/// Loads the credentials of `[tls]`; `None` without `[tls]`. Fails if a file is unusable.
+/// Loads the credentials of `[tls]`, or returns `None` if there is no such table. Fails if a file is unusable.
 pub fn load(files: Option<&CredentialFiles>) -> anyhow::Result<Option<std::sync::Arc<Tls>>> {
     Ok(files.cloned().map(Tls::load).transpose()?)
 }

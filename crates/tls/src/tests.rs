@@ -1,4 +1,4 @@
-//! Acceptance and rejection of peers, over loopback.
+//! Tests of which peers are accepted and rejected, over loopback.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use crate::{AcceptorLimits, Caller, ClientCertificates, ConnectionAcceptor, Cred
 const TIMEOUT: Duration = Duration::from_secs(30);
 const PARTS: &[Role] = &[Role::Agent, Role::Lb];
 
-/// A fleet with its authority, and the certificates that the authority signs.
+/// Fleet with an authority that issues certificates.
 struct Fleet {
     directory: tempfile::TempDir,
     name: Name,
@@ -62,7 +62,7 @@ impl Fleet {
     }
 }
 
-/// A listener that answers each request with the caller's identity.
+/// Listener that answers each request with the caller's identity.
 struct TestListener {
     address: SocketAddr,
     acceptor: Arc<ConnectionAcceptor>,
@@ -91,7 +91,7 @@ impl TestListener {
         Self { address, acceptor, failures, revoked }
     }
 
-    /// Connects with `tls`, and returns the listener's answer or the error.
+    /// Connects with the credentials `tls`, and returns the listener's answer or the error.
     async fn connect(&self, tls: &Arc<Tls>) -> Result<String, String> {
         let connector = Connector::new(self.address, Some((tls.clone(), &[Role::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
@@ -113,7 +113,6 @@ impl TestListener {
     }
 }
 
-/// Answers each request with the caller's identity.
 async fn answer(mut connection: AcceptedConnection) {
     let caller: Caller = connection.caller().clone();
     let who = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
@@ -177,7 +176,7 @@ async fn certificate_of_the_fleet_identifies_the_peer() {
     assert!(listener.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listener.failures.counts());
 }
 
-/// Both sides get the reason, if the protocol has an alert for it.
+/// Both sides report the reason if the protocol has an alert for it.
 #[tokio::test]
 async fn foreign_certificates_are_rejected() {
     let (fleet, other) = (Fleet::new("prod"), Fleet::new("test"));
@@ -219,17 +218,17 @@ async fn foreign_certificates_are_rejected() {
         let error = listener.connect(&tls).await.unwrap_err();
         assert!(error.contains(words), "{reason:?}: {error}");
         if reason == FailureReason::OtherFleet {
-            // The client found the problem first, and sent an alert.
+            // The client detected the mismatch first, and sent an alert.
             listener.wait_for_failure(FailureReason::RefusedByPeer).await;
         } else {
             assert!(error.starts_with(refusal_prefix), "{error}");
             listener.wait_for_failure(reason).await;
         }
     }
-    // Another authority: each side would reject the other; here the client rejects first.
+    // The authorities differ, so each side would reject the other. The client is the first to reject.
     let error = listener.connect(&other.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");
-    // The client's authority has the same name, and the client trusts the controller's authority.
+    // The client's authority has the same name as the fleet's, and the client trusts the controller.
     let impostor_fleet = Fleet::new("prod");
     let impostor_files = impostor_fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
     let impostor_files = CredentialFiles { ca: fleet.authority.ca_path(), ..impostor_files };
@@ -241,11 +240,11 @@ async fn foreign_certificates_are_rejected() {
 #[tokio::test]
 async fn server_certificate_must_be_a_controllers() {
     let fleet = Fleet::new("prod");
-    // The agent's certificate does not allow serving.
+    // An agent's certificate does not permit it to act as a server.
     let listener = TestListener::start(Some(fleet.issue(Role::Agent, "s9")), AcceptorLimits::default()).await;
     let error = listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
-    // The rack's certificate allows serving, but is not a controller's.
+    // A rack controller's certificate permits it to act as a server, but not as a controller.
     let listener = TestListener::start(Some(fleet.issue(Role::Rack, "r1")), AcceptorLimits::default()).await;
     let error = listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
@@ -258,7 +257,7 @@ async fn other_protocols_are_rejected() {
     let mut plain_stream = TcpStream::connect(listener.address).await.unwrap();
     plain_stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
     listener.wait_for_failure(FailureReason::NotTls).await;
-    // A client with TLS and a listener without.
+    // The client uses TLS, and the listener does not.
     let plain_listener = TestListener::start(None, AcceptorLimits::default()).await;
     let error = plain_listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
@@ -315,7 +314,7 @@ async fn connections_per_certificate_are_limited() {
     tokio::time::timeout(TIMEOUT, reconnection).await.expect("places are free again");
 }
 
-/// After the loss of a key, revocation ends its connection and rejects new ones.
+/// When a key is lost, revoking its certificate closes the open connection and rejects new ones.
 #[tokio::test]
 async fn revocation_ends_open_connections() {
     let fleet = Fleet::new("prod");
@@ -347,8 +346,8 @@ async fn connection_ends_with_its_certificate() {
     assert!(result.is_err());
 }
 
-/// Daemons read their files at different times, and trust each other at all times. A connection continues while its
-/// authority is trusted.
+/// Daemons read their files at different times, but must trust each other throughout. A connection continues as long as
+/// its authority is trusted.
 #[tokio::test]
 async fn authorities_are_replaced_without_rejections() {
     let fleet = Fleet::new("prod");
@@ -364,7 +363,7 @@ async fn authorities_are_replaced_without_rejections() {
     let old_certificates = controller.certificates();
     for step in [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish] {
         fleet.authority.roll_over(step, 30 * DAY).unwrap();
-        // Here one half of the daemons has made the step, and the other half has not.
+        // First only the agent completes the step, and then the controller does, too.
         renew(Role::Agent, "s1", &agent);
         assert_eq!(listener.connect(&agent).await.unwrap(), "agent s1", "{step:?}: the agent first");
         renew(Role::Controller, "c1", &controller);
@@ -373,7 +372,7 @@ async fn authorities_are_replaced_without_rejections() {
             assert_eq!(ask(&mut open_stream).await.unwrap(), "agent s1");
         }
     }
-    // The authority is no longer trusted: a client with a new certificate can reconnect.
+    // The old authority is no longer trusted, so only a client with a new certificate can reconnect.
     let result = tokio::time::timeout(TIMEOUT, open_stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
     assert!(fleet.authority.roll_over(RolloverStep::Finish, DAY).is_err(), "it is over");
@@ -418,7 +417,7 @@ fn keys_are_private_and_expiry_is_reported() {
         read_certificates(&files.certificate).unwrap()[0].identity.as_ref().unwrap().uri(),
         "coreward://prod/agent/s1"
     );
-    // No certificate ends after the authority that signs it.
+    // No certificate may outlive the authority that signs it.
     let identity = Identity { fleet: fleet.name.clone(), role: Role::Agent, name: "s1".parse().unwrap() };
     let error = fleet.authority.issue(&identity, &[], Validity::from_now(31 * DAY)).err().unwrap();
     assert!(
@@ -427,8 +426,8 @@ fn keys_are_private_and_expiry_is_reported() {
     );
 }
 
-/// Each command is interrupted after every change of a file. Certificates that are issued then are valid, or the error
-/// names the remedy; no other step is possible; and the same command continues.
+/// Each step is interrupted after every change of a file. Certificates issued in that state are valid, or the error
+/// names the remedy. Every other step is rejected, and the same step can be completed.
 #[tokio::test]
 async fn interrupted_step_is_completed_by_the_same_command() {
     const STEPS: [RolloverStep; 3] = [RolloverStep::Begin, RolloverStep::Switch, RolloverStep::Finish];
@@ -480,7 +479,7 @@ fn interrupted_authority_is_completed_by_the_same_command() {
     }
 }
 
-/// A controller and an agent that change from one authority to the next.
+/// Controller and agent during a roll-over from one authority to the next.
 struct RollOverTest {
     fleet: Fleet,
     controller: Arc<Tls>,
@@ -496,7 +495,7 @@ impl RollOverTest {
         Self { fleet, controller, agent, listening }
     }
 
-    /// Executes a step of the replacement, and distributes the files that it wrote.
+    /// Executes a step of the roll-over, and distributes the files that it wrote.
     async fn step(&self, step: RolloverStep) {
         self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
         self.fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
@@ -506,7 +505,7 @@ impl RollOverTest {
         self.assert_mutual_trust(&format!("{step:?}: both")).await;
     }
 
-    /// Asserts that agent and controller trust each other, with the agent's newest files.
+    /// Asserts that agent and controller trust each other after the agent has read its newest files.
     async fn assert_mutual_trust(&self, when: &str) {
         self.agent.reload().unwrap();
         assert_eq!(self.listening.connect(&self.agent).await.as_deref(), Ok("agent s1"), "{when}");

@@ -1,4 +1,4 @@
-//! Credentials of a process, read again when the files change.
+//! Credentials of a process, which are read again when their files change.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,10 +11,9 @@ use crate::credentials::{CredentialError, CredentialFiles, Credentials};
 use crate::file_watcher::FileWatcher;
 use crate::identity::Identity;
 
-/// Interval between log lines about a certificate that expires soon.
+/// Interval between log lines that remind of a certificate's expiry.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
-/// Credentials of a process, which are reloaded when their files change.
 #[derive(Debug)]
 pub struct Tls {
     files: CredentialFiles,
@@ -44,14 +43,14 @@ impl Tls {
         self.credentials().identity.clone()
     }
 
-    /// Returns the own certificate and those of the authorities, each with its label in metrics.
+    /// Returns the own certificate and the authorities' certificates, each with its label in metrics.
     pub fn certificates(&self) -> Vec<(&'static str, Certificate)> {
         let credentials = self.credentials();
         let authorities = credentials.authorities.iter().map(|authority| ("ca", authority.clone()));
         std::iter::once(("own", credentials.own_certificate.clone())).chain(authorities).collect()
     }
 
-    /// Returns warnings for the operator about certificates that expire soon.
+    /// Returns a warning for the operator about each certificate that expires soon.
     pub fn warnings(&self) -> Vec<String> {
         let now = unix_now();
         let expiring_certificates =
@@ -73,7 +72,7 @@ impl Tls {
             .collect()
     }
 
-    /// Reads the files again. If a file is unusable or for another identity, the previous credentials remain.
+    /// Reads the files again. Fails and keeps the previous credentials if a file is unusable or the identity changed.
     pub fn reload(&self) -> Result<(), CredentialError> {
         self.watcher.record_modification_times();
         let new_credentials = Credentials::load(&self.files)?;
@@ -99,7 +98,7 @@ impl Tls {
         Ok(())
     }
 
-    /// Reloads the credentials after changes of their files and on SIGHUP, and logs certificates that expire soon.
+    /// Reloads the credentials when their files change and on SIGHUP, and logs certificates that expire soon.
     pub async fn maintenance_loop(self: Arc<Self>) -> std::convert::Infallible {
         let mut hangup = signal(SignalKind::hangup()).ok();
         let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
@@ -137,7 +136,7 @@ impl Tls {
     }
 }
 
-/// Returns the remaining validity as text, in days or smaller units.
+/// Formats the remaining validity as text, in days or smaller units.
 fn format_remaining_validity(certificate: &Certificate) -> String {
     let remaining = certificate.remaining_validity(unix_now());
     let rounded_seconds = match remaining.as_secs() {

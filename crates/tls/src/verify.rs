@@ -1,5 +1,6 @@
-//! Verification of the peer's certificate: authority, validity, fleet and role. Daemons do not compare hosts, because
-//! addresses change. Commands compare them ([`ExpectedHost`]), because a person has chosen the host.
+//! Verification that the peer's certificate has a trusted authority, a current validity, and an accepted fleet and
+//! role. Daemons do not compare the host, because addresses change. Commands do ([`ExpectedHost`]), because a person
+//! has chosen the host.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use crate::certificate::{Certificate, Fingerprint};
 use crate::failure::AcceptError;
 use crate::identity::{Identity, Name, Role};
 
-/// Fingerprints of revoked certificates; clones share the list.
+/// Fingerprints of revoked certificates. All clones share one list.
 #[derive(Debug, Clone, Default)]
 pub struct RevocationList(Arc<RwLock<BTreeSet<Fingerprint>>>);
 
@@ -34,13 +35,13 @@ impl RevocationList {
     }
 }
 
-/// Host for which a controller's certificate must be valid.
+/// Host for which a controller's certificate must be valid when a client connects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExpectedHost {
     Any,
-    /// The host of the request's URL, if the certificate names any hosts.
+    /// The host in the request's URL. A certificate that names no hosts is accepted, too.
     Requested,
-    /// One of these names, as a host or as the name of the certificate's identity.
+    /// One of these names, which the certificate contains as a host or as its identity's name.
     OneOf(Vec<String>),
 }
 
@@ -72,10 +73,10 @@ impl ExpectedHost {
     }
 }
 
-/// Fleet and roles of the peers that are accepted.
+/// Fleet and roles that a peer's certificate may have.
 #[derive(Debug)]
 struct AcceptedPeers {
-    /// Fleet of the peer; `None`: any.
+    /// Required fleet of the peer, or `None` if any fleet is accepted.
     fleet: Option<Name>,
     roles: Vec<Role>,
 }
@@ -107,7 +108,7 @@ pub struct ServerVerifier {
 }
 
 impl ServerVerifier {
-    /// Creates a verifier that accepts certificates of `roles` in `fleet`, or in any fleet if `None`.
+    /// Creates a verifier that accepts certificates of `roles` in `fleet`, or in any fleet if `fleet` is `None`.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &CryptoProvider,
@@ -120,7 +121,7 @@ impl ServerVerifier {
     }
 }
 
-/// Defines the signature methods of both verifiers: only TLS 1.3, with `self.algorithms`.
+/// Defines both verifiers' signature checks, which accept only TLS 1.3 and use `self.algorithms`.
 macro_rules! signatures_of_tls13 {
     () => {
         fn verify_tls12_signature(
@@ -170,7 +171,7 @@ impl ServerCertVerifier for ServerVerifier {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientCertificates {
     Required,
-    /// Certificates are optional: clients may authenticate with a token.
+    /// A certificate is optional, because clients may authenticate with a token instead.
     Optional,
 }
 
@@ -183,7 +184,7 @@ pub struct ClientVerifier {
 }
 
 impl ClientVerifier {
-    /// Creates a verifier that accepts certificates of `roles` in `fleet` unless revoked. Fails without an authority.
+    /// Creates a verifier that accepts certificates of `roles` in `fleet` unless revoked. Fails if `roots` is empty.
     pub fn new(
         roots: Arc<RootCertStore>,
         provider: &Arc<CryptoProvider>,

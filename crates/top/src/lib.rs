@@ -1,9 +1,9 @@
-//! `coreward top`: live status in the terminal.
+//! Implementation of `coreward top`, which shows the fleet's status live in the terminal.
 //!
-//! * [`model`]: answers of the controller, and rates
-//! * [`view`]: order and scrolling
-//! * [`page`]: the page, a function of model and view
-//! * [`terminal`]: keys and drawing
+//! * [`model`]: the controller's newest answers, and rates computed from them
+//! * [`view`]: order of the servers and scroll position
+//! * [`page`]: drawing of a page from model and view
+//! * [`terminal`]: terminal, keys and requests to the controller
 
 pub mod model;
 pub mod page;

@@ -1,33 +1,32 @@
-//! Answers of the controller, and rates.
+//! Answers of the controller, and rates that are computed from them.
 
 use std::collections::{BTreeMap, VecDeque};
 
 use coreward_api::types::{Loads, ServerLoads, Status};
 
-/// Number of samples that a rate spans: load balancers report only once a second.
+/// Number of samples that a rate spans. They cover several seconds, because load balancers report once a second.
 const RATE_SAMPLE_COUNT: usize = 6;
 
-/// The controller's newest answers, from which the page is drawn.
+/// Newest answers of the controller, from which the page is drawn.
 #[derive(Debug, Default)]
 pub struct Model {
-    /// The newest status: everything except loads.
+    /// Newest status of the fleet, which contains everything except loads.
     pub status: Option<Status>,
-    /// Samples of the loads from the oldest to the newest, all from one process of the controller.
+    /// Loads from the oldest to the newest sample. All of them are from the same process of the controller.
     load_samples: VecDeque<Loads>,
     pub problem: Option<String>,
 }
 
-/// An answer of the controller, or the error of a request.
+/// Answer of the controller, or the error of a request.
 #[derive(Debug)]
 pub enum ClientEvent {
-    /// Status: everything except loads.
+    /// Status of the fleet, which contains everything except loads.
     Status(Box<Status>),
     Loads(Loads),
     Problem(String),
 }
 
 impl Model {
-    /// Adds an answer to the model.
     pub fn update(&mut self, event: ClientEvent) {
         match event {
             ClientEvent::Problem(problem) => self.problem = Some(problem),
@@ -37,7 +36,7 @@ impl Model {
             }
             ClientEvent::Loads(loads) => {
                 self.problem = None;
-                // After a restart of the controller the counts begin at 0.
+                // The counters begin at 0 again after a restart of the controller.
                 if self.load_samples.back().is_some_and(|newest| loads.uptime_ms <= newest.uptime_ms) {
                     self.load_samples.clear();
                 }
@@ -57,7 +56,7 @@ impl Model {
         self.loads().into_iter().flat_map(|loads| &loads.servers).map(|server| (server.name.as_str(), server)).collect()
     }
 
-    /// Returns the number of new connections per second by server name.
+    /// Returns the rate at which each server gets new connections, per second, by the server's name.
     pub fn new_connection_rates(&self) -> BTreeMap<&str, f64> {
         let of = |loads: &'_ ServerLoads| loads.new_connections;
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
@@ -67,7 +66,7 @@ impl Model {
         newest.servers.iter().filter_map(|server| Some((&*server.name, rate(server)?))).collect()
     }
 
-    /// Returns a load balancer's number of packets per second by counter name.
+    /// Returns a load balancer's rates of packets, per second, by the counter's name.
     pub fn packet_rates(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
         let find_index = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
@@ -79,7 +78,7 @@ impl Model {
         newest.load_balancers[now].counters.iter().map(|(name, count)| (name.as_str(), rate(name, count))).collect()
     }
 
-    /// Returns the oldest loads, the newest loads, and the time between them (s).
+    /// Returns the oldest sample, the newest sample, and the time between them in seconds.
     fn oldest_and_newest(&self) -> Option<(&Loads, &Loads, f64)> {
         let (oldest, newest) = (self.load_samples.front()?, self.load_samples.back()?);
         let seconds = newest.uptime_ms.saturating_sub(oldest.uptime_ms) as f64 / 1000.0;

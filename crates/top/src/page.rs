@@ -1,4 +1,4 @@
-//! Drawing of the page.
+//! Drawing of the page from the model and the view.
 
 use coreward_api::types::{LoadBalancer, ReportState, Server, ServerLoads, ServerState, Service, Status};
 use coreward_model::statistics::mean;
@@ -11,12 +11,12 @@ use ratatui::widgets::{Cell, Paragraph, Row, Table};
 use crate::model::Model;
 use crate::view::{SortOrder, View};
 
-/// Maximum number of lines for services, for load balancers and for warnings, if servers need the room.
+/// Maximum number of lines for each of services, load balancers and warnings, if not all lines fit.
 const MAX_MINOR_LINES: usize = 4;
-/// Width of a server's line before the bars of its cores, in columns.
+/// Width of a server's line before its bars of core loads, in columns.
 const COLUMNS_BEFORE_CORES: u16 = 64;
 
-/// Draws the page; stores the number of visible servers in `view`.
+/// Draws the page, and stores in `view` how many servers fit on it.
 pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
     let area = frame.area();
     let Some(status) = &seen.status else {
@@ -57,14 +57,15 @@ pub fn full_page_height(status: &Status) -> u16 {
     u16::try_from(line_count).unwrap_or(u16::MAX)
 }
 
-/// Returns the heights of services, load balancers and warnings: all lines, or else [`MAX_MINOR_LINES`], or fewer on a
-/// small page. Three lines are head and foot.
+/// Returns the heights of the sections for services, load balancers and warnings. They get all lines that they need if
+/// everything fits, otherwise at most [`MAX_MINOR_LINES`] each, and fewer on a small page. Three further lines are for
+/// head and foot.
 fn section_heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut free_lines = usize::from(area.height).saturating_sub(3);
     let needed_lines = needed.iter().sum::<usize>() + servers + 1;
     let max_lines = if needed_lines <= free_lines { usize::MAX } else { MAX_MINOR_LINES };
     needed.map(|needed| {
-        // Servers get at least half of the remaining lines.
+        // At least half of the remaining lines must be left for servers.
         let height = needed.min(max_lines).min(free_lines / 2);
         free_lines -= height;
         height as u16
@@ -114,7 +115,7 @@ fn header_row<'a>(names: &[&'a str]) -> Row<'a> {
         .style(Style::new().add_modifier(Modifier::UNDERLINED))
 }
 
-/// Returns the rows that fit into `height` - 1 lines; if rows are left out, the last line has their number.
+/// Returns the rows that fit into `height` - 1 lines. If rows are left out, the last line shows how many.
 fn truncate_rows<'a>(rows: Vec<Row<'a>>, height: u16) -> Vec<Row<'a>> {
     let (room, all) = (usize::from(height.saturating_sub(1)), rows.len());
     if all <= room || room == 0 {
@@ -213,7 +214,7 @@ fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -
 
 fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<f64>, room: usize) -> Row<'a> {
     let cores = loads.map_or(&[][..], |loads| &loads.cores);
-    // An agent of an older version counts all connections of the machine.
+    // Agents of older versions only count all of the machine's connections.
     let open_connections = loads.map(|loads| loads.service_connections.unwrap_or(loads.open_connections.into()));
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".to_owned());
     let percent = |load: f64| format!("{:.0} %", load * 100.0);
@@ -241,7 +242,7 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
     ])
 }
 
-/// Returns one bar per core, or one per group of cores for the busiest core of the group.
+/// Returns one bar per core. If there is no room for that, each bar shows the highest load in a group of cores.
 fn load_bars<'a>(cores: &[f64], room: usize) -> Line<'a> {
     if cores.is_empty() || room == 0 {
         return Line::default();

@@ -1,4 +1,4 @@
-//! Keys and drawing.
+//! Terminal of `coreward top`, including its keys and its requests to the controller.
 
 use std::io::IsTerminal as _;
 use std::sync::Arc;
@@ -17,13 +17,14 @@ use crate::page::{draw, full_page_height};
 use crate::view::View;
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Pause after a slow answer, as a multiple of the answer's time: a large fleet's status has several MB.
+/// Pause after a slow answer, as a multiple of the time that it took. It limits the controller's load when a large
+/// fleet's status has several MB.
 const PAUSE_FACTOR: u32 = 4;
-/// Width of the page without a terminal, in columns.
+/// Width of a page that is printed as text, in columns.
 const TEXT_PAGE_COLUMNS: u16 = 120;
 const MAX_TEXT_PAGE_LINES: u16 = 400;
 
-/// Shows the page until q is pressed. With `once`, or without a terminal, returns the page as text.
+/// Shows the page until the user presses q. With `once`, or without a terminal, returns the page as text.
 pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut model = Model::default();
@@ -33,7 +34,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
         anyhow::Ok(())
     })?;
     if once || !std::io::stdout().is_terminal() {
-        // Rates need two samples.
+        // A rate can only be computed from two samples.
         runtime.block_on(async {
             tokio::time::sleep(POLL_INTERVAL).await;
             model.update(ClientEvent::Loads(client.loads().await?));
@@ -60,7 +61,7 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     outcome.map(|()| None)
 }
 
-/// Waits for a signal that ends the process, because the terminal must be restored first.
+/// Waits for a signal to end the process. The signal is handled because the terminal must be restored first.
 async fn wait_for_signal() -> std::io::Result<()> {
     let (mut terminate, mut hangup) = (signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
     tokio::select! {
@@ -70,7 +71,7 @@ async fn wait_for_signal() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Polls the controller until the receiver is dropped.
+/// Polls the controller until the receiver of its answers is dropped.
 async fn poll_controller(client: &Client, sender: &Sender<ClientEvent>) {
     loop {
         let started = Instant::now();
@@ -97,7 +98,7 @@ fn event_loop(
     let mut view = View::default();
     while !ended.load(Ordering::Relaxed) {
         terminal.draw(|frame| draw(frame, &seen, &mut view))?;
-        // Redraws after new answers; keys are handled at once.
+        // The page is drawn at least every 200 ms, because there may be new answers, and at once after a key.
         if event::poll(Duration::from_millis(200))?
             && let Event::Key(key) = event::read()?
             && key.kind != KeyEventKind::Release
@@ -112,7 +113,7 @@ fn event_loop(
     Ok(())
 }
 
-/// Returns one page as text, as high as its content.
+/// Returns a page as text. The page is as high as its content requires.
 fn render_text(seen: &Model) -> anyhow::Result<String> {
     let height = seen.status.as_ref().map_or(1, full_page_height).min(MAX_TEXT_PAGE_LINES);
     let mut terminal = Terminal::new(TestBackend::new(TEXT_PAGE_COLUMNS, height))?;
@@ -120,7 +121,6 @@ fn render_text(seen: &Model) -> anyhow::Result<String> {
     Ok(page_text(terminal.backend()))
 }
 
-/// Returns a page's text without colours.
 pub(crate) fn page_text(backend: &TestBackend) -> String {
     let buffer = backend.buffer();
     let width = usize::from(buffer.area.width.max(1));

@@ -1,4 +1,4 @@
-//! Order of servers and scrolling.
+//! Order in which servers are shown, and scrolling.
 
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
@@ -23,14 +23,14 @@ impl SortOrder {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct View {
     pub order: SortOrder,
-    /// Number of servers that are scrolled off above the page.
+    /// Number of servers above the visible part of the list.
     pub first_visible_row: usize,
     /// Number of servers that fit on the page.
     pub page_size: usize,
 }
 
 impl View {
-    /// Handles a key; `servers`: number of servers. Returns false on q, Esc and Ctrl-C.
+    /// Handles a key, with the number of listed servers. Returns false if the key ends the program (q, Esc or Ctrl-C).
     pub fn handle_key(&mut self, key: KeyEvent, servers: usize) -> bool {
         let page_size = self.page_size.max(1);
         match key.code {

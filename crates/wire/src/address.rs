@@ -1,4 +1,4 @@
-//! Addresses on the wire: 4 bytes for IPv4, 16 for IPv6, in network byte order.
+//! Conversion of addresses, which have 4 (IPv4) or 16 (IPv6) bytes on the wire, in network byte order.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -25,7 +25,7 @@ pub fn parse_address(field: &str, bytes: &[u8]) -> Result<IpAddr, WireError> {
     Ok(octets.into())
 }
 
-/// Parses an address that may be absent (empty). Fails unless it has 0, 4 or 16 bytes.
+/// Parses an address that may be absent, in which case it is empty. Fails unless it has 0, 4 or 16 bytes.
 pub fn parse_optional_address(field: &str, bytes: &[u8]) -> Result<Option<IpAddr>, WireError> {
     if bytes.is_empty() { Ok(None) } else { parse_address(field, bytes).map(Some) }
 }
@@ -38,7 +38,7 @@ pub fn parse_port(field: &str, port: u32) -> Result<u16, WireError> {
     }
 }
 
-/// Parses a server id. Fails if it does not fit a cookie.
+/// Parses a server id. Fails if the id does not fit into a cookie.
 pub fn parse_server_id(field: &str, id: u32) -> Result<coreward_model::ServerId, WireError> {
     u64::from(id).try_into().map_err(|error| WireError::new(field, error))
 }

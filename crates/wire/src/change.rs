@@ -1,4 +1,5 @@
-//! Changes of the fleet's configuration. With ten thousand servers, a load balancer receives only changed services.
+//! Changes of the fleet's configuration. They contain only the changed services, because a whole configuration with ten
+//! thousand servers is large.
 
 use std::collections::HashMap;
 
@@ -42,7 +43,7 @@ impl FleetChange {
         Self { base_number: base, number, configuration, removed_services }
     }
 
-    /// Returns the encoded message, which the streams of all load balancers share.
+    /// Returns the encoded message, which is made once for the streams of all load balancers.
     pub fn encode(&self) -> Bytes {
         let configuration = v1::FleetConfiguration { number: self.number, ..(&self.configuration).into() };
         let removed_service_index = self.removed_services.iter().map(|index| index.get().into()).collect();
@@ -51,7 +52,7 @@ impl FleetChange {
         message.encode_to_vec().into()
     }
 
-    /// Parses a change. Returns the change and its unusable services. Fails if `bytes` are not a consistent change.
+    /// Parses a change and returns it with its unusable services. Fails if `bytes` are not a consistent change.
     pub fn decode(bytes: Bytes) -> Result<(Self, Vec<UnusableService>), WireError> {
         let message = v1::FleetChange::decode(bytes).map_err(|error| WireError::new("change", error))?;
         let configuration = message.configuration.ok_or_else(|| WireError::missing("configuration"))?;

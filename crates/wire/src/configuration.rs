@@ -1,4 +1,4 @@
-//! Configurations of load balancers and agents: members, ids and keys.
+//! Configurations of load balancers and agents, with members, ids and keys.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -21,7 +21,7 @@ use prost::bytes::Bytes;
 use crate::address::{address_bytes, parse_address, parse_optional_address, parse_server_id};
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Index of a service in tables: 0 to 1,023. The data plane's arrays may use other indexes.
+/// Index of a service in placement tables, from 0 to 1,023. The data plane's arrays may use other indexes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceIndex(u16);
 
@@ -32,7 +32,7 @@ impl ServiceIndex {
     /// The lowest index.
     pub const FIRST: Self = Self(0);
 
-    /// Returns the index; `None` if it is not below [`ServiceIndex::COUNT`].
+    /// Returns the index, or `None` if the number is not below [`ServiceIndex::COUNT`].
     pub fn new(index: u32) -> Option<Self> {
         ((index as usize) < Self::COUNT).then_some(Self(index as u16))
     }
@@ -42,18 +42,18 @@ impl ServiceIndex {
         self.0
     }
 
-    /// Parses the index of a service. Fails when it is out of range.
+    /// Parses the index of a service. Fails if it is out of range.
     pub fn parse(field: &str, index: u32) -> Result<Self, WireError> {
         let expected = || format!("service index {index}: expected 0 to {}", Self::COUNT - 1);
         Self::new(index).ok_or_else(|| WireError::new(field, expected()))
     }
 }
 
-/// Configuration by which a load balancer recognises established connections; tables for new ones are separate
+/// Configuration by which a load balancer recognises established connections. Tables for new connections are separate
 /// messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct FleetConfiguration {
-    /// Generation, which grows with every change of anything but [`Peer::is_alive`].
+    /// Generation of the configuration, which grows with every change except for [`Peer::is_alive`].
     pub generation: u64,
     /// The cookie keys.
     pub keys: FleetCookieKeys,
@@ -63,7 +63,7 @@ pub struct FleetConfiguration {
     pub load_balancers: Vec<Peer>,
     /// Time between two traffic messages of a load balancer.
     pub report_interval: Duration,
-    /// Time for which a table that depends on loads stays in force without a controller.
+    /// Time for which a table that depends on loads stays active without a controller.
     pub table_lifetime: Duration,
 }
 
@@ -72,19 +72,19 @@ pub struct FleetConfiguration {
 pub struct Peer {
     /// Name of the load balancer in its file.
     pub name: String,
-    /// Number that identifies the load balancer's connection table in cookies; `None`: it has no table.
+    /// Number that identifies the load balancer's connection table in cookies, or `None` if it has no table.
     pub owner: Option<TableOwnerNumber>,
-    /// Address of the load balancer in the servers' network; `None`: unknown.
+    /// Address of the load balancer in the servers' network, or `None` if it is unknown.
     pub address: Option<IpAddr>,
     /// Whether the controller has received a message from the load balancer within [`LOAD_BALANCER_TIMEOUT`].
     pub is_alive: bool,
 }
 
 /// Silence after which a load balancer counts as lost. A restarted daemon returns earlier. TCP retransmits after 0.2,
-/// 0.6, 1.4 and 3.0 s: by the last time, packets should have another path.
+/// 0.6, 1.4 and 3.0 s, so packets should have another path before the last of these times.
 pub const LOAD_BALANCER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Interval between a load balancer's state messages: a quarter of [`LOAD_BALANCER_TIMEOUT`].
+/// Interval between a load balancer's state messages, which is a quarter of [`LOAD_BALANCER_TIMEOUT`].
 pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A service and its pool.
@@ -92,7 +92,7 @@ pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
 pub struct Service {
     /// Name of the service in the fleet document.
     pub name: String,
-    /// VIP, port and protocol.
+    /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
     /// Index of the service in tables.
     pub index: ServiceIndex,
@@ -102,7 +102,7 @@ pub struct Service {
     pub policy: String,
     /// Telemetry that the policy needs from each server.
     pub telemetry_level: TelemetryLevel,
-    /// Key that masks the time part of the service's cookies; present only with LB-side stamping.
+    /// Key that masks the time part of the service's cookies. Only services that load balancers stamp have one.
     pub time_key: Option<CookieKey>,
     /// Health check of the servers, if any.
     pub check: Option<Arc<HealthCheck>>,
@@ -119,11 +119,11 @@ pub struct Server {
     pub name: String,
     /// Id of the server in cookies.
     pub id: ServerId,
-    /// Address in the load balancer's own network.
+    /// Address of the server in the load balancer's own network.
     pub address: IpAddr,
     /// Whether the server takes new connections. Established connections always reach it.
     pub is_eligible: bool,
-    /// Whether the server has left the service and needs no checks.
+    /// Whether the server has left the service and therefore needs no health checks.
     pub has_left: bool,
     /// Weight of the server.
     pub weight: ServerWeight,
@@ -136,7 +136,8 @@ pub struct Server {
 /// Configuration of a server's agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AgentConfiguration {
-    /// Generation, which grows with every change of anything but [`AgentConfiguration::previous_servers`].
+    /// Generation of the configuration, which grows with every change except for
+    /// [`AgentConfiguration::previous_servers`].
     pub generation: u64,
     /// The services of this server.
     pub services: Vec<AgentService>,
@@ -146,17 +147,18 @@ pub struct AgentConfiguration {
     pub report_interval: Duration,
     /// RSS key to set with `manage_rss = true`.
     pub fleet_rss_key: RssKey,
-    /// Id of this server, the seed of its indirection table.
+    /// Id of this server, which is also the seed of its indirection table.
     pub server_id: ServerId,
-    /// Previous servers of this server's buckets, for daisy chaining. This list may change without a new generation.
+    /// Previous servers of this server's buckets, to which it may forward packets of connections that it does not have.
+    /// This list may change without a new generation.
     pub previous_servers: Vec<PreviousServer>,
-    /// Whether an operator waits for the end of connections, which the agent then counts more often.
+    /// Whether an operator waits for connections to end, so that the agent counts them more often.
     pub is_draining: bool,
-    /// This server's address, to which load balancers send; `None`: the controller has an older version.
+    /// Address of this server to which load balancers send packets, or `None` if the controller has an older version.
     pub address: Option<IpAddr>,
 }
 
-/// A server to which packets may be forwarded.
+/// A previous server of a bucket, to which packets of its connections may be forwarded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PreviousServer {
     /// Id of the server in the packets.
@@ -170,7 +172,7 @@ pub struct PreviousServer {
 pub struct AgentService {
     /// Name of the service in the fleet document.
     pub name: String,
-    /// VIP, port and protocol.
+    /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
     /// This server's id in cookies.
     pub server_id: ServerId,
@@ -277,7 +279,7 @@ fn parse_mode(mode: Option<&v1::ServiceMode>) -> Result<ServiceMode, WireError> 
     mode.ok_or_else(|| WireError::missing("mode"))?.try_into().within("mode")
 }
 
-/// Parses the time key. LB-side stamping requires it, so that all load balancers stamp alike.
+/// Parses a service's time key, which LB-side stamping requires so that all load balancers stamp alike.
 fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Option<CookieKey>, WireError> {
     match (mode.timestamps == TimestampOrigin::LoadBalancer, key) {
         (true, None) => Err(WireError::missing("time_key")),
@@ -312,7 +314,7 @@ fn parse_when_all_down(name: &str) -> Result<WhenAllDown, WireError> {
     parse_name("when_all_down", name, WhenAllDown::ALL, WhenAllDown::name)
 }
 
-/// Parses the lifetime of tables, which is 0 from controllers of versions without this field.
+/// Parses the lifetime of tables. It is 0 if the controller is older than this field, which means the default.
 fn parse_table_lifetime(milliseconds: u32) -> Duration {
     if milliseconds == 0 { DEFAULT_TABLE_LIFETIME } else { Duration::from_millis(milliseconds.into()) }
 }
@@ -326,7 +328,7 @@ fn parse_capacity(capacity: f64) -> Result<Option<ServerCapacity>, WireError> {
     result.map_err(|error| WireError::new("capacity", error))
 }
 
-/// Parses every element of a list; an error names the element's position.
+/// Parses every element of a list. An error names the element's position.
 pub(crate) fn parse_list<'a, T, U: TryFrom<&'a T, Error = WireError>>(
     field: &str,
     list: &'a [T],
@@ -352,13 +354,13 @@ fn check_unique<T: std::hash::Hash + Eq + std::fmt::Display>(
 }
 
 impl FleetConfiguration {
-    /// Returns the encoded message, which the streams of all load balancers share; `number`:
-    /// [`crate::FleetChange::base_number`] of the next change.
+    /// Returns the encoded message, which is made once for the streams of all load balancers. The next change refers to
+    /// `number` as its [`crate::FleetChange::base_number`].
     pub fn encode(&self, number: u64) -> Bytes {
         v1::FleetConfiguration { number, ..self.into() }.encode_to_vec().into()
     }
 
-    /// Parses a message. Returns the number, the configuration and its unusable services. Fails if another part of
+    /// Parses a message and returns its number, the configuration and the unusable services. Fails if another part of
     /// `bytes` is invalid.
     pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<UnusableService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
@@ -370,7 +372,7 @@ impl FleetConfiguration {
     pub(crate) fn parse_message(
         mut message: v1::FleetConfiguration,
     ) -> Result<(Self, Vec<UnusableService>), WireError> {
-        // The second pass only if the first one removed something.
+        // Services are checked one by one only if the whole configuration is not valid.
         match Self::try_from(&message) {
             Ok(configuration) => Ok((configuration, Vec::new())),
             Err(_) => {
@@ -483,7 +485,7 @@ impl TryFrom<&v1::PreviousServer> for PreviousServer {
 }
 
 impl AgentConfiguration {
-    /// Parses a message. Returns the configuration and its unusable services. Fails if another part is invalid.
+    /// Parses a message and returns the configuration and its unusable services. Fails if another part is invalid.
     pub fn read(mut message: v1::AgentConfiguration) -> Result<(Self, Vec<UnusableService>), WireError> {
         let refused_services = remove_unusable_agent_services(&mut message);
         Ok(((&message).try_into()?, refused_services))
@@ -509,32 +511,31 @@ impl TryFrom<&v1::AgentConfiguration> for AgentConfiguration {
     }
 }
 
-/// A service that this version cannot use.
+/// A service that this version of coreward cannot use.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UnusableService {
     /// Name of the service.
     pub name: String,
-    /// Index of the service in the message, if it has one.
+    /// Index of the service in the message, or 0 in an agent's message, which has no indexes.
     pub index: u32,
-    /// Reason for which the service is unusable.
+    /// Reason why the service is unusable.
     pub reason: WireError,
-    /// Usable servers of the service.
+    /// Servers of the service, if they are usable.
     pub servers: Option<Vec<Server>>,
 }
 
 impl UnusableService {
-    /// Returns the previous service with the servers of the unusable one, so that drains take effect.
+    /// Returns the service as it was `before`, but with the servers of the unusable one, so that drains take effect.
     pub fn with_servers_of(&self, before: &Service) -> Service {
         Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
     }
 
-    /// Returns the message to the controller about this service; `generation`: generation of the configuration.
+    /// Returns the message that reports the rejected service of this configuration `generation` to the controller.
     pub fn to_refused_update(&self, generation: u64) -> v1::RefusedUpdate {
         v1::RefusedUpdate { service: self.name.clone(), generation, reason: self.reason.to_string(), table: false }
     }
 }
 
-/// Removes unusable services from a configuration, and returns them.
 fn remove_unusable_services(message: &mut v1::FleetConfiguration) -> Vec<UnusableService> {
     let mut refused_services = Vec::new();
     message.services.retain(|service| {
@@ -546,7 +547,6 @@ fn remove_unusable_services(message: &mut v1::FleetConfiguration) -> Vec<Unusabl
     refused_services
 }
 
-/// Removes unusable services from an agent's configuration, and returns them.
 fn remove_unusable_agent_services(message: &mut v1::AgentConfiguration) -> Vec<UnusableService> {
     let mut refused_services = Vec::new();
     message.services.retain(|service| {

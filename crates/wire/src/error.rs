@@ -1,4 +1,4 @@
-//! Parse error of a message: the field, and the problem with its value.
+//! Parse errors of messages, which name the field and the problem with its value.
 
 use std::fmt;
 
@@ -24,9 +24,9 @@ impl WireError {
     }
 }
 
-/// Adds the name of a field to an error.
+/// Extension of results that adds a field's name to an error.
 pub trait WireErrorContext<T> {
-    /// Prefixes the field's name to the path of an error.
+    /// Prefixes the field's name to the path in the error.
     fn within(self, field: impl fmt::Display) -> Result<T, WireError>;
 }
 

@@ -1,4 +1,4 @@
-//! Health checks of load balancers, and their results.
+//! Health checks by load balancers, and their results.
 
 use std::time::Duration;
 
@@ -22,13 +22,13 @@ pub struct HealthMessage {
 /// Result of one load balancer's checks of one server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ServerCheckResult {
-    /// Verdict on the server; `None`: not enough checks so far.
+    /// Verdict on the server, or `None` after too few checks.
     pub verdict: Option<HealthVerdict>,
     /// Time since the verdict became the present one.
     pub verdict_duration: Duration,
-    /// Error of the newest check; empty: the check passed, or no check has ended.
+    /// Error of the newest check, or empty if the check passed or none has ended.
     pub error: String,
-    /// Latency of the newest answer; zero: no answer.
+    /// Latency of the newest answer, or zero if there was no answer.
     pub latency: Duration,
     /// Number of completed checks.
     pub completed_checks: u64,
@@ -36,7 +36,6 @@ pub struct ServerCheckResult {
     pub failed_checks: u64,
 }
 
-/// Maximum length of an error in characters.
 const MAX_ERROR_CHARS: usize = 200;
 
 impl From<&HealthMessage> for v1::LoadBalancerHealth {

@@ -1,6 +1,5 @@
-//! Messages between coreward's processes: the types generated from
-//! `proto/coreward.proto` ([`v1`]), and their conversion from and to types
-//! that are always valid. A receiver parses a message here, once.
+//! Messages between coreward's processes. This crate has the types generated from `proto/coreward.proto` ([`v1`]), and
+//! converts them from and to types that are always valid. A receiver parses each message here, once.
 //!
 //! * [`address`]: addresses of servers and services
 //! * [`keys`]: the fleet's cookie keys
@@ -10,12 +9,12 @@
 //! * [`report`]: reports of agents
 //! * [`configuration`]: configurations of load balancers and agents
 //! * [`change`]: changes of configurations
-//! * [`rejected`]: rejected updates, as they are counted
+//! * [`rejected`]: counting and shortening of rejected updates
 //! * [`table`]: placement tables
-//! * [`traffic`]: counts of load balancers for policies
+//! * [`traffic`]: traffic counts that load balancers send for policies
 //! * [`health`]: health checks and their results
 //! * [`sockets`]: queries for the sockets of idle connections
-//! * [`sanitize`]: foreign text for display
+//! * [`sanitize`]: sanitizing of foreign text for display
 
 #![deny(missing_docs)]
 
@@ -51,14 +50,14 @@ pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};
 pub use traffic::{ServerTraffic, TrafficMessage};
 
-/// Metadata key of an UNAVAILABLE: address and port of the leading controller, as in daemons' files.
+/// Metadata key of an UNAVAILABLE status. The value is the leading controller's address and port, as in daemons' files.
 pub const LEADER_HEADER: &str = "coreward-leader";
 
-/// Metadata key at a stream's beginning: the term of the answering controller, in decimal. The term grows with every
-/// leader; it is absent if the controller has a store of its own.
+/// Metadata key at a stream's beginning. The value is the answering controller's term in decimal, which grows with
+/// every leader. It is absent if the controller has a store of its own.
 pub const TERM_HEADER: &str = "coreward-term";
 
-/// Types generated from `proto/coreward.proto`; the comments there are the documentation.
+/// Types generated from `proto/coreward.proto`, whose comments are the documentation.
 #[allow(missing_docs, clippy::all)]
 pub mod v1 {
     include!(concat!(env!("OUT_DIR"), "/coreward.v1.rs"));

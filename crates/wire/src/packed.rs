@@ -1,5 +1,5 @@
-//! Lists of numbers in `bytes`, in the encoding of packed `repeated` fields, and read in place. Racks send millions
-//! of numbers a second, and protobuf would copy each list into a growing vector.
+//! Lists of numbers in `bytes` fields, which are encoded like packed `repeated` fields but read in place. Racks send
+//! millions of numbers a second, and protobuf would copy each list into a growing vector.
 
 use prost::bytes::{Bytes, BytesMut};
 use prost::encoding::{decode_varint, encode_varint};
@@ -18,12 +18,12 @@ pub fn write_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
     numbers.flat_map(f64::to_le_bytes).collect::<Vec<u8>>().into()
 }
 
-/// Returns the number of integers in a list: each has one byte without the continuation bit.
+/// Returns the number of integers in a list, each of which has one byte without the continuation bit.
 pub fn count(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
-/// Returns the integers of a list; `None` for an incomplete or too large one, after which the list ends.
+/// Returns the integers of a list. An incomplete or too large integer gives `None`, after which the list ends.
 pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
     let mut rest = bytes;
     std::iter::from_fn(move || match rest.split_first()? {

@@ -17,22 +17,22 @@ use crate::report::MAX_CORES;
 use crate::rss::parse_key;
 use crate::{ServiceIndex, WireError, WireErrorContext as _, packed, v1};
 
-/// Maximum number of cores in a bin, more than any rack has. With it, and no load above 16 (`MAX_LOAD` of the model),
-/// sums over a thousand racks stay below 2^64, and can be subtracted again.
+/// Maximum number of cores in a histogram bin, which is more than any rack has. Because no load is above 16 (the
+/// model's `MAX_LOAD`), sums over a thousand racks then stay below 2^64 and can be subtracted again.
 const MAX_CORES_PER_BIN: u64 = 1 << 18;
-/// Maximum load of a core, in 2^-32 of a core, the unit of sums.
+/// Maximum load of a core, in 2^-32 cores, which is the unit of load sums.
 const MAX_CORE_LOAD_FIXED_POINT: u64 = (MAX_LOAD as u64) << 32;
 
-/// Maximum size of a message in bytes, half of a controller's limit. One summary is smaller: 200 kB with 2,048 buckets,
-/// 8 candidates each and one RSS key.
+/// Maximum size of a message in bytes, which is half of a controller's limit. A single summary is smaller, with 200 kB
+/// for 2,048 buckets, 8 candidates each and one RSS key.
 const MAX_MESSAGE_BYTES: usize = 2 << 20;
 
-/// Configuration of a rack: its servers and their services.
+/// Configuration of a rack, with its servers and their services.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RackConfiguration {
     /// Time between two summaries of the rack.
     pub report_interval: Duration,
-    /// Minimum interval between an agent's full reports, unless its server drains or something changed.
+    /// Minimum interval between an agent's full reports, unless its server drains or a detail has changed.
     pub detail_interval: Duration,
     /// Weight of the newest report in a core's smoothed load.
     pub alpha: SmoothingWeight,
@@ -51,7 +51,7 @@ pub struct RackServer {
     pub id: ServerId,
     /// Weight of the server.
     pub weight: ServerWeight,
-    /// Capacity of the server; `None`: the number of its cores.
+    /// Capacity of the server, or `None` to use the number of its cores.
     pub capacity: Option<ServerCapacity>,
 }
 
@@ -62,7 +62,7 @@ pub struct RackService {
     pub index: ServiceIndex,
     /// Name of the policy, which a rack of an older version may not know.
     pub policy: String,
-    /// Number of buckets.
+    /// Number of the service's buckets.
     pub bucket_count: BucketCount,
     /// Whether each datagram to the service is placed on its own.
     pub places_each_datagram: bool,
@@ -125,7 +125,7 @@ impl TryFrom<&v1::RackConfiguration> for RackConfiguration {
     }
 }
 
-/// Packs the summaries of a rack into as many messages as needed, but at least one, as a sign of life.
+/// Packs agents' messages and summaries into rack messages of limited size. Returns at least one, as a sign of life.
 pub fn pack_rack_messages(agents: Vec<v1::FromAgent>, summaries: Vec<v1::RackSummary>) -> Vec<v1::RackMessage> {
     let mut packed_messages = PackedMessages { last_message_bytes: 0, messages: vec![v1::RackMessage::default()] };
     for agent in agents {
@@ -295,7 +295,7 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins)
     Ok((class, bins))
 }
 
-/// Parses a candidate list. This is the hot path: each message has thousands of candidates. `ids`: ids of its servers.
+/// Parses a candidate list of servers with these `ids`. It is a hot path, as each message has thousands of candidates.
 fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
     let candidate_count = packed::count(&message.server);
     check_length("core", packed::count(&message.core), candidate_count)?;

@@ -5,15 +5,15 @@ use std::collections::BTreeSet;
 use crate::v1;
 
 impl v1::RefusedUpdate {
-    /// Returns the first line of the reason, because a kernel's log of a program may be long.
+    /// Returns only the first line of the reason, because the kernel's log about a BPF program may be long.
     pub fn short_reason(&self) -> &str {
         self.reason.lines().next().unwrap_or_default()
     }
 }
 
 impl v1::LoadBalancerState {
-    /// Returns the number of warnings in `coreward status`: faults of the machine, and rejected updates. Rejections
-    /// with the same reason count once.
+    /// Returns the number of warnings that `coreward status` shows for faults of the machine and for rejected updates.
+    /// Rejections with the same reason count once.
     pub fn warning_count(&self) -> usize {
         let distinct_refusals: BTreeSet<_> =
             self.refused.iter().map(|refused| (refused.table, refused.generation, refused.short_reason())).collect();

@@ -1,4 +1,4 @@
-//! Report of an agent about its server, ten times a second.
+//! Reports that an agent sends about its server, ten times a second.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use crate::{ReportedRss, WireError, WireErrorContext as _, v1};
 pub struct Report {
     /// Time at which the report was sent, by the server's wall clock (since 1970).
     pub sent_at: Duration,
-    /// Time after which the server counts as neutral unless a newer report arrives.
+    /// Time after which the server counts with the mean load unless a newer report arrives.
     pub time_to_live: Duration,
     /// Sequence number, time of measurement and busy times of the cores.
     pub readings: CoreReadings,
@@ -24,47 +24,47 @@ pub struct Report {
     pub open_connections: u32,
     /// Generation of the RSS configuration, which grows when it changes.
     pub rss_generation: u64,
-    /// RSS configuration of the NIC; `None`: unchanged since an earlier report.
+    /// RSS configuration of the NIC, or `None` if it has not changed since an earlier report.
     pub rss: Option<ReportedRss>,
     /// Number of SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
     /// Number of SYNs that arrived on another receive queue than predicted.
     pub rss_mismatched: u64,
-    /// Generation of the newest configuration from this stream that is in force; 0: none yet.
+    /// Generation of the newest active configuration from this stream, or 0 if there is none yet.
     pub configuration_generation: u64,
-    /// Details of the server; `None`: unchanged since the stream's previous report.
+    /// Details of the server, or `None` if they have not changed since the stream's previous report.
     pub details: Option<ReportDetails>,
 }
 
 const AGENT_COUNTER_NAMES: [&[&str]; 3] =
     [&intf::SERVER_COUNTER_NAMES, &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES];
 
-/// Returns whether `listen` of the service is an address, because it becomes a label of metrics.
+/// Returns whether the service's `listen` is an address. Other text must not become a label of metrics.
 fn has_address(service: &v1::DispatchedService) -> bool {
     service.listen.parse::<SocketAddr>().is_ok()
 }
 
-/// Parts of a report that tables do not need. They are most of a report's cost, so agents send them less often.
+/// Parts of a report that tables do not need. Agents send them less often because they cause most of a report's cost.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ReportDetails {
     /// Counters of the server's BPF programs by name.
     pub counters: Vec<(String, u64)>,
-    /// Warnings for the operator.
+    /// Warnings about the server, for the operator.
     pub warnings: Vec<String>,
-    /// UDP services whose requests are dispatched at the server; for display.
+    /// UDP services whose requests `coreward dispatch` distributes at the server. They are only displayed.
     pub dispatch: Vec<v1::DispatchedService>,
-    /// The newest count of connections; `None`: none yet, or the agent does not count.
+    /// The newest count of connections, or `None` if there is none yet or the agent does not count.
     pub connections: Option<CountedConnections>,
     /// Parts of the newest configuration that the agent cannot use.
     pub refused: Vec<v1::RefusedUpdate>,
 }
 
-/// Counts of a server's TCP connections, from half-open to the last FIN, without listening and TIME-WAIT sockets.
+/// Counts of a server's TCP connections, from half-open to closing ones, without listening and TIME-WAIT sockets.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CountedConnections {
-    /// Time since the start of the count, when the report was sent (whole ms, up to 49 days).
+    /// Time from the start of the count until the report was sent (whole ms, up to 49 days).
     pub elapsed: Duration,
-    /// Generation of the agent's configuration that was in force when the count began.
+    /// Generation of the agent's configuration that was active when the count began.
     pub configuration_generation: u64,
     /// Number of connections by service name, for all TCP services of that configuration, including those without any.
     pub services: BTreeMap<String, u32>,
@@ -90,17 +90,17 @@ impl From<CountedConnections> for v1::CountedConnections {
     }
 }
 
-/// Error for a report that is unusable.
+/// Reason why a report is unusable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReportError {
-    /// The RSS is invalid. Other parts may be valid, but the announced generation is unusable.
+    /// The RSS configuration is invalid. Other parts may be valid, but the announced RSS generation is unusable.
     #[error("{0}")]
     Rss(WireError),
-    /// The time to live is out of range. With 0 every report would be too old; with a long time a dead agent would
+    /// The time to live is out of range. With 0, every report would be too old. With a long time, a dead agent would
     /// block others.
     #[error("time_to_live_ms: {0}: expected 1 to {MAX_TIME_TO_LIVE_MS}")]
     TimeToLive(u32),
-    /// A list is longer than a server permits.
+    /// A list in the report has more elements than one server may report.
     #[error("{field}: {count}: expected at most {limit}")]
     TooLarge {
         /// Name of the list's field.
@@ -112,8 +112,8 @@ pub enum ReportError {
     },
 }
 
-/// Maximum time to live (ms). Agents report at least every second, and send full reports through a rack at least once a
-/// minute.
+/// Maximum time to live of a report (ms). Agents report at least every second, and send full reports through a rack at
+/// least once a minute.
 pub const MAX_TIME_TO_LIVE_MS: u32 = 180_000;
 /// Maximum size in bytes of a message that a controller or a rack reads from an agent.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;
@@ -122,9 +122,9 @@ pub(crate) const MAX_CORES: usize = 4096;
 const MAX_COUNTERS: usize = 256;
 const MAX_WARNINGS: usize = 64;
 const MAX_DISPATCHED_SERVICES: usize = 1024;
-/// Maximum number of services with counters in a report: one per service index.
+/// Maximum number of services in a report's count of connections, one per service index.
 const MAX_COUNTED_SERVICES: usize = 1024;
-/// Maximum number of workers of all UDP services in a report: each worker has a core, or shares one.
+/// Maximum number of workers of all UDP services in a report, which allows one worker per core.
 const MAX_WORKERS: usize = 4096;
 
 impl TryFrom<v1::Report> for Report {
@@ -178,7 +178,7 @@ impl TryFrom<v1::Report> for Report {
     }
 }
 
-/// Removes display lists, such as tables of 4,096 workers, from a report that is too large.
+/// Removes lists that are only displayed, such as tables of 4,096 workers, from a report that is too large.
 pub fn reduce_oversized_report(mut report: v1::Report) -> v1::Report {
     // Room for the other parts of the message, and for the warning.
     const ENVELOPE_BYTES: usize = 256;

@@ -1,4 +1,4 @@
-//! A server's RSS, as its agent reports it.
+//! RSS configuration of a server's NIC, as its agent reports it.
 
 use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
 
@@ -10,7 +10,7 @@ use crate::{WireError, v1};
 pub struct ReportedRss {
     /// Source of the RSS configuration: "ethtool" or "testbed emulation".
     pub source: String,
-    /// RSS key and indirection table; `None`: the NIC does not show them.
+    /// RSS key and indirection table, or `None` if the NIC does not show them.
     pub rss: Option<RssConfig>,
 }
 
@@ -44,7 +44,7 @@ impl TryFrom<&v1::Rss> for ReportedRss {
     }
 }
 
-/// Parses an RSS key and the transform of its input. Fails on a wrong length or an unknown transform.
+/// Parses an RSS key and the transform of its input. Fails if the length is wrong or the transform is unknown.
 pub(crate) fn parse_key(bytes: &[u8], input_transform: u32) -> Result<RssKey, WireError> {
     let key = RssKey::new(bytes).map_err(|error| WireError::new("key", error))?;
     let transform =

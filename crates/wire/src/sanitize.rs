@@ -1,5 +1,5 @@
-//! Sanitizing of foreign text for display: no control characters, which a terminal would execute, and limits of length
-//! and number.
+//! Sanitizing of foreign text for display. Control characters, which a terminal would execute, are replaced, and the
+//! length and number of texts are limited.
 
 use std::collections::HashMap;
 
@@ -8,17 +8,17 @@ use coreward_intf as intf;
 use crate::v1;
 
 const MAX_TEXT_CHARS: usize = 512;
-/// Maximum number of counters of one kind, and of services: the number of service indexes.
+/// Maximum number of services, one per service index. The same limit applies to each kind of counters.
 const MAX_COUNTS: usize = 1024;
-/// Maximum number of servers: the number of server ids.
+/// Maximum number of servers, which is the number of server ids.
 const MAX_SERVERS: usize = 16_384;
 
-/// Returns the text in displayable form: without control characters, and cut to 512 characters.
+/// Returns the text with control characters replaced, and cut to 512 characters.
 pub fn sanitize_str(text: &str) -> String {
     text.chars().take(MAX_TEXT_CHARS).map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// Returns the text in displayable form like [`sanitize_str`], without a copy if nothing changes.
+/// Returns the same text as [`sanitize_str`], without a copy if nothing changes.
 pub fn sanitize(text: String) -> String {
     let is_readable = text.len() <= MAX_TEXT_CHARS && !text.chars().any(char::is_control);
     if is_readable { text } else { sanitize_str(&text) }
@@ -28,12 +28,13 @@ fn sanitize_texts(texts: Vec<String>) -> Vec<String> {
     texts.into_iter().take(MAX_SERVERS).map(sanitize).collect()
 }
 
-/// Returns the counts with displayable names.
+/// Returns the counts with sanitized names.
 pub fn sanitize_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
     counts.into_iter().take(MAX_COUNTS).map(|(name, count)| (sanitize(name), count)).collect()
 }
 
-/// Returns the counters with known names. Names are labels of metrics: invented ones would create series without end.
+/// Returns the counters with known names. Unknown ones could create endless metrics series, because names become
+/// labels.
 pub fn retain_known_counters(counts: HashMap<String, u64>, known: &[&[&str]]) -> HashMap<String, u64> {
     let is_known = |name: &String| known.iter().any(|names| names.contains(&name.as_str()));
     counts.into_iter().filter(|(name, _)| is_known(name)).collect()
@@ -105,7 +106,7 @@ mod tests {
             connections: 7,
             ..Default::default()
         });
-        // Names of counters are labels of metrics.
+        // Only known counter names remain, because they are labels of metrics.
         assert_eq!((state.counters.len(), state.table_generations.len(), state.connections), (1, MAX_COUNTS, 7));
         let service = &state.stamped_services[0].service;
         let displayed_texts = [&state.xdp_mode, &state.unresolved_servers[0], &state.server_clocks[0].problem, service];

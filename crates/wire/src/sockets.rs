@@ -1,4 +1,4 @@
-//! Queries for the sockets of idle connections. The controller relays them from a load balancer to the server's agent.
+//! Queries whether idle connections still have sockets. The controller relays them from load balancers to agents.
 
 use std::net::SocketAddr;
 
@@ -10,30 +10,29 @@ use crate::{WireError, WireErrorContext as _, v1};
 /// Maximum number of connections in a query.
 pub const MAX_CLIENTS_PER_QUERY: usize = 256;
 
-/// Query of a load balancer: which of these clients' connections to a service still have a socket at the server.
+/// A load balancer's query which of the clients' connections to a service still have a socket at the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketQuery {
-    /// Number that the load balancer gave the query.
+    /// Number that the load balancer assigned to the query.
     pub number: u64,
-    /// Session of the load balancer at the controller.
+    /// Identifier of the load balancer's session at the controller.
     pub load_balancer_session: u64,
     /// Id of the server at which the sockets are.
     pub server: ServerId,
     /// VIP, port and protocol of the connections' service.
     pub service: ServiceAddress,
-    /// Addresses and ports of the clients; at most [`MAX_CLIENTS_PER_QUERY`].
+    /// Addresses and ports of the clients, at most [`MAX_CLIENTS_PER_QUERY`].
     pub clients: Vec<SocketAddr>,
 }
 
 /// The answer to a [`SocketQuery`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketAnswer {
-    /// Number of the query that is answered.
+    /// Number of the query, as the load balancer assigned it.
     pub number: u64,
-    /// Session of the load balancer that sent the query.
+    /// Identifier of the session of the load balancer that sent the query.
     pub load_balancer_session: u64,
-    /// Whether a socket exists, for each client of the query; at most [`MAX_CLIENTS_PER_QUERY`]. Empty: no agent is
-    /// connected.
+    /// Whether each client has a socket, for at most [`MAX_CLIENTS_PER_QUERY`]. Empty if no agent is connected.
     pub socket_exists: Vec<bool>,
 }
 
@@ -50,7 +49,7 @@ impl SocketQuery {
 }
 
 impl SocketAnswer {
-    /// Returns whether no agent was connected.
+    /// Returns whether the server's agent was not connected.
     pub fn is_agent_absent(&self) -> bool {
         self.socket_exists.is_empty()
     }

@@ -165,7 +165,7 @@ fn parse_members(message: &v1::PlacementTable) -> Result<Vec<TableMember>, WireE
         .collect()
 }
 
-/// Checks that the lists have consistent lengths: every position that the data plane computes exists.
+/// Checks that the lists have consistent lengths, so that every position that the data plane computes exists.
 fn check_lengths(table: &PlacementTable) -> Result<(), WireError> {
     let bucket_count = table.bucket_count.get() as usize;
     let candidates_per_bucket = table.candidates_per_bucket as usize;

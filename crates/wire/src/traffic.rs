@@ -1,4 +1,4 @@
-//! Counts of load balancers for policies.
+//! Traffic counts that load balancers send for policies.
 
 use std::collections::BTreeMap;
 
@@ -9,12 +9,12 @@ use crate::address::parse_server_id;
 use crate::configuration::ServiceIndex;
 use crate::{WireError, WireErrorContext as _, v1};
 
-/// Traffic counts in a message of a load balancer.
+/// Traffic counts in one message from a load balancer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TrafficMessage {
     /// Number of opened connections (first packets) by service.
     pub opened_connections: BTreeMap<ServiceIndex, u64>,
-    /// Traffic to each server, of all services together.
+    /// Traffic to each server, summed over all services.
     pub servers: BTreeMap<ServerId, ServerTraffic>,
 }
 
@@ -47,7 +47,7 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
         for (position, service) in message.services.iter().enumerate() {
             let service_path = format!("services[{position}]");
             let index = ServiceIndex::parse("service_index", service.service_index).within(&service_path)?;
-            // A message has the count of the service, or of each of its servers.
+            // A load balancer of the previous version counts the service's servers, but not the service itself.
             let sum_of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
             parsed.opened_connections.insert(index, service.opened.max(sum_of_servers));
             parsed.add_server_traffic(&service.servers, &service_path)?;
@@ -62,7 +62,7 @@ impl TrafficMessage {
         for server in servers {
             let id = parse_server_id("server_id", server.server_id).within(within)?;
             let server_total = self.servers.entry(id).or_default();
-            // Saturating, because forged counters may have any value.
+            // The additions saturate, because forged counters may have any value.
             server_total.opened = server_total.opened.saturating_add(server.opened);
             server_total.closed = server_total.closed.saturating_add(server.closed);
             server_total.packet_count = server_total.packet_count.saturating_add(server.packets);

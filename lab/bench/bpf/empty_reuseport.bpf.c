@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The floors under bpf/dispatch/dispatch.bpf.c: `empty` is asked which socket gets a datagram and leaves it to the
- * kernel, `selects` names always the same one, `empty_egress` sees what sockets send and lets it pass.
+ * Baselines for the cost of bpf/dispatch/dispatch.bpf.c. `empty` leaves the choice of the socket for a datagram to the
+ * kernel, `select_socket` always selects the same socket, and `empty_egress` lets every sent datagram pass.
  */
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* The floor under bpf/server/cpu_load.bpf.c: what each event costs with a program that does nothing. */
+/* Baseline for the cost of bpf/server/cpu_load.bpf.c: a program that does nothing at each event. */
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
 

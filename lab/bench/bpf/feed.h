@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * The next connection's packet, and the measured program: generated_packets.bpf.c (XDP), generated_segments.bpf.c (tc).
- * The essay of generated_packets.bpf.c gives the reasons.
+ * Packets of all connections in turn, and the map with the measured program, for generated_packets.bpf.c (XDP) and
+ * generated_segments.bpf.c (tc). The first comment of generated_packets.bpf.c gives the reasons.
  */
 #ifndef COREWARD_BENCH_FEED_H
 #define COREWARD_BENCH_FEED_H
@@ -11,11 +11,10 @@
 
 #define PACKET_COUNT (1 << 20)
 
-/* Fields that differ between packets, as in the frame. 16 bytes, four to a cache line. */
+/* Fields that differ between packets, in the frame's byte order. Four of these structs fill a cache line. */
 struct variation {
 	__u32 client_address;
 	__u32 ports;
-	/* TSecr. */
 	__u32 tsecr;
 	/* Index in `lines` of generated_packets.bpf.c. */
 	__u32 line_index;
@@ -24,9 +23,9 @@ struct variation {
 struct variation packets[PACKET_COUNT] SEC(".bss.packets");
 __u64 next_packet;
 
-/* Packets 0 .. packet_index_mask are taken in turn. */
+/* Index of the last packet, and mask by which indices wrap. All packets up to it are taken in turn. */
 const volatile __u32 packet_index_mask;
-/* Offset of the client's address in the frame: that of the source, or of a reply's destination. */
+/* Offset of the client's address in the frame, which is the source address, or the destination in a reply. */
 const volatile __u32 client_offset;
 
 struct {
@@ -41,7 +40,7 @@ static __always_inline const struct variation *take_packet(void)
 	const struct variation *packet = &packets[next_packet++ & packet_index_mask & (PACKET_COUNT - 1)];
 	__u64 ahead;
 
-	/* Touches what is 256 packets (one page of memory) ahead: hardware prefetching stops at the end of a page. */
+	/* Touches memory 256 packets (one page) ahead, because hardware prefetching stops at the end of a page. */
 	asm volatile("%0 = *(u32 *)(%1 + 0)"
 		     : "=r"(ahead)
 		     : "r"(&packets[(next_packet + 256) & packet_index_mask & (PACKET_COUNT - 1)]));

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* The floor under all measured programs: the work of any forwarder, without a decision. */
+/* Baseline for all measured programs, which does the work of any forwarder but makes no decision. */
 #ifndef COREWARD_BENCH_FLOOR_H
 #define COREWARD_BENCH_FLOOR_H
 
@@ -30,7 +30,7 @@ static __always_inline bool is_tcp_ipv6(const void *data, const void *data_end)
 	       PACKET_U8(data, IPV6_FIELD_OFFSET(next_header)) == IPPROTO_TCP;
 }
 
-/* Swaps the MAC addresses of a frame with a TCP segment; false: it has none. */
+/* Swaps the MAC addresses of a frame with a TCP segment. Returns false if the frame has no TCP segment. */
 static __always_inline bool swap_macs_of_tcp(void *data, void *data_end)
 {
 	struct ethhdr *ethernet = data;

@@ -3,29 +3,29 @@
  * Runs another XDP program on a new packet each time, so that BPF_PROG_TEST_RUN with many repetitions measures a stream
  * of different connections.
  *
- * 1. Reason. A test run with `repeat` passes the same memory each time, as the previous run left it; a system call per
- *    packet costs more than the measured program. So generated_packet() writes the next connection into the frame
- *    and calls the measured program by a tail call (a direct jump: the index is a constant).
+ * 1. Reason. A test run with `repeat` passes the same memory each time, as the previous run left it. A system call per
+ *    packet would cost more than the measured program. Therefore generated_packet() writes the next connection into the
+ *    frame and calls the measured program by a tail call (which is a direct jump, because the index is a constant).
  *
- * 2. Its cost is in every figure and in the floors empty() and parse_and_swap_macs(), which are called the same way.
- *    Only differences to a floor are meaningful.
+ * 2. Baselines. The generator's cost is part of every measured time. The baselines empty() and parse_and_swap_macs()
+ *    are called in the same way, so only differences from a baseline are meaningful.
  *
- * 3. The next connection is read from an array in order: the order of connections is random (by user space), but the
- *    addresses are prefetched by the CPU, as from a NIC's ring.
+ * 3. Order. The connections are read from an array in ascending order. User space has shuffled them, but the CPU can
+ *    prefetch the array, like the ring of a NIC.
  *
- * 4. It writes whole words, those that the measured program will read: a word read that spans a smaller write before it
- *    stalls (no store forwarding), which no packet from a NIC would do.
+ * 4. Words. The generator writes the same whole words that the measured program reads. If a read spanned several
+ *    smaller writes, the CPU would stall (no store forwarding), which never happens with packets from a NIC.
  *
  * 5. Cost of a cache miss. generated_packet_with_line() also loads one line of `lines`, an array like the connection
  *    table, at the position of the packet's connection. Nothing waits for that line, so its miss overlaps the packet's
- *    work: the least cost of a miss. In generated_packet_after_line() the packet's work waits for the line: the
- *    greatest cost.
+ *    work and shows the least cost of a miss. In generated_packet_after_line() the packet's work waits for the line,
+ *    which shows the greatest cost.
  *
- * 6. Outer headers. The measured program makes the frame longer, once more in each run. generated_packet_shortened()
- *    first calls bpf_xdp_adjust_head(), also after a program that left the frame as it was, and restores the Ethernet
- *    header. So a difference to a floor has one call of that helper, the measured program's.
+ * 6. Outer headers. The measured program makes the frame longer in each run. generated_packet_shortened() undoes this
+ *    by bpf_xdp_adjust_head(), even if the frame has its old length, and restores the Ethernet header. A difference
+ *    from a baseline therefore contains one call of that helper, which is the measured program's.
  *
- * 7. A flood. generated_source() draws a new client's address and port each time.
+ * 7. Flood. generated_source() generates a new client's address and port each time.
  */
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
@@ -34,7 +34,7 @@
 #include "floor.h"
 #include "lb/parse.h"
 
-/* All 0. As large as an entry of the connection table, and as many: user space sets the number. */
+/* Zeros, as large as a connection-table entry. User space sets the number of lines to that of the entries. */
 struct cache_line {
 	__u64 words[8];
 };
@@ -47,19 +47,18 @@ struct {
 	__type(value, struct cache_line);
 } lines SEC(".maps");
 
-/* First 8 bytes of the frame: the destination MAC address must be restored after each run. */
+/* First 8 bytes of the frame, which restore the destination MAC address after each run. */
 const volatile __u64 first_word;
-/* The next 8 bytes, and the frame's length: for generated_packet_shortened(). */
+/* The next 8 bytes, and the frame's length, which generated_packet_shortened() needs. */
 const volatile __u64 second_word;
 const volatile __u32 frame_length;
-/* Offset of TSecr, or of a reply's TSval. Restored each time: first packets of stateful services leave with another. */
+/* Offset of TSecr, or of a reply's TSval. It is restored each time, because stateful services change it in a SYN. */
 const volatile __u32 tsecr_offset;
-/* Offset of the ports. */
 const volatile __u32 ports_offset;
-/* Upper half of `ports` from generated_source(). */
+/* Destination port that generated_source() writes, in the upper half of the ports. */
 const volatile __u32 destination_port;
 
-/* Runs the measured program on the frame with that client. Returns only if it cannot. */
+/* Writes the client into the frame and runs the measured program. Returns only if this is impossible. */
 static __always_inline int call_measured(struct xdp_md *ctx, __u32 client_address, __u32 ports, __u32 tsecr)
 {
 	void *data = (void *)(long)ctx->data;
@@ -107,7 +106,7 @@ int generated_packet_after_line(struct xdp_md *ctx)
 
 	if (!line)
 		return XDP_ABORTED;
-	/* The line holds 0, which the CPU learns from memory only. */
+	/* The line is 0, so the XOR changes nothing, but the CPU must wait for the line to know this. */
 	return call_measured(ctx, packet->client_address ^ line->words[0], packet->ports, packet->tsecr);
 }
 
@@ -119,7 +118,7 @@ int generated_packet_shortened(struct xdp_md *ctx)
 	void *data_end = (void *)(long)ctx->data_end;
 	__u64 length = data_end - data;
 
-	/* Or clang subtracts 32-bit halves of pointers. */
+	/* Without this barrier, clang would subtract 32-bit halves of pointers. */
 	barrier_var(length);
 	if (bpf_xdp_adjust_head(ctx, (int)length - (int)frame_length))
 		return XDP_ABORTED;
@@ -133,7 +132,7 @@ int generated_packet_shortened(struct xdp_md *ctx)
 
 #define SOURCE_MASK ((1ull << 48) - 1)
 
-/* Steps that are one to one in 48 bits: address and port repeat after 2^48 packets. */
+/* Each step is a bijection on 48 bits, so that address and port repeat only after 2^48 packets. */
 SEC("xdp")
 int generated_source(struct xdp_md *ctx)
 {
@@ -146,7 +145,7 @@ int generated_source(struct xdp_md *ctx)
 	return call_measured(ctx, source, (source >> 32 & 0xffff) | destination_port, 0);
 }
 
-/* The floor: an XDP program that does nothing. */
+/* Baseline that does nothing. */
 SEC("xdp")
 int empty(struct xdp_md *ctx)
 {
@@ -154,7 +153,7 @@ int empty(struct xdp_md *ctx)
 	return XDP_TX;
 }
 
-/* The other floor: the work of any forwarder, without a decision. */
+/* Baseline that does the work of any forwarder, but makes no decision. */
 SEC("xdp")
 int parse_and_swap_macs(struct xdp_md *ctx)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
 /*
- * generated_packets.bpf.c for programs at tc: calls the measured program with the next connection in the frame. The
- * essay there gives the reasons.
+ * Calls a measured tc program with the next connection in the frame. generated_packets.bpf.c does the same for XDP, and
+ * its first comment gives the reasons.
  */
 #include <linux/bpf.h>
 #include <linux/pkt_cls.h>
@@ -13,11 +13,11 @@
 
 #define NANOSECONDS_PER_MS 1000000
 
-/* Offsets in the frame: of the ports, and of the timestamp to set. */
+/* Offsets of the ports and of the timestamp that is set. */
 const volatile __u32 ports_offset;
 const volatile __u32 timestamp_offset;
 
-/* Runs the measured program. Returns only if it cannot. */
+/* Writes the packet into the frame and runs the measured program. Returns only if this is impossible. */
 static __always_inline int call_measured(struct __sk_buff *skb, const struct variation *packet, __u32 timestamp)
 {
 	void *data = (void *)(long)skb->data;
@@ -33,7 +33,7 @@ static __always_inline int call_measured(struct __sk_buff *skb, const struct var
 	return TC_ACT_SHOT;
 }
 
-/* A client's segment. */
+/* Generates a client's segment. */
 SEC("tc")
 int generated_request(struct __sk_buff *skb)
 {
@@ -42,14 +42,14 @@ int generated_request(struct __sk_buff *skb)
 	return call_measured(skb, packet, packet->tsecr);
 }
 
-/* A server's: TSval is the clock, or the measured program would leave it alone. */
+/* Generates a server's segment. TSval is the present time, because the measured program stamps no other value. */
 SEC("tc")
 int generated_response(struct __sk_buff *skb)
 {
 	return call_measured(skb, take_packet(), bpf_htonl(bpf_ktime_get_ns() / NANOSECONDS_PER_MS));
 }
 
-/* The floor: does nothing. */
+/* Baseline that does nothing. */
 SEC("tc")
 int empty(struct __sk_buff *skb)
 {
@@ -57,7 +57,7 @@ int empty(struct __sk_buff *skb)
 	return TC_ACT_UNSPEC;
 }
 
-/* The other floor. */
+/* Baseline that does the work of any forwarder, but makes no decision. */
 SEC("tc")
 int parse_and_swap_macs(struct __sk_buff *skb)
 {

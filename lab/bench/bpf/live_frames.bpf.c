@@ -2,16 +2,17 @@
 /*
  * Live traffic for the load balancer's native XDP hook (lab/bench/src/xdp/throughput.rs).
  *
- * 1. generate() runs by BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES: the kernel takes frames from a page pool,
+ * 1. generate() runs by BPF_PROG_TEST_RUN with BPF_F_TEST_XDP_LIVE_FRAMES. The kernel takes frames from a page pool,
  *    and this program redirects each of them into one end of a veth pair. The XDP program at the other end receives
- *    them as from a NIC, in NAPI.
+ *    them in NAPI, as from a NIC.
  *
- * 2. The kernel reuses the pages as they return, so a frame holds what its last use left. generate() writes all of it.
+ * 2. The kernel reuses the pages of returned frames, which keep their old contents. generate() therefore writes the
+ *    whole frame.
  *
- * 3. Established packets are read from an array, in an order drawn by user space. The client of a new connection is a
- *    number that never repeats, so each SYN is of an unknown connection.
+ * 3. Established packets are read from an array, which user space has shuffled. Clients of new connections never
+ *    repeat, so each SYN belongs to an unknown connection.
  *
- * 4. swap_macs() is the floor, read_tsecr() adds the read of a cookie. sink() receives the returned frames.
+ * 4. swap_macs() is the baseline, and read_tsecr() also reads a cookie. sink() receives the returned frames.
  */
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
@@ -36,18 +37,17 @@ struct live_frame {
 
 struct live_packet {
 	__u32 client_address;
-	/* As at the start of the TCP header. */
+	/* Both ports, as at the start of the TCP header. */
 	__u32 ports;
-	/* TSecr. */
 	__u32 tsecr;
-	/* enum live_packet_kind. */
+	/* Value of enum live_packet_kind. */
 	__u32 kind;
 };
 
 struct live_packet live_packets[LIVE_PACKET_COUNT] SEC(".bss.packets");
 __u64 next_packet;
 
-/* By enum live_packet_kind; user space sets all constants before the program is loaded. */
+/* Frame for each enum live_packet_kind. User space sets all constants before it loads the program. */
 const volatile struct live_frame frames[LIVE_PACKET_KINDS];
 /* Index of the device into which frames are redirected. */
 const volatile __u32 target_ifindex;
@@ -57,7 +57,7 @@ const volatile __u32 target_ifindex;
 
 #define SOURCE_MASK ((1ull << 48) - 1)
 
-/* The number'th client: one to one in 48 bits, so that no address and port repeat. */
+/* Returns the address and port of client `number`. The steps are bijections on 48 bits, so that no client repeats. */
 static __always_inline __u64 new_client(__u64 number)
 {
 	__u64 client = (number * 0x9e3779b97f4a7c15ull) & SOURCE_MASK;
@@ -103,7 +103,7 @@ static __always_inline int swap_macs_and_return(struct ethhdr *ethernet)
 	return XDP_TX;
 }
 
-/* The floor: any forwarder exchanges the addresses at least. */
+/* Baseline that only swaps the MAC addresses, as any forwarder must do. */
 SEC("xdp")
 int swap_macs(struct xdp_md *ctx)
 {
@@ -113,7 +113,7 @@ int swap_macs(struct xdp_md *ctx)
 	return data + sizeof(struct ethhdr) > data_end ? XDP_PASS : swap_macs_and_return(data);
 }
 
-/* The floor of any balancer with cookies: the timestamps are in the frame's second cache line. */
+/* Baseline for balancers with cookies, which also read the timestamps from the frame's second cache line. */
 SEC("xdp")
 int read_tsecr(struct xdp_md *ctx)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR MIT */
-/* Unit costs for an account of a packet's ns: each program repeats one operation REPEATS times, in the cache. */
+/* Costs of single operations in a packet's processing. Each program repeats one of them REPEATS times, in the cache. */
 #include <linux/bpf.h>
 #include <bpf/bpf_helpers.h>
 
@@ -8,7 +8,6 @@
 
 #define REPEATS 64
 
-/* A cache line each. */
 struct cache_line {
 	__u64 words[8];
 };
@@ -61,7 +60,7 @@ int unit_compare_and_swap(struct xdp_md *ctx)
 	return XDP_TX;
 }
 
-/* A look-up in an array map is inlined; the packet's look-ups have variable indexes, too. */
+/* Look-up in an array map, which is inlined. The index is variable, as in the load balancer's look-ups. */
 SEC("xdp")
 int unit_look_up(struct xdp_md *ctx)
 {
@@ -79,7 +78,7 @@ int unit_look_up(struct xdp_md *ctx)
 
 volatile struct cookie_key cookie_key = {.k0 = 1, .k1 = 2, .vip_factor = 3};
 
-/* The part of a cookie that is no plain id: each result is an input of the next. */
+/* Decoding of a cookie's hidden part. Each result is an input of the next operation, so that they cannot overlap. */
 SEC("xdp")
 int unit_reveal_cookie(struct xdp_md *ctx)
 {

@@ -1,4 +1,4 @@
-//! Cost of the agent: a real agent, with its programs attached to a virtual device of many queues, reports to a real
+//! Cost of the agent. A real agent, whose programs are attached to a virtual device with many queues, reports to a real
 //! controller in another process. All run in a network namespace that ends with this process.
 
 use std::fs;
@@ -42,8 +42,8 @@ impl Default for Args {
     }
 }
 
-/// Measures the cost of the agent in a new thread, because a network namespace belongs to a thread. Fails without root,
-/// or when the agent or the controller does not start.
+/// Measures the agent's cost in a new thread, which enters its own network namespace. Fails without root, or when the
+/// agent or the controller does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("agent", args, measure)
 }
@@ -99,7 +99,7 @@ fn agent_config(
     })
 }
 
-/// Directory of BPF pins on bpffs, which is removed when this value is dropped.
+/// Directory for BPF pins on bpffs, which is removed when this value is dropped.
 pub(crate) struct PinDirectory(pub(crate) PathBuf);
 
 impl PinDirectory {
@@ -116,7 +116,7 @@ impl Drop for PinDirectory {
     }
 }
 
-/// CPU use of the agent and rate of its reports in one measured window.
+/// The agent's CPU use and its rate of reports in one measured window.
 struct WindowResult {
     cpu_pct: f64,
     cpu_per_report_us: f64,
@@ -128,7 +128,7 @@ async fn accepted_reports(controller: &mut Controller) -> anyhow::Result<u64> {
 }
 
 async fn measure_windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<WindowResult>> {
-    // Until the agent has its configuration and reports regularly.
+    // The wait lasts until the agent has its configuration and reports regularly.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
     for _ in 0..args.windows {
@@ -150,7 +150,7 @@ fn build_report(args: &Args, windows: &[WindowResult]) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
     let mut add_result_row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
         let median_min_max = median_min_max(windows.iter().map(of));
-        // One decimal is not enough for a percentage below 1.
+        // One decimal is not enough, because the percentage is below 1.
         let value_cells = median_min_max.map(|value| format!("{value:.2}").into());
         table.add_row([what.into()].into_iter().chain(value_cells).chain(goal_cells(goal, median_min_max[0])));
     };

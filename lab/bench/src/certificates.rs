@@ -1,4 +1,4 @@
-//! Certificates of all measured parts, signed by a temporary authority.
+//! Certificates for the processes of a bench, signed by a temporary authority.
 
 use std::path::{Path, PathBuf};
 
@@ -36,7 +36,7 @@ impl TestCertificateAuthority {
         })
     }
 
-    /// Issues a certificate, and returns the `[tls]` table of a daemon's file for it. Fails when it cannot be written.
+    /// Issues a certificate, and returns the `[tls]` table for it in a daemon's file. Fails when it cannot be written.
     pub fn issue_as_tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         let CredentialFiles { ca, certificate, key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))

@@ -1,4 +1,4 @@
-//! `coreward-lab bench`: cost of the packet path, the agent and the controller.
+//! Command `coreward-lab bench`, which measures the cost of the packet path, the agent and the controller.
 
 use std::path::{Path, PathBuf};
 
@@ -99,7 +99,7 @@ pub fn run(arguments: &BenchArgs) -> anyhow::Result<()> {
 
 type BenchFunction = fn() -> anyhow::Result<Report>;
 
-/// Names and functions of the benches of docs/cost.md, in the order of that page.
+/// Names and functions of the benches in docs/cost.md, in the order of that page.
 const COST_PAGE_BENCHES: [(&str, BenchFunction); 12] = [
     ("xdp", || xdp::run(&xdp::Args::default())),
     ("server", || server::run(&xdp::MeasurementLength::default())),
@@ -127,8 +127,8 @@ impl BenchArgs {
         Ok(())
     }
 
-    /// Runs all benches of docs/cost.md. Writes the page only at the end, so that it never mixes two runs. For a failed
-    /// bench, the page shows its error.
+    /// Runs all benches of docs/cost.md. Writes the page only at the end, so that it never mixes two runs. If a bench
+    /// fails, the page shows its error.
     fn run_cost_page_benches(&self, page: Option<&Path>) -> anyhow::Result<()> {
         let (environment, background_load) = (environment::describe_measurement(), BackgroundLoadMeter::start()?);
         let (mut page_parts, mut failed_benches) = (Vec::new(), Vec::new());

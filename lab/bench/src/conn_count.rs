@@ -1,4 +1,4 @@
-//! Cost of the agent's count of connections, with real sockets in a network namespace that ends with this process.
+//! Cost of the agent's connection count, measured with real sockets in a network namespace that ends with this process.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Instant;
@@ -29,15 +29,15 @@ impl Default for Args {
     }
 }
 
-/// Number of connections per client address, which the number of ports limits.
+/// Number of connections from each client address. The number of ports limits it.
 const CONNECTIONS_PER_CLIENT: u32 = 20_000;
 const FIRST_CLIENT_PORT: u16 = 10_000;
 
-/// Length of the accept queue. Connections are never accepted, because a process has too few descriptors for them.
+/// Length of the accept queue. Connections stay in it, because a process has too few descriptors to accept them.
 const ACCEPT_BACKLOG: i32 = 1 << 20;
 
-/// Measures the count of connections in a new thread, because a network namespace belongs to a thread. Fails without
-/// root, or when sockets are not available.
+/// Measures the connection count in a new thread, which enters its own network namespace. Fails without root, or when
+/// sockets are not available.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("counting", args, measure)
 }
@@ -79,7 +79,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 
 /// Listening server, with the connections that clients have opened to it.
 struct ConnectionSink {
-    /// Listening socket, kept open as long as the server exists.
+    /// Listening socket, which stays open as long as the server exists.
     _listener: socket2::Socket,
     address: SocketAddr,
     open_count: u32,
@@ -94,13 +94,13 @@ impl ConnectionSink {
         Ok(Self { _listener: listener, address, open_count: 0 })
     }
 
-    /// Opens connections until the server has `connections` of them; the clients close their ends at once.
+    /// Opens connections until the server has `target_count` of them. The clients close their ends at once.
     fn open_up_to(&mut self, target_count: u32) -> anyhow::Result<()> {
         for number in self.open_count..target_count {
             let client = new_tcp_socket()?;
             let client_address =
                 Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + number / CONNECTIONS_PER_CLIENT);
-            // Explicit ports: the kernel's search for a free port would take most of the time.
+            // The ports are explicit, because the kernel's search for a free port would take most of the time.
             let client_port = FIRST_CLIENT_PORT + (number % CONNECTIONS_PER_CLIENT) as u16;
             client.bind(&SocketAddr::from((client_address, client_port)).into())?;
             client.connect(&self.address.into()).with_context(|| format!("connection {number}"))?;

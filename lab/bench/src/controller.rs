@@ -1,4 +1,4 @@
-//! Cost of the controller: emulated agents, each with its own TCP connection and gRPC stream, report to a real
+//! Cost of the controller. Emulated agents, each with its own TCP connection and gRPC stream, report to a real
 //! controller in another process.
 
 use std::time::Duration;
@@ -57,7 +57,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     Ok(build_report(args, &results))
 }
 
-/// Returns the fleet document (TOML) of the bench, whose services have one VIP and an equal share of the servers each.
+/// Returns the bench's fleet document (TOML), in which each service has one VIP and an equal share of the servers.
 pub(crate) fn fleet_document(args: &Args) -> String {
     let mut document = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
     for agent in 0..args.agents {
@@ -81,7 +81,7 @@ pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
     std::net::SocketAddrV4::new([10, 200, octets[2], octets[3]].into(), 80)
 }
 
-/// CPU use of the controller and rate of its accepted reports in one measured window.
+/// The controller's CPU use and its rate of accepted reports in one measured window.
 pub(crate) struct WindowResult {
     pub(crate) user_pct: f64,
     pub(crate) system_pct: f64,
@@ -92,7 +92,7 @@ pub(crate) struct WindowResult {
 struct ControllerResults {
     windows: Vec<WindowResult>,
     resident_mib: u64,
-    /// Absolute difference of the time between two tables from the report interval, for each table.
+    /// Absolute difference between the report interval and the time from each table to the next one.
     table_jitter_ms: Vec<f64>,
     table_bytes: usize,
 }
@@ -104,7 +104,7 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Con
     }
     let interval = Duration::from_millis(args.report_interval_ms);
     fake_agent::start_all(controller, args.agents, args.cores, interval).await?;
-    // The first reports carry RSS keys and tables.
+    // The first reports are not measured, because they also carry RSS keys and tables.
     sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
     for _ in 0..args.windows {

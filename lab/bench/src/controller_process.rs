@@ -1,4 +1,4 @@
-//! Process of a controller that a bench measures, and its clients.
+//! Process of a controller that a bench measures, and the clients that connect to it.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -56,13 +56,11 @@ impl Drop for ScratchDirectory {
 pub(crate) struct Controller {
     pub(crate) process: Child,
     pub(crate) address: SocketAddr,
-    /// Address of the controller's HTTP API.
     api_address: SocketAddr,
     /// Path of the file with an operator's API token.
     token_file: PathBuf,
-    /// Address of the controller's metrics page.
     pub(crate) metrics_address: SocketAddr,
-    /// Certificate authority of all daemons; `None` if they connect without TLS.
+    /// Certificate authority of all daemons, or `None` if they connect without TLS.
     certificates: Option<TestCertificateAuthority>,
 }
 
@@ -92,7 +90,7 @@ impl Controller {
         certificates: Option<TestCertificateAuthority>,
         directory: &Path,
     ) -> anyhow::Result<Self> {
-        // A free port, which the controller binds shortly afterwards.
+        // Finds a free port, which the controller binds shortly afterwards.
         let free_address = || std::net::TcpListener::bind("127.0.0.1:0")?.local_addr();
         let (address, api_address, metrics_address) = (free_address()?, free_address()?, free_address()?);
         let store_path = directory.join("controller.redb");
@@ -126,7 +124,7 @@ impl Controller {
         anyhow::bail!("no connection to the controller at {}", self.address)
     }
 
-    /// Returns the `[tls]` table for the configuration file of another daemon; empty without TLS.
+    /// Returns the `[tls]` table for another daemon's configuration file, which is empty without TLS.
     pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
         Ok(self.certificates.as_ref().map(|all| all.issue_as_tls_table(role, name)).transpose()?.unwrap_or_default())
     }
@@ -147,12 +145,11 @@ impl Controller {
         Client::new(self.api_address.into(), &self.token_file)
     }
 
-    /// Returns the status of the whole fleet, as the controller's API reports it.
     pub(crate) async fn status(&mut self) -> anyhow::Result<Status> {
         self.operator_client().await?.status(false).await
     }
 
-    /// Returns the user and kernel CPU time (s) of the controller's process: fields 14 and 15 of proc(5)'s stat file.
+    /// Returns the controller process's user and kernel CPU time (s), from fields 14 and 15 of its stat file (proc(5)).
     pub(crate) fn cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
         let stat_line = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
         let (_, fields) = stat_line.rsplit_once(") ").context("a stat file without a name in brackets")?;
@@ -168,7 +165,7 @@ impl Controller {
         self.memory_mib("VmRSS:")
     }
 
-    /// Returns the value (MiB) of the line with this prefix in the controller's /proc/PID/status, see proc(5).
+    /// Returns the value (MiB) in the line with this prefix of the controller's /proc/PID/status (proc(5)).
     pub(crate) fn memory_mib(&self, prefix: &str) -> anyhow::Result<u64> {
         let proc_status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
         let line =
@@ -196,14 +193,14 @@ pub(crate) async fn subscribe(
         .load_balancer(ReceiverStream::new(receiver))
         .await?
         .into_inner();
-    // The stream ends when no sender is left.
+    // The stream would end without a sender, so this task keeps one.
     tokio::spawn(async move {
         sender.closed().await;
     });
     Ok(updates)
 }
 
-/// Receives tables until the controller ends. Returns all arrival times, and the size of the last table in bytes.
+/// Receives tables until the controller ends. Returns all arrival times, and the last table's size in bytes.
 pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
     let (mut arrivals, mut size) = (Vec::new(), 0);
     while let Ok(Some(update)) = updates.message().await {

@@ -1,5 +1,5 @@
-//! `coreward-lab bench cpu-load`: measured load of a core that only receives packets, compared with the kernel's
-//! accounting, and cost of `cpu_load.bpf.c` per event.
+//! Command `coreward-lab bench cpu-load`. It compares the measured load of a core that only receives packets with the
+//! kernel's accounting, and measures the cost of `cpu_load.bpf.c` per event.
 
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
@@ -49,7 +49,7 @@ const UNREAD_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 struct ReceiveCase {
     name: &'static str,
     uses_threaded_napi: bool,
-    /// Number of datagrams in a burst, and pause after each burst.
+    /// Number of datagrams in a burst, and the pause after each burst.
     burst_size_and_pause: (usize, Duration),
 }
 
@@ -77,7 +77,7 @@ const CASES: [ReceiveCase; 5] = [
     },
 ];
 
-/// Measures loads in a new thread, because a network namespace belongs to a thread. Fails without root, or on one CPU.
+/// Measures loads in a new thread, which enters its own network namespace. Fails without root, or with only one CPU.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     let cpu_count = std::thread::available_parallelism()?.get();
     ensure!(
@@ -141,7 +141,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Measured load and cost of its measurement in one window. Loads are in % of one CPU.
+/// Measured load of the receiving CPU and cost of this measurement, in one window. Loads are in % of one CPU.
 struct LoadWindow {
     measured_load_pct: f64,
     kernel_load: KernelLoad,
@@ -151,7 +151,7 @@ struct LoadWindow {
 }
 
 impl LoadWindow {
-    /// Returns how far the measured load is outside the range of the kernel's accounting, in percentage points.
+    /// Returns by how many percentage points the measured load is outside the range of the kernel's accounting.
     fn distance_from_kernel_load(&self) -> f64 {
         let KernelLoad { not_idle_pct: not_idle, stolen_pct: stolen, .. } = self.kernel_load;
         self.measured_load_pct - self.measured_load_pct.clamp(not_idle - stolen, not_idle)
@@ -210,14 +210,14 @@ struct ProgramRunTime {
     total_ns: u64,
 }
 
-/// Returns the run times of the measured BPF programs by program ID. These include programs of an agent on this
-/// machine, which have the same names.
+/// Returns the run times of the measured BPF programs by program ID. If an agent runs on this machine, its programs are
+/// included, because they have the same names.
 fn run_times_by_program_id() -> HashMap<u32, ProgramRunTime> {
     const PROGRAM_NAMES: [&str; 6] =
         ["task_switch", "interrupt_begin", "interrupt_ends", "softirq_begins", "softirq_ends", "empty_softirq"];
     let run_time_if_measured = |info: libbpf_rs::query::ProgramInfo| {
         let name = info.name.to_string_lossy().into_owned();
-        // The kernel keeps 15 characters of a name.
+        // The kernel keeps only 15 characters of a name.
         PROGRAM_NAMES
             .contains(&&name[..])
             .then_some((info.id, ProgramRunTime { name, run_count: info.run_cnt, total_ns: info.run_time_ns }))
@@ -231,7 +231,7 @@ fn set_receiving_cpu(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Res
     run_ip_command(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
     run_ip_command(&format!("neigh replace {UNREAD_DESTINATION} lladdr {LOAD_BALANCER_MAC} dev {generator_end}"))?;
     if threaded {
-        // veth uses NAPI once GRO is on.
+        // veth uses NAPI only with GRO.
         let status = Command::new("ethtool").args(["-K", tested_end, "gro", "on"]).status().context("ethtool")?;
         ensure!(status.success(), "ethtool -K {tested_end} gro on: {status}");
         return NapiThread::start(tested_end, cpu).map(Some);
@@ -245,7 +245,7 @@ fn send_bursts((burst_size, pause): (usize, Duration), should_stop: &AtomicBool)
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     while !should_stop.load(Ordering::Relaxed) {
         for _ in 0..burst_size {
-            // A full queue rejects a datagram; the next datagram is sent.
+            // A full queue rejects a datagram, which is then skipped.
             _ = socket.send_to(&[0; 64], (UNREAD_DESTINATION, 9));
         }
         if !pause.is_zero() {
@@ -255,7 +255,8 @@ fn send_bursts((burst_size, pause): (usize, Duration), should_stop: &AtomicBool)
     Ok(())
 }
 
-/// Ticks (10 ms) of [`RECEIVER_CPU`] by state (proc(5)): user, nice, system, idle, iowait, irq, softirq, steal.
+/// Time of [`RECEIVER_CPU`] by state (proc(5)), in ticks of 10 ms: user, nice, system, idle, iowait, irq, softirq,
+/// steal.
 struct CpuTicks([u64; 8]);
 
 impl CpuTicks {
@@ -278,7 +279,7 @@ impl CpuTicks {
 struct KernelLoad {
     not_idle_pct: f64,
     stolen_pct: f64,
-    /// Sum of the times in all states, idle included, in % of the elapsed time.
+    /// Sum of the times in all states, including idle, in % of the elapsed time.
     sum_pct: f64,
 }
 

@@ -1,4 +1,4 @@
-//! Options of benches that other commands start.
+//! Default options for benches that other commands start.
 
 /// Returns the default values of a bench's options, as if its command line were empty.
 pub(crate) fn parse_default_args<A: clap::Args>() -> A {

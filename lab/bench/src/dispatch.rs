@@ -1,9 +1,9 @@
-//! `coreward-lab bench dispatch`: cost of `dispatch.bpf.c` per request, above a program that leaves the choice to the
-//! kernel.
+//! Command `coreward-lab bench dispatch`. It measures the cost of `dispatch.bpf.c` per request, above a program that
+//! leaves the choice to the kernel.
 //!
 //! Programs of type sk_reuseport have no test run. Real requests therefore go over the loopback of a network namespace
-//! to sockets of this process, and the kernel measures the programs (BPF_ENABLE_STATS). Its two clock reads are part of
-//! every figure, but not of the differences.
+//! to sockets of this process, and the kernel measures the programs (BPF_ENABLE_STATS). The kernel's two clock reads
+//! are part of every time, but not of the differences.
 
 use std::fs::File;
 use std::mem::MaybeUninit;
@@ -47,15 +47,14 @@ impl Default for Args {
 
 const WORKER_COUNTS: [usize; 2] = [16, 64];
 const CLIENT_COUNT: usize = 61;
-/// Maximum number of requests that are outstanding at once.
 const MAX_OUTSTANDING_REQUESTS: u32 = 48;
 
-/// Returns the goal (ns) for the fastest rounds of this policy with this number of workers; `None` if it has no goal.
+/// Returns the goal (ns) for this policy's fastest rounds with this number of workers, or `None` if it has no goal.
 fn goal_for_policy(policy: &str, worker_count: usize) -> Option<Goal> {
     (policy == Policy::ShortestQueue.name() && worker_count == WORKER_COUNTS[0]).then_some(Goal::AtMost(90.0))
 }
 
-/// Measures the dispatch in a new thread, because a network namespace belongs to a thread. Fails without root.
+/// Measures the dispatch in a new thread, which enters its own network namespace. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("dispatch", args, measure)
 }
@@ -77,7 +76,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
             services.push(DispatchedService::with_policy(workers, policy)?);
             policy_names.push(policy.name());
         }
-        // By service, then by round.
+        // The times are sorted by service, then by round.
         let mut ns_by_service_and_round = vec![Vec::new(); services.len()];
         for _ in 0..args.rounds {
             for (times, service) in ns_by_service_and_round.iter_mut().zip(&services) {
@@ -116,9 +115,9 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Adds a row with the cost of the egress program for a response of the service, and one for any other datagram.
+/// Adds a row with the egress program's cost for a response of the service, and one with its cost for another datagram.
 fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Table) -> anyhow::Result<()> {
-    // The services with `jsq` and `random`; only the first one gets requests.
+    // These services have the policies `jsq` and `random`. Only the first one gets requests.
     let jsq_index =
         BASELINE_SERVICE_COUNT + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
     let (empty_program, own_program, other_program) = (
@@ -139,7 +138,7 @@ fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Tabl
             ns_and_runs.push(((after.0 - before.0) as f64, (after.1 - before.1) as f64));
         }
         let ns_per_run: Vec<f64> = ns_and_runs.iter().map(|(time, runs)| time / runs).collect();
-        // The sockets sent each request and each response; only the responses belong to the service.
+        // The sockets sent both the requests and the responses, but only the responses belong to the service.
         let response_count = f64::from(args.requests);
         ensure!(
             ns_and_runs[1].1 > response_count * 1.5,
@@ -166,7 +165,7 @@ fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Tabl
     Ok(())
 }
 
-/// Baseline program, to which the cost of the dispatch program is compared.
+/// Baseline program, with which the dispatch program's cost is compared.
 #[derive(Debug, Clone, Copy)]
 enum BaselineProgram {
     /// Program that leaves the choice of the socket to the kernel.
@@ -187,11 +186,11 @@ struct DispatchedService {
     /// BPF program that runs for each datagram that the sockets send.
     egress_program: OwnedFd,
     _egress_link: Option<Link>,
-    /// Loaded dispatch programs and their pins, kept so that the programs stay attached; `None` for a baseline.
+    /// Loaded dispatch programs and their pins, which keep the programs attached, or `None` for a baseline.
     dispatch_and_pins: Option<(DispatchPrograms, DispatchPinDirectory)>,
 }
 
-/// Directory with the pins of the dispatch programs, which are removed when this value is dropped.
+/// Directory with the dispatch programs' pins, which are removed when this value is dropped.
 struct DispatchPinDirectory(PathBuf);
 
 impl Drop for DispatchPinDirectory {
@@ -276,7 +275,7 @@ impl DispatchedService {
         })
     }
 
-    /// Sends and answers `requests` requests. Returns the mean run time of the selecting program per run (ns).
+    /// Sends and answers `requests` requests. Returns the selecting program's mean run time (ns).
     fn measure_ns_per_request(&self, requests: u32) -> anyhow::Result<f64> {
         let run_time_before = run_ns_and_count(self.select_program.as_fd())?;
         for first_of_burst in (0..requests).step_by(MAX_OUTSTANDING_REQUESTS as usize) {
@@ -301,7 +300,7 @@ impl DispatchedService {
         let mut buffer = [0; 64];
         for worker in &self.worker_sockets {
             while let Ok((length, client)) = worker.recv_from(&mut buffer) {
-                // The client does not read: its full buffer drops responses.
+                // The client does not read responses, so its full buffer drops them.
                 _ = worker.send_to(&buffer[..length], client);
             }
         }

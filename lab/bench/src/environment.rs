@@ -1,11 +1,11 @@
-//! Build, machine, kernel and date of a figure, and other load on the machine.
+//! Build, machine, kernel and date of a measurement, and the other load on the machine.
 
 use std::fs;
 use std::process::Command;
 
 use anyhow::Context as _;
 
-/// Cargo profile that built this program: "dist" for published figures.
+/// Cargo profile that built this program, which is "dist" for published figures.
 pub const CARGO_PROFILE: &str = env!("COREWARD_PROFILE");
 
 /// Returns a sentence with the date, commit, cargo profile, machine and kernel of a measurement.
@@ -49,7 +49,7 @@ impl BackgroundLoadMeter {
     }
 }
 
-/// Sums of the times of all CPUs in /proc/stat, in ticks.
+/// Times of all CPUs in /proc/stat, summed up in ticks.
 struct TotalCpuTicks {
     total: u64,
     stolen: u64,
@@ -62,7 +62,7 @@ impl TotalCpuTicks {
     }
 
     fn parse(text: &str) -> Option<Self> {
-        // user nice system idle iowait irq softirq steal; guests' times are in `user`, too.
+        // The columns are user nice system idle iowait irq softirq steal. The times of guests are also in `user`.
         let tick_columns = text.lines().next()?.strip_prefix("cpu ")?.split_whitespace().take(8);
         let ticks: Vec<u64> = tick_columns.map(|time| time.parse().ok()).collect::<Option<_>>()?;
         Some(Self { total: ticks.iter().sum(), stolen: *ticks.get(7)? })

@@ -1,4 +1,4 @@
-//! Emulated agents, which send realistic reports of random loads.
+//! Emulated agents, which send realistic reports with random loads.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub(crate) async fn start_all(
     }
     let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (agent, client) in (0..).zip(clients) {
-        // Spread evenly over the interval, as independent agents are.
+        // The reports are spread evenly over the interval, as those of independent agents are.
         let phase = interval * agent / agents;
         tokio::spawn(fake_agent(client, agent, cores, start + phase, interval, sent.clone()));
     }
@@ -66,7 +66,7 @@ async fn fake_agent(
     let mut due = start;
     loop {
         sleep_until(due).await;
-        // A late agent skips reports.
+        // An agent that is late skips reports.
         due = (due + interval).max(Instant::now());
         let report = agent_message::Message::Report(server.report());
         if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
@@ -76,10 +76,10 @@ async fn fake_agent(
     }
 }
 
-/// Number of reports of which one is detailed: one per second for agents that report ten times a second.
+/// Number of reports among which one is detailed. An agent with ten reports per second thus sends one per second.
 const REPORTS_PER_DETAILED_REPORT: u64 = 10;
 
-/// Emulated agent with random loads. Its cores have been up for weeks, so their busy times need eight bytes.
+/// Emulated agent with random loads. Its cores have been up for weeks, so that their busy times need eight bytes.
 pub(crate) struct FakeAgent {
     last_sequence_number: u64,
     random_generator: Xoshiro256PlusPlus,

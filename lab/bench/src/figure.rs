@@ -1,13 +1,13 @@
-//! `coreward-lab figure cheetah-5-live`: cost of the packet path, by consistency mode and number of connections.
+//! Figure `cheetah-5-live`, which shows the cost of the packet path by consistency mode and number of connections.
 
 use coreward_sim::figure::live::{ProgressCallback, Sample};
 use coreward_sim::figure::scenario::Scenario;
 
 use crate::xdp::{self, Args};
 
-/// Measures all points of the figure of connection costs, as the bench `xdp` does. In each run (round), the program in
-/// all modes and the empty program process packets of the same connections, one after the other. Fails without the
-/// capabilities to load BPF programs, or when a program misbehaves.
+/// Measures all points of the figure, in the same way as the bench `xdp`. In each run (round), the program in all modes
+/// and the empty program process packets of the same connections, one after the other. Fails without the capabilities
+/// to load BPF programs, or when a program misbehaves.
 pub fn measure_cheetah_5(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     let args = Args::for_rounds(*scenario.seeds.get_ref() as u32);
     let panel_title = scenario.panel[0].title.get_ref();

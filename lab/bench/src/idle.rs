@@ -1,7 +1,8 @@
-//! `coreward-lab bench idle`: cost of server.bpf.c per request while some connections are idle. After a long idle time
-//! the PAWS clamp applies (bpf/server/cookie_time.h), and other connections search for an entry too.
+//! Command `coreward-lab bench idle`. It measures the cost of server.bpf.c per request while some connections are idle.
+//! After a long idle time, the PAWS clamp applies to a connection (bpf/server/cookie_time.h). Then other connections
+//! search for an entry, too.
 //!
-//! Real connections use the loopback of a network namespace; the kernel measures the programs' run time
+//! Real connections use the loopback of a network namespace, and the kernel measures the programs' run time
 //! (BPF_ENABLE_STATS).
 
 use std::io::{Read as _, Write as _};
@@ -44,15 +45,15 @@ impl Default for Args {
 const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const LOOPBACK_INTERFACE_INDEX: u32 = 1;
 const CONNECTIONS_PER_IDLE_CONNECTION: usize = 100;
-/// Time without packets after which a connection is idle: longer than MAX_STEP_MS of bpf/include/server.h.
+/// Time without packets after which a connection is idle. It is longer than MAX_STEP_MS of bpf/include/server.h.
 const IDLE_TIME: Duration = Duration::from_millis(intf::MAX_STEP_MS as u64 + 1_000);
 /// Time between two requests on a connection that is not idle.
 const BUSY_INTERVAL: Duration = Duration::from_secs(5);
 const SOCKET_TIMEOUT: Duration = Duration::from_secs(10);
-/// Number of open files that are not connections: maps, programs and the listener.
+/// Number of open files that are not connections, such as maps, programs and the listener.
 const OTHER_OPEN_FILE_COUNT: u64 = 100;
 
-/// Sockets at both ends of a connection: the client's, then the server's.
+/// Sockets at both ends of a connection, with the client's first.
 struct ConnectionEnds(TcpStream, TcpStream);
 
 impl ConnectionEnds {
@@ -111,13 +112,13 @@ impl Drop for AttachedServerPrograms {
     }
 }
 
-/// Returns the time of CLOCK_MONOTONIC (ms), on which the kernel bases its TSvals with `tcp_timestamps=2`.
+/// Returns the time of CLOCK_MONOTONIC (ms), from which the kernel derives its TSvals with `tcp_timestamps=2`.
 fn monotonic_now_ms() -> anyhow::Result<u32> {
     let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC)?;
     Ok((now.tv_sec() as u64 * 1_000 + now.tv_nsec() as u64 / 1_000_000) as u32)
 }
 
-/// Runs the bench in a new thread, because a network namespace belongs to a thread. Fails without root.
+/// Runs the bench in a new thread, which enters its own network namespace. Fails without root.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("idle", args, measure)
 }
@@ -187,7 +188,7 @@ fn open_connections(count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {
     (0..count).map(open_connection).collect()
 }
 
-/// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to as many packets.
+/// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to at least as many packets.
 fn wake_idle_connections(programs: &AttachedServerPrograms, idle: &[ConnectionEnds]) -> anyhow::Result<()> {
     let clamped_before = programs.clamped_packet_count();
     idle.iter().try_for_each(ConnectionEnds::exchange_request)?;

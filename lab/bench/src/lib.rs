@@ -1,4 +1,4 @@
-//! Benches: cost of the packet path, the agent and the controller. The live figures use some of them.
+//! Benches, which measure the cost of the packet path, the agent and the controller. The live figures use some of them.
 
 mod agent;
 mod certificates;

@@ -1,4 +1,4 @@
-//! Network namespaces of single threads, which keep the machine's devices untouched.
+//! Network namespaces for single threads, which leave the machine's devices untouched.
 
 use std::process::Command;
 
@@ -23,8 +23,8 @@ pub fn measure_in_thread<A: Clone + Send + 'static>(
     std::thread::spawn(move || measure(&args)).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-/// Runs a shell script with a /sys of the calling thread's network namespace, and returns its output. Fails when /sys
-/// cannot be mounted, or the script fails.
+/// Runs a shell script that sees the /sys of the calling thread's network namespace, and returns its output. Fails when
+/// /sys cannot be mounted, or the script fails.
 pub fn run_script_with_sysfs(script: &str) -> anyhow::Result<String> {
     // /sys shows the network namespace in which it was mounted.
     let script = format!("mount -t sysfs none /sys && {script}");

@@ -1,4 +1,4 @@
-//! Cost of `coreward orchestrate`: decisions, round trips through shared memory, messages, sockets.
+//! Cost of `coreward orchestrate`, for its decisions, round trips through shared memory, messages and sockets.
 
 mod sockets;
 mod veth;
@@ -51,7 +51,7 @@ const ORCHESTRATOR_AND_WORKER_CPU: [usize; 2] = [0, 1];
 
 /// Runs the bench in a new thread. Fails with fewer than two CPUs, or when the shared memory cannot be created.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    // In a new thread, because the caller must not stay bound to one CPU.
+    // A new thread is used, because the caller must not stay bound to one CPU.
     std::thread::scope(|scope| scope.spawn(|| measure(args)).join().expect("the measuring thread"))
 }
 
@@ -59,7 +59,6 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[0])?;
     let mut rate_table =
         Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
-    // The fastest round is the one with the fewest interruptions by other processes.
     let mut add_rate_row = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
         let millions_per_second = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
         let (middle, [cell, least, most, each]) = rate_median_and_cells(&millions_per_second, 1e3);
@@ -122,7 +121,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-/// Function that measures one UDP server: takes a number of requests and returns the mean times of one request.
+/// Function that measures one UDP server with a number of requests. Returns the mean times of one request.
 type MeasureUdpServer = fn(u64) -> anyhow::Result<sockets::RequestTimes>;
 
 const LOOPBACK_SERVERS: [(&str, MeasureUdpServer); 3] = [
@@ -159,8 +158,8 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     Ok(table)
 }
 
-/// Returns the median of rates, and cells with median, minimum, maximum and ns per operation. `rate_unit_ns`: time unit
-/// of the rates (ns) for one counted unit.
+/// Returns the median of rates, and cells with median, minimum, maximum and ns per operation. `rate_unit_ns` is the
+/// time per operation (ns) at a rate of 1.
 fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [Cell; 4]) {
     let [middle, least, most] = median_min_max(rates.iter().copied());
     (middle, [middle.into(), least.into(), most.into(), (rate_unit_ns / middle).into()])
@@ -170,7 +169,7 @@ fn millions_per_second(operations: u64, started: Instant) -> f64 {
     operations as f64 / 1e6 / started.elapsed().as_secs_f64()
 }
 
-/// Simulates decisions for requests of alternating services, with two requests per core on average; each decision
+/// Simulates decisions for requests of alternating services, with two requests per core on average. Each decision
 /// completes the oldest request. Returns millions of decisions per second.
 fn measure_decision_rate(cores: u16, decisions: u64) -> f64 {
     let ranked_services: Vec<_> =
@@ -199,7 +198,6 @@ fn service_address() -> SocketAddrV4 {
     SocketAddrV4::new([127, 0, 0, 1].into(), 4000)
 }
 
-/// Returns a loopback address whose UDP port is free.
 fn free_loopback_address() -> anyhow::Result<SocketAddrV4> {
     match UdpSocket::bind("127.0.0.1:0")?.local_addr()? {
         SocketAddr::V4(address) => Ok(address),
@@ -233,7 +231,6 @@ fn create_engine(cores: u16) -> anyhow::Result<(tempfile::TempDir, PathBuf, Engi
     Ok((directory, memory_path, engine))
 }
 
-/// Submits a request for service `service` to the engine.
 fn submit_request(engine: &mut Engine, now: u64, service: u8) {
     engine.submit_request(now, service, service_address(), &REQUEST_PAYLOAD);
 }
@@ -258,7 +255,7 @@ fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
         while engine.core_counters().accepted_workers < cores.into() {
             ensure!(!worker_thread.is_finished(), "the workers ended early");
             engine.poll(0, &mut |_, _, _| ());
-            // Lets the workers' thread start, which is on this CPU.
+            // Lets the workers' thread start, which is still on this CPU.
             std::thread::yield_now();
         }
         let completed_request_count =
@@ -266,7 +263,7 @@ fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
         let mut sent_count = 0;
         let started = Instant::now();
         while completed_request_count(&engine) < requests {
-            // Number of requests that one loop of the daemon receives.
+            // The limit is the number of requests that one loop of the daemon receives.
             while sent_count < requests && sent_count - completed_request_count(&engine) < 2 * u64::from(cores) {
                 submit_request(&mut engine, sent_count, (sent_count % u64::from(SERVICE_COUNT)) as u8);
                 sent_count += 1;
@@ -328,7 +325,8 @@ impl Handler for EchoHandler {
     }
 }
 
-/// Submits a low-priority request unless one is outstanding. Then polls for a part of its time that varies by trip.
+/// Submits a low-priority request unless one is outstanding. Then polls for a fraction of its handling time, which
+/// varies by trip.
 fn keep_low_priority_busy(engine: &mut Engine, trip: u64) {
     let low_priority_counters = engine.service_counters()[1];
     if low_priority_counters.completed == low_priority_counters.received {
@@ -397,13 +395,13 @@ fn median_and_p99(mut times: Vec<f64>) -> [f64; 2] {
     [times[times.len() / 2], times[times.len() * 99 / 100]]
 }
 
-/// Atomic integer that has a cache line of its own.
+/// Atomic integer on its own cache line.
 #[derive(Default)]
 #[repr(align(64))]
 struct CacheLine(AtomicU64);
 
-/// Returns the median and the 99th percentile of the round trip between two CPUs (ns): one writes a value to a cache
-/// line, the other copies it to a second one.
+/// Returns the median and 99th percentile of the round trip between two CPUs (ns). One CPU writes a value to a cache
+/// line, and the other one copies it to a second line.
 fn measure_cache_line_round_trips(trips: u64) -> anyhow::Result<[f64; 2]> {
     let [forward_line, return_line] = [CacheLine::default(), CacheLine::default()];
     let wait_for_value = |line: &CacheLine, value: u64| {
@@ -422,7 +420,7 @@ fn measure_cache_line_round_trips(trips: u64) -> anyhow::Result<[f64; 2]> {
             binding
         });
         let mut round_trip_ns = Vec::with_capacity(trips as usize);
-        // Lets the other thread start: a real-time thread would keep this CPU.
+        // Lets the other thread start, because a real-time thread would keep this CPU.
         while return_line.0.load(Acquire) != u64::MAX {
             std::thread::yield_now();
         }
@@ -437,7 +435,7 @@ fn measure_cache_line_round_trips(trips: u64) -> anyhow::Result<[f64; 2]> {
     })
 }
 
-/// Creates the shared memory of one core, without an engine that uses it.
+/// Creates the shared memory for one core, without an engine that uses it.
 fn create_single_core_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, CoreQueues)> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let memory_path = directory.path().join("cores");

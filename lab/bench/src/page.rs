@@ -1,6 +1,6 @@
-//! docs/cost.md: reports of one run between hand-written explanations.
+//! Updates docs/cost.md, which has the reports of one run between hand-written explanations.
 //!
-//! `<!-- begin NAME -->` and `<!-- end NAME -->` enclose a generated part: `run`, and one for each bench by its name.
+//! `<!-- begin NAME -->` and `<!-- end NAME -->` enclose a generated part. NAME is `run` or a bench's name.
 
 use std::path::Path;
 
@@ -17,8 +17,8 @@ pub struct GeneratedPart {
     pub text: String,
 }
 
-/// Replaces all generated parts of a Markdown file. `run` describes machine, build and date in sentences. Fails when
-/// the file cannot be read or written, or one of its parts has no end marker.
+/// Replaces all generated parts of a Markdown file. `run_description` describes machine, build and date in sentences.
+/// Fails when the file cannot be read or written, or when a part has no end marker.
 pub fn replace_parts_in_file(path: &Path, run_description: &str, mut parts: Vec<GeneratedPart>) -> anyhow::Result<()> {
     let page = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
     parts.push(GeneratedPart { name: RUN_PART_NAME, text: wrap_text(run_description) });
@@ -26,7 +26,8 @@ pub fn replace_parts_in_file(path: &Path, run_description: &str, mut parts: Vec<
     std::fs::write(path, page).with_context(|| path.display().to_string())
 }
 
-/// Returns the page with these generated parts. Appends parts without markers, and removes parts of earlier runs.
+/// Returns the page with these generated parts. Appends parts that have no markers yet, and removes parts of earlier
+/// runs.
 fn replace_parts(page: &str, parts: &[GeneratedPart]) -> anyhow::Result<String> {
     let mut text_pieces = page.split("<!-- begin ");
     let mut new_page = text_pieces.next().unwrap_or_default().to_owned();

@@ -1,5 +1,5 @@
-//! `coreward-lab bench placement`: compares the policies on four workloads in virtual time, and weights of an assigned
-//! connection in `crossrss-plus`. Its table is part of docs/policies.md.
+//! Command `coreward-lab bench placement`, which compares the policies on four workloads in virtual time. It also
+//! compares weights of an assigned connection in `crossrss-plus`. Its table is part of docs/policies.md.
 
 use comfy_table::Table;
 use coreward_model::arrivals::Workload;
@@ -45,7 +45,8 @@ fn compared_workloads() -> [(&'static str, Workload); 4] {
     ]
 }
 
-/// Name of a table row, and the function that makes its policy from a seed; `None`: the oracle.
+/// Name of a table row, and the function that creates its policy from a seed. The function returns `None` for the
+/// oracle.
 type PolicyRow = (String, Box<dyn Fn(u64) -> Option<Box<dyn Policy>>>);
 
 fn policy_rows() -> Vec<PolicyRow> {

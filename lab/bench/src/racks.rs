@@ -1,4 +1,4 @@
-//! Cost of the controller behind rack controllers: real summaries of emulated servers, over gRPC.
+//! Cost of the controller behind rack controllers, which send real summaries of emulated servers over gRPC.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -148,13 +148,13 @@ impl Rack {
                 rounds.push(v1::RackMessage { summaries, ..Default::default() });
             }
         }
-        // Detailed reports start with the RSS configuration.
+        // The detailed reports after this start with the RSS configuration.
         servers.iter_mut().for_each(FakeAgent::begin_stream);
         Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, detail_interval, cost_us })
     }
 
-    /// Sends one summary per interval until the controller ends. Adds a detailed report of each agent once per detail
-    /// interval.
+    /// Sends one summary per interval until the controller ends. Once per detail interval, adds each agent's detailed
+    /// report.
     async fn send_summaries(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
         let mut due = start;
         for round in 0.. {

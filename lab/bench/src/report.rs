@@ -5,7 +5,6 @@ use std::fmt;
 use coreward_model::statistics::median;
 use serde_json::json;
 
-/// Cell of a report's table.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Cell {
     Text(String),
@@ -54,7 +53,7 @@ impl fmt::Display for Cell {
     }
 }
 
-/// Returns the median, minimum and maximum of `values`; NaN if there are none.
+/// Returns the median, minimum and maximum of `values`, or NaN for each if there are no values.
 pub fn median_min_max(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);
@@ -62,7 +61,7 @@ pub fn median_min_max(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     [median(&values), min_max[0], min_max[1]].map(|value| value.unwrap_or(f64::NAN))
 }
 
-/// Limit that a measured value should not exceed, or should reach.
+/// Limit that a measured value should not exceed or should reach.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Goal {
     AtMost(f64),
@@ -90,13 +89,12 @@ impl fmt::Display for Goal {
     }
 }
 
-/// Returns two table cells: the goal, and whether `value` meets it. Both are empty without a goal.
+/// Returns two table cells, with the goal and with the verdict on `value`. Both are empty without a goal.
 pub fn goal_cells(goal: Option<Goal>, value: f64) -> [Cell; 2] {
     let Some(goal) = goal else { return ["".into(), "".into()] };
     [goal.to_string().into(), if goal.is_met(value) { "met" } else { "missed" }.into()]
 }
 
-/// Table of a report, with named columns.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Table {
     column_names: Vec<String>,
@@ -104,7 +102,6 @@ pub struct Table {
 }
 
 impl Table {
-    /// Returns a table with these column names and no rows.
     pub fn new(head: &[&str]) -> Self {
         Self { column_names: head.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
     }
@@ -155,13 +152,13 @@ pub struct Report {
     /// Name of the bench's subcommand.
     pub name: &'static str,
     pub heading: &'static str,
-    /// Description of the measured values and of the method.
+    /// Description of the measured values and the method.
     pub method: String,
     pub tables: Vec<Table>,
 }
 
 impl Report {
-    /// Returns the bench's name, the description and all tables as JSON.
+    /// Returns the bench's name, its description and all tables as JSON.
     pub fn to_json(&self) -> serde_json::Value {
         let tables: Vec<_> = self.tables.iter().map(Table::to_json).collect();
         json!({ "bench": self.name, "about": self.method, "tables": tables })

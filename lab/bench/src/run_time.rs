@@ -1,4 +1,4 @@
-//! Run time of attached programs by the kernel's statistics.
+//! Run times of attached BPF programs, from the kernel's statistics.
 
 use std::os::fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd};
 
@@ -14,7 +14,7 @@ pub fn enable_run_time_statistics() -> anyhow::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor_or_error) })
 }
 
-/// Returns the total run time (ns) of a BPF program, and how often it ran.
+/// Returns a BPF program's total run time (ns), and how often the program ran.
 pub fn run_ns_and_count(program: BorrowedFd<'_>) -> anyhow::Result<(u64, u64)> {
     let mut info = libbpf_sys::bpf_prog_info::default();
     let mut info_bytes = size_of_val(&info) as u32;

@@ -1,5 +1,5 @@
-//! A controller at its limit: emulated agents report to a real controller on one CPU. A real load balancer, attached to
-//! a virtual device, installs the tables. All run in a network namespace that ends with this process.
+//! Measures a controller at its limit. Emulated agents report to a real controller on one CPU. A real load balancer,
+//! attached to a virtual device, installs the tables. All run in a network namespace that ends with this process.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -24,7 +24,7 @@ pub struct Args {
     scale: ScaleArgs,
 }
 
-/// Pause after a query of the controller's status, which delays other requests.
+/// Pause after a query of the controller's status, because the query delays other requests.
 const SETTLE_TIME: Duration = Duration::from_millis(200);
 
 /// Runs the bench of a controller at its limit. Fails without root, or when a process does not start.
@@ -38,7 +38,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
     let sent = fake_agent::start_all(controller, args.agents, args.scale.cores, interval).await?;
-    // The first reports carry RSS keys and tables.
+    // The first reports are not measured, because they also carry RSS keys and tables.
     sleep(Duration::from_secs(3)).await;
     let windows = measure_windows(&args.scale, controller, &sent).await?;
     Ok(report(args, &windows))
@@ -52,11 +52,11 @@ pub struct WindowResult {
     tables_per_second: f64,
     resident_mib: f64,
     max_mib: f64,
-    /// Cumulative distribution of the time from a report's receipt to its table: upper bounds (s) and shares.
+    /// Cumulative distribution of the time from a report's receipt to its table, as pairs of upper bound (s) and share.
     report_to_table_shares: Vec<(f64, f64)>,
-    /// Cumulative distribution of the time from a report's receipt to its table in the kernel.
+    /// Cumulative distribution of the time from a report's receipt until its table is in the kernel.
     report_to_kernel_shares: Vec<(f64, f64)>,
-    /// Cumulative distribution of the time from a report's sending to its table in the kernel.
+    /// Cumulative distribution of the time from a report's sending until its table is in the kernel.
     sent_to_kernel_shares: Vec<(f64, f64)>,
 }
 
@@ -109,7 +109,6 @@ async fn measure_window(
     })
 }
 
-/// Fetches the controller's metrics page.
 fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address).context("the controller's metrics")?;
     write!(stream, "GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
@@ -118,7 +117,7 @@ fn scrape(address: SocketAddr) -> anyhow::Result<String> {
     Ok(page)
 }
 
-/// Returns the buckets of the histogram `name` on a metrics page: upper bounds and cumulative counts.
+/// Returns the buckets of the histogram `name` on a metrics page, as pairs of upper bound and cumulative count.
 fn cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
     let prefix = format!("{name}_bucket{{");
     let parse_bucket = |line: &str| {
@@ -129,7 +128,8 @@ fn cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
     metrics_page.lines().filter_map(parse_bucket).collect()
 }
 
-/// Returns the cumulative distribution of the values observed between two metrics pages: upper bounds and shares.
+/// Returns the cumulative distribution of the values that were observed between two metrics pages, as pairs of upper
+/// bound and share.
 fn shares(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
     let (before, after) = (cumulative_buckets(metrics_before, name), cumulative_buckets(metrics_after, name));
     let new_buckets: Vec<(f64, f64)> = after.iter().zip(&before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
@@ -137,7 +137,8 @@ fn shares(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f6
     new_buckets.into_iter().map(|(bound, count)| (bound, count / new_value_count)).collect()
 }
 
-/// Returns the quantile `quantile` (0 to 1) of a distribution in seconds, interpolated within its bucket, in ms.
+/// Returns the quantile `quantile` (0 to 1) of a distribution in ms, interpolated within its bucket. The bounds are in
+/// seconds.
 fn quantile_ms(shares: &[(f64, f64)], quantile: f64) -> f64 {
     let mut lower_bound_and_share = (0.0, 0.0);
     for (bound, share) in shares {
@@ -151,12 +152,12 @@ fn quantile_ms(shares: &[(f64, f64)], quantile: f64) -> f64 {
     f64::NAN
 }
 
-/// Returns the percentage of values up to `limit_seconds`, rounded up to the next bucket bound.
+/// Returns the percentage of values up to `limit_seconds`, where the limit is rounded up to the next bucket bound.
 fn percent_at_most(shares: &[(f64, f64)], limit_seconds: f64) -> f64 {
     shares.iter().find(|(bound, _)| *bound >= limit_seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
-/// Adds rows with the results of all windows. `messages` names the kind of message whose rate of sending was counted.
+/// Adds rows with the results of all windows. `messages` names the messages whose sending rate is in the first row.
 pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[WindowResult]) {
     let mut add_result_row =
         |what: &str, of: &dyn Fn(&WindowResult) -> f64| table.add_summary_row(what, windows.iter().map(of), []);

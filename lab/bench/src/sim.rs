@@ -1,4 +1,4 @@
-//! Speed of the simulator: requests at cores, and packets of a capture.
+//! Speed of the simulator, for requests at cores and for packets of a capture.
 
 use std::fs::File;
 use std::io::BufWriter;
@@ -33,7 +33,7 @@ impl Default for Args {
     }
 }
 
-/// Configuration of one simulation whose speed is measured, and its measured rates.
+/// Configuration of a simulation whose speed is measured, with the measured rates.
 struct SimulationCase {
     name: String,
     config: rpc::Config,
@@ -76,7 +76,7 @@ fn rate_cells(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
     [middle.into(), least.into(), most.into(), goal, verdict]
 }
 
-/// Number of bytes captured of each packet: enough for all headers up to the ports.
+/// Number of bytes that are captured of each packet, which covers all headers up to the ports.
 const CAPTURED_BYTES_PER_PACKET: usize = 96;
 
 fn measure_captures(args: &Args) -> anyhow::Result<Table> {

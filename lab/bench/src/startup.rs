@@ -1,6 +1,6 @@
-//! Time from a load balancer's start to its first forwarded packets, with many services and servers, and time from a
-//! change of one server to its effect in the kernel. A real load balancer at a virtual device and a real controller run
-//! in a network namespace that ends with this process.
+//! Measures the time from a load balancer's start to its first forwarded packets, with many services and servers. Also
+//! measures the time from a change of one server to its effect in the kernel. A real load balancer at a virtual device
+//! and a real controller run in a network namespace that ends with this process.
 
 use std::collections::BTreeSet;
 use std::net::Ipv4Addr;
@@ -43,8 +43,8 @@ pub struct Args {
 /// Maximum time of each wait, which is reached only after a fault.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Measures starts and changes in a new thread, because a network namespace belongs to a thread. Fails without root, or
-/// when a process does not start.
+/// Measures starts and changes in a new thread, which enters its own network namespace. Fails without root, or when a
+/// process does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     namespace::measure_in_thread("start", args, measure)
 }
@@ -83,13 +83,13 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     Ok(build_report(args, &start_times, &change_times))
 }
 
-/// Applies a fleet document that replaces generation `generation`. Returns the new generation.
+/// Applies a fleet document, which replaces the one with this generation. Returns the new generation.
 async fn apply_fleet_document(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
     let document = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
     Ok(controller.operator_client().await?.put_fleet(&document).await?.generation)
 }
 
-/// Times from the start of a load balancer to its first forwarded packet, and to a packet of every service.
+/// Times from a load balancer's start to its first forwarded packet, and until it has forwarded one for every service.
 struct StartTimes {
     until_first_packet: Duration,
     until_all_services: Duration,
@@ -139,11 +139,11 @@ impl ServerSidePacketSocket {
         frame[36..38].copy_from_slice(&80u16.to_be_bytes());
         frame[46] = 5 << 4;
         frame[47] = 2;
-        // The device's queue may be full briefly.
+        // The device's queue may be full briefly, but later SYNs follow.
         let _ = nix::unistd::write(&self.socket, &frame);
     }
 
-    /// Receives all waiting packets that the load balancer has forwarded. Returns their VIPs.
+    /// Receives all waiting packets that the load balancer has forwarded, and returns their VIPs.
     fn receive_forwarded_vips(&self) -> Vec<Ipv4Addr> {
         let mut vips = Vec::new();
         let mut frame = [0u8; 256];
@@ -163,14 +163,14 @@ fn device_mac(device: &str) -> anyhow::Result<[u8; 6]> {
     mac_addresses.next().with_context(|| format!("{device} has no MAC address"))
 }
 
-/// Sends SYNs repeatedly to each service until it has forwarded one. Returns the times since `began`.
+/// Sends SYNs to each service until the load balancer has forwarded one. Returns the times since `start`.
 fn measure_start_times(services: u32, start: Instant) -> anyhow::Result<StartTimes> {
     let server_socket = ServerSidePacketSocket::open()?;
     let mut waiting_vips: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
     let (mut until_first_packet, mut client_port) = (None, 1024);
     while !waiting_vips.is_empty() {
         ensure!(start.elapsed() < TIMEOUT, "{} services forward nothing after {TIMEOUT:?}", waiting_vips.len());
-        // At most the length of a short queue; the other services follow in the next iteration.
+        // A batch is at most as long as a short queue. The other services follow in the next iteration.
         for vip in waiting_vips.iter().copied().take(64).collect::<Vec<_>>() {
             server_socket.send_syn(vip, client_port);
         }
@@ -185,7 +185,7 @@ fn measure_start_times(services: u32, start: Instant) -> anyhow::Result<StartTim
     Ok(StartTimes { until_first_packet: until_first_packet.unwrap_or(until_all_services), until_all_services })
 }
 
-/// Times from the request of a change to the API's answer, and to the change in the kernel.
+/// Times from the request of a change to the API's answer, and until the kernel has the change.
 struct ChangeTimes {
     acknowledged: Duration,
     in_kernel: Duration,

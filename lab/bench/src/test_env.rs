@@ -1,5 +1,5 @@
-//! Environment that measures a controller at its limit, in a network namespace of this process: the controller has a
-//! CPU of its own; emulated agents, and a load balancer that installs its tables, share another.
+//! Environment that measures a controller at its limit, in a network namespace of this process. The controller has its
+//! own CPU. Emulated agents, and a load balancer that installs the controller's tables, share another CPU.
 
 use std::path::PathBuf;
 use std::process::{Child, Command};
@@ -37,7 +37,7 @@ pub struct ScaleArgs {
 }
 
 /// Runs `measure` with a controller and the report interval, in a new thread with its own network namespace.
-/// `bench_name`: name of the bench. Fails without root, when a process does not start, or as `measure` does.
+/// `bench_name` is the name of the bench. Fails without root, when a process does not start, or as `measure` does.
 pub fn measure_at_scale<M>(bench_name: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
 where
     M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report> + Send + 'static,
@@ -126,8 +126,8 @@ pub fn make_veth_network() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Gives the calling thread, that of the emulated agents, the lowest priority. The load balancer precedes them, because
-/// they would run on other machines.
+/// Gives the calling thread, which emulates the agents, the lowest priority. The load balancer must come first, because
+/// real agents would run on other machines.
 fn set_idle_priority() -> anyhow::Result<()> {
     let scheduling_parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: 0 is the calling thread, and the kernel only reads `scheduling_parameters`.

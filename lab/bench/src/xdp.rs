@@ -1,4 +1,5 @@
-//! `coreward-lab bench xdp`: cost of `lb.bpf.c` per packet, above an XDP program that does nothing.
+//! Command `coreward-lab bench xdp`. It measures the cost of `lb.bpf.c` per packet, above an XDP program that does
+//! nothing.
 
 mod balancer;
 mod established;
@@ -52,13 +53,13 @@ pub struct Args {
 }
 
 impl Args {
-    /// Returns the options of `rounds` rounds, with the default number of packets and all cases.
+    /// Returns the options for `rounds` rounds, with the default number of packets and all cases.
     pub fn for_rounds(rounds: u32) -> Self {
         Self { length: MeasurementLength { rounds, ..MeasurementLength::default() }, only: None }
     }
 }
 
-/// Cost of the packets of open connections, for one program and number of connections.
+/// Cost of packets on open connections, for one program and number of connections.
 pub struct ConnectionCost {
     /// Mode or baseline program, named by its label in cheetah-5-live.toml.
     pub series_label: String,
@@ -67,7 +68,7 @@ pub struct ConnectionCost {
     pub ns_above_empty: NsByRound,
 }
 
-/// Measures the cost of packets of open connections, by program and number of connections.
+/// Measures the cost of packets on open connections, by program and number of connections.
 pub fn measure_connection_costs(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ConnectionCost>> {
     let mut costs = Vec::new();
     for measured in established::measure_connection_counts(args, progress)? {
@@ -83,7 +84,6 @@ pub fn measure_connection_costs(args: &Args, progress: &dyn Fn(usize, usize)) ->
     Ok(costs)
 }
 
-/// Measured times of one case.
 struct CaseMeasurement {
     case: PacketCase,
     /// Median time of the empty program (ns).
@@ -92,7 +92,7 @@ struct CaseMeasurement {
     ns_above_empty: NsByRound,
     /// Difference between the fastest rounds of the load balancer and of the empty program (ns).
     fastest_ns_above_empty: f64,
-    /// Difference between the fastest rounds of parsing and swapping MACs and of the empty program (ns).
+    /// Difference between the fastest rounds of the program that parses and swaps MACs and of the empty program (ns).
     parse_and_swap_ns: f64,
 }
 

@@ -1,5 +1,5 @@
-//! Checks README and docs against the repository: links and their anchors, `make` targets, commands with their flags.
-//! An error names the file of each mistake.
+//! Checks that README.md and docs/ agree with the repository: links with their anchors, `make` targets, and commands
+//! with their flags. The error message lists each mistake with its file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use pulldown_cmark::{CodeBlockKind, Event, HeadingLevel, Options, Parser, Tag, T
 
 use crate::Cli;
 
-/// Checked parts of a document.
+/// Parts of a document that are checked.
 #[derive(Debug, Default)]
 struct Document {
     /// Destinations of links, as written.
@@ -95,9 +95,9 @@ impl Document {
     }
 }
 
-/// Returns the reason why a link in the file `document_path` is broken; `None` for a valid or external link.
+/// Returns the reason why a link in the file `document_path` is broken, or `None` for a valid or external link.
 fn broken_link_reason(link: &str, document_path: &Path, all_documents: &BTreeMap<PathBuf, Document>) -> Option<String> {
-    // External links would need network access.
+    // External links are not checked, because that would need network access.
     if link.contains("://") || link.starts_with("mailto:") {
         return None;
     }
@@ -115,7 +115,7 @@ fn broken_link_reason(link: &str, document_path: &Path, all_documents: &BTreeMap
     (!anchor_exists).then(|| format!("{link}: no heading has the anchor #{anchor}"))
 }
 
-/// Returns the arguments of every command in a line of code that runs `program`, up to a shell operator.
+/// Returns the arguments of each `program` call in a line of shell code, up to the next shell operator.
 fn command_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
     let code = line.split_once(" #").map_or(line, |(command, _)| command);
     let simple_commands = code.split(['|', ';', '&', '(', ')', '>']);
@@ -125,7 +125,8 @@ fn command_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item 
     })
 }
 
-/// Returns an error for the first sub-command or flag that does not exist. Brackets mark optional ones: `[--fix]`.
+/// Returns an error for the first sub-command or flag that does not exist. Optional ones may be in brackets, as in
+/// `[--fix]`.
 fn unknown_argument_error(arguments: &[&str], program: &clap::Command) -> Option<String> {
     let mut command = program.clone();
     command.build();
@@ -213,7 +214,6 @@ fn make_targets_in_the_documents_exist() {
     );
 }
 
-/// Returns the words of `text` that start with `prefix`.
 fn words_with_prefix<'a>(text: &'a str, prefix: &'a str) -> impl Iterator<Item = &'a str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(move |word| word.starts_with(prefix))
 }
@@ -228,7 +228,6 @@ fn every_event_is_explained_in_the_api_manual() {
     assert_eq!(explained_events, existing_events);
 }
 
-/// Checks that numbers in the documents equal the program's constants.
 #[test]
 fn numbers_in_the_documents_equal_the_constants() {
     use coreward_fleet::audit;

@@ -6,7 +6,7 @@ use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 use coreward_testbed::{dispatch_figure, pcc};
 
-/// All figures that are measured on this machine. Their order is arbitrary: lists and pages use the papers' order.
+/// All figures that are measured on this machine, in arbitrary order. Lists and pages sort them in the papers' order.
 pub const LIVE_FIGURES: &[LiveFigure] = &[
     LiveFigure {
         embedded_scenario: EmbeddedScenario {
@@ -17,7 +17,7 @@ pub const LIVE_FIGURES: &[LiveFigure] = &[
             capabilities::require("coreward-lab figure cheetah-5-live")?;
             figure::measure_cheetah_5(scenario, progress)
         },
-        // The kernel removes programs and maps when the process ends.
+        // No cleanup is necessary, because the kernel removes programs and maps when the process ends.
         interrupt_measurement: None,
     },
     LiveFigure {

@@ -1,4 +1,4 @@
-//! Command of the laboratory; each sub-command is a crate.
+//! Command `coreward-lab`, each of whose sub-commands is implemented in its own crate.
 
 #[cfg(test)]
 mod documents;
@@ -55,7 +55,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Sim(args) => print(&sim::run(args)?),
         Command::Figure(args) => figure::run(args, live::LIVE_FIGURES),
         Command::Load(args) => print(&load::run(&args)?),
-        // Before the first thread starts, because some servers of the testbed fork.
+        // Some of the testbed's servers fork, so this must happen before the first thread starts.
         Command::Testbed(args) => testbed::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Fuzz(args) => fuzz::run(args),

@@ -1,4 +1,4 @@
-//! Campaign: many epochs on several threads, until a limit or the first difference from the reference model.
+//! Fuzzing campaign, which runs many epochs on several threads until a limit or a difference from the reference model.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,17 +11,17 @@ use rand::Rng as _;
 use crate::change::ModelDifference;
 use crate::epoch::{self, FuzzEpoch};
 
-/// Condition on which a campaign ends, unless it finds a difference before.
+/// Limit at which a campaign ends, unless it finds a difference before.
 #[derive(Debug, Clone, Copy)]
 pub enum CampaignLimit {
     PacketCount(u64),
-    /// Duration of the campaign, after which running epochs also end.
+    /// Time since the start of the campaign, after which running epochs also end.
     Elapsed(Duration),
 }
 
 #[derive(Debug, Clone, Copy)]
 pub struct Campaign {
-    /// Seed from which the seeds of all epochs are derived, whatever the number of threads.
+    /// Seed from which the seeds of all epochs are derived. They do not depend on the number of threads.
     pub seed: u64,
     pub first_epoch: u64,
     pub limit: CampaignLimit,
@@ -29,30 +29,26 @@ pub struct Campaign {
     pub thread_count: usize,
 }
 
-/// Difference between BPF program and reference model, and the epoch in which it was found.
+/// Difference between the BPF program and its reference model, with the epoch in which it was found.
 #[derive(Debug)]
 pub struct EpochFailure {
     pub epoch: u64,
-    /// Number of packets from the start of the epoch up to the one that shows the difference.
+    /// Number of the epoch's packets up to the one that shows the difference.
     pub packet_count: u64,
     pub difference: ModelDifference,
 }
 
-/// Counts and result of a finished campaign.
 #[derive(Debug)]
 pub struct CampaignSummary {
     pub packet_count: u64,
     pub epoch_count: u64,
-    /// Duration of the whole campaign.
     pub elapsed: Duration,
-    /// Number of packets by their outcome, indexed by `enum lb_counter`.
+    /// Number of packets with each outcome, indexed by `enum lb_counter`.
     pub counts_by_outcome: Vec<u64>,
-    /// First difference that was found, if any.
     pub failure: Option<EpochFailure>,
 }
 
 impl Campaign {
-    /// Returns the seed of the epoch with this number.
     pub fn epoch_seed(&self, number: u64) -> u64 {
         seeded_rng(self.seed, number).next_u64()
     }
@@ -99,7 +95,8 @@ impl Campaign {
         Ok(summary)
     }
 
-    /// Returns the number of packets of an epoch in this campaign; `None` when the campaign ends before that epoch.
+    /// Returns how many packets epoch `number` has in this campaign, or `None` when the campaign ends before that
+    /// epoch.
     fn epoch_packet_count(&self, number: u64, start: Instant) -> Option<u64> {
         match self.limit {
             CampaignLimit::PacketCount(total) => {
@@ -110,7 +107,8 @@ impl Campaign {
         }
     }
 
-    /// Runs an epoch in parts, so that the time limit can end it. Returns the number of packets and the difference.
+    /// Runs an epoch in parts, so that the time limit can end it. Returns the number of processed packets, and the
+    /// difference if one was found.
     fn run_epoch(
         &self,
         number: u64,

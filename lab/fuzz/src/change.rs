@@ -1,4 +1,4 @@
-//! Changes of the state, and differences from the reference model.
+//! Changes to a load balancer's state, and differences between the BPF program and its reference model.
 
 use std::fmt;
 
@@ -9,25 +9,25 @@ use coreward_model::lb::{Server, TableOwner, TokenBucketSelector};
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, ServiceAddress};
 
-/// Change of the load balancer's state that no packet causes.
+/// Change to the load balancer's state that no packet causes.
 #[derive(Debug, Clone)]
 pub enum StateChange {
     SetKeys(FleetCookieKeys),
-    /// Replaces all services by these, which are IPv4 services with different addresses.
+    /// Replaces all services by these, which have different addresses.
     ReplaceServices(Vec<(ServiceAddress, ServiceMode)>),
-    /// Adds or changes a server of a service (`Some`), or removes it (`None`).
+    /// Adds or changes a server in the service with this slot (`Some`), or removes the server (`None`).
     SetServer(usize, ServerId, Option<Server>),
-    /// Sets whether the load balancer's own health checks find a server of a service down.
+    /// Sets whether the load balancer's own health checks consider a server of a service down.
     SetHealthMask(usize, ServerId, bool),
     InstallTable(usize, PlacementTable),
-    /// Sets whether a token bucket for broadcasts has tokens.
+    /// Sets whether a token bucket that limits broadcasts has tokens.
     SetBroadcastTokens(TokenBucketSelector, bool),
     /// Sets this load balancer's number among the owners of connection tables.
     SetLocalOwnerNumber(Option<TableOwnerNumber>),
     SetOwner(TableOwnerNumber, TableOwner),
-    /// Limits the number of connection-table entries per source prefix; `None` removes the limit.
+    /// Limits the number of connection-table entries per source prefix, or removes the limit (`None`).
     LimitEntriesPerPrefix(Option<u32>),
-    /// Sets the time that the program reads from its clock.
+    /// Sets the time that the BPF program reads from its clock.
     SetClock(ClockTicks),
     /// Scans the connection table for expired entries, as user space does regularly.
     SweepExpiredEntries,
@@ -35,7 +35,7 @@ pub enum StateChange {
     FreeEntries(Vec<ConnectionIndex>),
 }
 
-/// Difference between the reference model and the BPF program, in a packet or in a part of the state.
+/// Difference between the reference model and the BPF program, in their handling of a packet or in their state.
 #[derive(Debug, Clone)]
 pub struct ModelDifference {
     pub subject: String,

@@ -1,4 +1,4 @@
-//! `coreward-lab fuzz`: compares the load balancer's BPF program with the reference model.
+//! Command `coreward-lab fuzz`, which compares the load balancer's BPF program with its reference model.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -121,7 +121,7 @@ fn run_packet_campaign(arguments: &PacketsArgs) -> anyhow::Result<()> {
     println!("seed {}, {} threads", campaign.seed, campaign.thread_count);
     let start = std::time::Instant::now();
     let summary = campaign.run(|packets| {
-        // Long runs print at most some dozen lines, not one per epoch.
+        // Prints the progress only now and then, so that long runs print at most some dozen lines.
         if packets.is_multiple_of(4_000_000) {
             println!("{packets} packets after {:.0} s", start.elapsed().as_secs_f64());
         }
@@ -146,7 +146,7 @@ fn print_summary(summary: &CampaignSummary) {
     }
 }
 
-/// Prints the difference, and the shrunk steps that reproduce it, if any. Returns it as the error of the command.
+/// Prints the difference, and a shrunk sequence of steps that reproduces it. Returns an error for the command.
 fn shrink_and_describe(campaign: &Campaign, failure: &EpochFailure) -> anyhow::Error {
     println!("DIFFERENCE in packet {} of epoch {}: {}", failure.packet_count, failure.epoch, failure.difference);
     println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);
@@ -167,7 +167,7 @@ fn print_step(step: &EpochStep) {
     match step {
         EpochStep::Packet(frame) => println!("  packet, {} bytes:\n    {}", frame.len(), format_hex(frame)),
         EpochStep::Change(change) => {
-            // Tables have long texts.
+            // Tables have long texts, which are cut.
             let change_text = format!("{change:?}");
             println!("  {}", change_text.chars().take(400).collect::<String>());
         }

@@ -1,15 +1,15 @@
-//! Tests that forged TSecr values reach a server at most as often as its share of the ids.
+//! Tests that forged TSecr values reach a server at most as often as its share of all ids.
 //!
-//! A permutation, selected by the keyed hash of the 4-tuple, hides the 15 bits of a cookie (kind and id). Therefore:
+//! A permutation, which the keyed hash of the 4-tuple selects, hides the 15 bits of a cookie (kind and id). Therefore:
 //!
-//! * A random TSecr maps to each of the 2^15 values with the same probability: to each known server with 2^-15, and to
-//!   no unknown server.
-//! * A cookie used on another connection (another 4-tuple) maps like a random TSecr.
+//! * A random TSecr maps to each of the 2^15 values with the same probability. It reaches each known server with
+//!   probability 2^-15, and no unknown server.
+//! * A cookie that is used on another connection (with another 4-tuple) maps like a random TSecr.
 //! * A valid cookie with a flip in its low 16 bits maps like a random TSecr. (A flip of the key bit selects the other
 //!   key.) A flip in the upper 16 bits (the time) has no effect.
 //!
-//! Not claimed: a client that tries all 2^14 values on one connection reaches every server with one packet, as with any
-//! 14 bits.
+//! There is no protection against a client that tries all 2^14 values on one connection. It reaches every server with
+//! one packet, as it would with any 14 bits.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -30,7 +30,7 @@ use crate::harness::{Harness, HarnessSetup, OWN_MAC, TIME_KEY};
 const SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 const TCP_FLAG_ACK: u8 = 0x10;
 
-/// Number of packets that reached each server, among those with a number of TSecr values.
+/// Number of packets with forged TSecr values that reached each server.
 #[derive(Debug, Clone)]
 pub struct TsecrCoverage {
     pub tried_count: u64,
@@ -39,8 +39,8 @@ pub struct TsecrCoverage {
 
 impl TsecrCoverage {
     /// Returns how many standard deviations Pearson's chi-square over "server 1, server 2, ..., none" is above its
-    /// mean, if each server gets a TSecr with probability 2^-15. (With thousands of servers chi-square is nearly
-    /// normal.)
+    /// mean. The mean assumes that each server gets a TSecr with probability 2^-15. (With thousands of servers,
+    /// chi-square is nearly normal.)
     pub fn chi_square_z_score(&self) -> f64 {
         let servers = self.packets_by_server.len() as f64;
         let expected_per_server = self.tried_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
@@ -62,13 +62,13 @@ impl TsecrCoverage {
 pub struct BitFlipCounts {
     /// Number of valid cookies whose bits were flipped.
     pub cookie_count: u64,
-    /// Number of packets that reached another server, by flipped bit of TSecr.
+    /// Number of packets that reached another server than the cookie's, by flipped bit of TSecr.
     pub other_server_counts: [u64; 32],
-    /// Number of packets that reached the server of the cookie, by flipped bit of TSecr.
+    /// Number of packets that reached the cookie's server, by flipped bit of TSecr.
     pub same_server_counts: [u64; 32],
 }
 
-/// Load balancer with one service, to which packets with forged cookies are sent.
+/// Load balancer with one service, which receives packets with forged cookies.
 pub struct CookieTester {
     harness: Harness,
     cookie_keys: FleetCookieKeys,
@@ -80,8 +80,8 @@ pub struct CookieTester {
 }
 
 impl CookieTester {
-    /// Creates a service with `servers` servers of random ids (at most 16,384). `with_program` also loads the BPF
-    /// program, which fails without the necessary capabilities.
+    /// Creates a service with `servers` servers (at most 16,384), whose ids are random. If `with_program` is true, also
+    /// loads the BPF program, which fails without the necessary capabilities.
     pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
@@ -107,7 +107,7 @@ impl CookieTester {
         (Ipv4Addr::from(self.rng.next_u32()), self.rng.next_u16())
     }
 
-    /// Returns a random server, and a valid cookie of it under one of the two keys.
+    /// Returns a random server, and a valid cookie for it under one of the two keys.
     fn random_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
         let server = self.rng.pick(&self.server_ids);
         let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
@@ -122,7 +122,7 @@ impl CookieTester {
         (server, tsecr)
     }
 
-    /// Sends a packet with this TSecr and returns the server that it reaches; `None` when it is broadcast.
+    /// Sends a packet with this TSecr. Returns the server that it reaches, or `None` when it is broadcast.
     fn send_and_find_server(&mut self, client: (Ipv4Addr, u16), tsecr: u32) -> anyhow::Result<Option<ServerId>> {
         let unknown_cookie_buckets = TokenBucketSelector::Service(self.service_slot, intf::LIMITED_UNKNOWN_COOKIE);
         self.harness.apply_change(&StateChange::SetBroadcastTokens(unknown_cookie_buckets, true))?;
@@ -175,8 +175,8 @@ impl CookieTester {
         Ok(TsecrCoverage { tried_count: tsecr_values, packets_by_server })
     }
 
-    /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or when program
-    /// and reference model differ.
+    /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or when the
+    /// program and its reference model differ.
     pub fn send_random_tsecrs(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
         self.measure_coverage(tsecr_values, |cookies| (cookies.random_client(), cookies.rng.next_u32()))
     }
@@ -189,7 +189,7 @@ impl CookieTester {
         })
     }
 
-    /// Flips each single bit of `cookies` valid cookies. Fails as [`send_random_tsecrs`](Self::send_random_tsecrs)
+    /// Flips each single bit in `cookies` valid cookies. Fails as [`send_random_tsecrs`](Self::send_random_tsecrs)
     /// does, or when an unchanged cookie does not reach its server.
     pub fn flip_cookie_bits(&mut self, cookies: u64) -> anyhow::Result<BitFlipCounts> {
         let mut flip_counts = BitFlipCounts { cookie_count: cookies, ..BitFlipCounts::default() };

@@ -1,4 +1,4 @@
-//! Epoch: a new load balancer, and some hundred thousand packets and changes that one seed determines.
+//! Epoch of the fuzzer, which is a new load balancer with some hundred thousand packets and changes from one seed.
 
 use coreward_model::connection_table::TableOwnerNumber;
 use coreward_model::lb::Outcome;
@@ -13,7 +13,7 @@ pub const PACKETS_PER_EPOCH: u64 = 200_000;
 /// Number of packets between two comparisons of the whole state.
 const PACKETS_PER_STATE_COMPARISON: u64 = 4096;
 
-/// Input of an epoch: a change of the state, or a packet.
+/// Step of an epoch, which is a change to the state or a packet to process.
 #[derive(Debug, Clone)]
 pub enum EpochStep {
     Change(StateChange),
@@ -24,7 +24,7 @@ pub enum EpochStep {
 pub struct FuzzEpoch {
     rng: FuzzRng,
     generator_state: GeneratorState,
-    /// BPF program with its reference model, or the reference model only.
+    /// BPF program with its reference model, or the reference model alone.
     pub harness: Harness,
     /// Changes that must be applied before the next packet, in reverse order.
     due_changes: Vec<StateChange>,
@@ -32,7 +32,7 @@ pub struct FuzzEpoch {
     packet_count: u64,
 }
 
-/// Difference between program and reference model, and the packet that showed it.
+/// Difference between the BPF program and its reference model, and the packet that showed it.
 #[derive(Debug)]
 pub struct Mismatch {
     /// Number of packets from the start of the epoch up to the one that shows the difference.
@@ -41,7 +41,8 @@ pub struct Mismatch {
 }
 
 impl FuzzEpoch {
-    /// Starts the epoch of a seed. `with_program` also loads the BPF program, which needs capabilities.
+    /// Starts the epoch that `seed` determines. If `with_program` is true, also loads the BPF program, which needs
+    /// capabilities.
     pub fn new(seed: u64, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 0);
         let mut generator_state = GeneratorState::new(&mut rng);
@@ -83,7 +84,7 @@ impl FuzzEpoch {
         if let StateChange::ReplaceServices(services) = change {
             self.generator_state.record_service_slots(services, &service_slots);
             for service in 0..services.len() {
-                // Only new services: services that stay keep their servers.
+                // Only new services need these changes, because services that stay keep their servers.
                 if self.generator_state.services[service].server_ids.is_empty() {
                     let mut filling_changes = self.generator_state.changes_to_fill_service(service, &mut self.rng);
                     filling_changes.reverse();
@@ -94,7 +95,7 @@ impl FuzzEpoch {
         Ok(())
     }
 
-    /// Applies all due changes, after adding random ones if none is due. Passes each change to `record`.
+    /// Applies all due changes. If none is due, random ones may be added first. Passes each change to `record`.
     fn apply_due_changes(&mut self, mut record: impl FnMut(StateChange)) -> anyhow::Result<()> {
         if self.due_changes.is_empty() {
             self.add_random_changes();
@@ -106,7 +107,7 @@ impl FuzzEpoch {
         Ok(())
     }
 
-    /// Generates the next packet, stores it in `self.packet`, and processes it in the harness.
+    /// Generates the next packet, stores it in `self.packet_bytes`, and processes it in the harness.
     fn process_next_packet(&mut self) -> anyhow::Result<(Outcome, Option<ModelDifference>)> {
         generate::write_random_packet(&self.generator_state, &mut self.rng, &mut self.packet_bytes);
         self.packet_count += 1;
@@ -137,13 +138,13 @@ impl FuzzEpoch {
         Ok(None)
     }
 
-    /// Compares the tables that are too large for a comparison during the epoch.
+    /// Compares the tables that are too large to be compared during the epoch.
     pub fn compare_large_tables(&self) -> anyhow::Result<Option<Mismatch>> {
         let table_difference = self.harness.compare_large_tables()?;
         Ok(table_difference.map(|difference| Mismatch { packet_count: self.packet_count, difference }))
     }
 
-    /// Returns the setup of the epoch that this seed determines, and its steps up to packet number `packets`.
+    /// Returns the setup of the epoch that `seed` determines, and its steps up to packet number `packets`.
     pub fn record_steps(seed: u64, packets: u64) -> anyhow::Result<(HarnessSetup, Vec<EpochStep>)> {
         let mut epoch = FuzzEpoch::new(seed, false)?;
         let setup = epoch.generator_state.harness_setup;

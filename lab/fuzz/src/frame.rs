@@ -1,30 +1,26 @@
-//! Frames with correct lengths and checksums. The code is independent of the BPF programs and their reference model.
+//! Builds frames with correct lengths and checksums. The code is independent of the BPF programs and their reference
+//! model.
 
 use std::borrow::Cow;
 use std::net::Ipv4Addr;
 
 /// Length of an Ethernet header without a VLAN tag, which is the offset of the IP header.
 pub const ETHERNET_HEADER_BYTES: usize = 14;
-/// IP protocol number of ICMP.
 pub const PROTOCOL_ICMP: u8 = 1;
 pub const PROTOCOL_TCP: u8 = 6;
 pub const PROTOCOL_UDP: u8 = 17;
 
-/// Fields of the Ethernet and the IPv4 header of a frame.
+/// Fields of a frame's Ethernet and IPv4 headers.
 #[derive(Debug, Clone)]
 pub struct EthernetIpHeader {
-    /// Destination MAC address of the frame.
     pub destination_mac: [u8; 6],
     pub source: Ipv4Addr,
     pub destination: Ipv4Addr,
-    /// IP protocol number of the payload.
     pub protocol: u8,
     pub ip_identification: u16,
-    /// Flags and fragment offset of the IPv4 header.
     pub fragment_flags_and_offset: u16,
-    /// Number of 32-bit words of NOP options after the fixed IPv4 header, 0 to 10.
+    /// Number of NOP options after the fixed IPv4 header, in 32-bit words (0 to 10).
     pub option_words: usize,
-    /// Values of the fields type of service and time to live.
     pub tos_and_ttl: [u8; 2],
 }
 
@@ -33,7 +29,7 @@ pub struct TcpHeader {
     /// Source port and destination port.
     pub ports: (u16, u16),
     pub flags: u8,
-    /// Options of at most 40 bytes, which are padded with zeros to a multiple of 4 bytes.
+    /// TCP options (at most 40 bytes), which are padded with zeros to a multiple of 4 bytes.
     pub options: Vec<u8>,
 }
 
@@ -60,14 +56,14 @@ fn write_u16(frame: &mut [u8], offset: usize, value: u16) {
 }
 
 impl EthernetIpHeader {
-    /// Appends the Ethernet and the IP header, and the payload that the function `payload` appends.
+    /// Appends the Ethernet and IP headers, and then the payload that the function `payload` appends.
     pub fn append_frame(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         frame.extend(self.destination_mac);
         frame.extend([2, 0, 0, 0, 0, 9, 8, 0]);
         self.append_datagram(frame, payload);
     }
 
-    /// Appends the IP header, and the payload that the function `payload` appends.
+    /// Appends the IP header, and then the payload that the function `payload` appends.
     pub fn append_datagram(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
         let ip_offset = frame.len();
         frame.extend([0x45 + self.option_words as u8, self.tos_and_ttl[0], 0, 0]);
@@ -103,14 +99,14 @@ impl EthernetIpHeader {
             PROTOCOL_ICMP => ones_complement_sum(payload, 0),
             _ => transport_checksum_sum(&header[ip_offset..], self.protocol, payload),
         };
-        // 0 in UDP means no checksum (RFC 768).
+        // In UDP, a checksum of 0 means that there is none (RFC 768).
         let checksum = if self.protocol == PROTOCOL_UDP && word_sum == 0xffff { 0xffff } else { !word_sum };
         write_u16(payload, checksum_offset, checksum);
     }
 }
 
 impl TcpHeader {
-    /// Appends the TCP header and `payload` bytes of data. `numbers`: sequence and acknowledgement number.
+    /// Appends the TCP header and `payload` bytes of data. `numbers` are the sequence and acknowledgement numbers.
     pub fn append_segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
         let option_bytes = self.options.len().next_multiple_of(4);
         frame.extend(self.ports.0.to_be_bytes());

@@ -1,14 +1,13 @@
-//! Random numbers, reproducible from a seed.
+//! Random numbers that are reproducible from a seed.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
 use rand_xoshiro::Xoshiro256PlusPlus;
 
-/// Random number generator of the fuzzer, which a seed determines.
 pub struct FuzzRng(pub Xoshiro256PlusPlus);
 
 impl FuzzRng {
-    /// Returns the generator that `seed` determines for one purpose.
+    /// Returns the generator for one purpose. `seed` and `purpose` determine all its numbers.
     pub fn new(seed: u64, purpose: u64) -> Self {
         Self(seeded_rng(seed, purpose))
     }

@@ -1,4 +1,4 @@
-//! State of a harness as the generator tracks it, and changes of that state.
+//! State of a harness as the packet generator tracks it, and random changes to that state.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -31,7 +31,8 @@ const SERVICE_VIPS: [Ipv4Addr; 5] = [
     ipv6::IPV6_PLACEHOLDERS[0],
     ipv6::IPV6_PLACEHOLDERS[1],
 ];
-/// Ports of generated services. They are few, so that packets to other ports of a VIP often belong to another service.
+/// Ports of generated services. There are few, so that a packet to another port of a VIP often belongs to another
+/// service.
 const SERVICE_PORTS: [u16; 4] = [80, 443, 0x5050, 65_535];
 
 /// Consistency modes to choose from. The complicated ones are repeated, so that they are chosen more often.
@@ -44,36 +45,34 @@ const WEIGHTED_MODES: [Consistency; 7] = [
     Consistency::HashTable,
     Consistency::Beamer,
 ];
-/// Maximum number of recorded connections that have an entry of the connection table.
+/// Maximum number of recorded connections with a connection-table entry.
 const MAX_TABLE_CONNECTIONS: usize = 2048;
 
-/// Connection that has got an entry of the connection table.
+/// Connection that has received an entry in the connection table.
 #[derive(Debug, Clone, Copy)]
 pub struct TableConnection {
     pub service_slot: usize,
-    /// Address and port of the connection's client.
     pub client_address: (Ipv4Addr, u16),
-    /// Index of the entry, which cookies of kind 1 contain.
+    /// Index of the entry, which is in the connection's cookie (of kind 1).
     pub table_index: u16,
 }
 
-/// Service as the generator knows it.
+/// Service with the facts that the generator needs about it.
 #[derive(Debug, Clone)]
 pub struct GeneratedService {
-    /// VIP, port and protocol of the service.
     pub address: ServiceAddress,
     /// VIP and port, where an IPv4 placeholder represents an IPv6 VIP.
     pub ipv4_address: (Ipv4Addr, u16),
     pub mode: ServiceMode,
     pub service_slot: usize,
-    /// Ids of the present servers and of earlier ones.
+    /// Ids of the service's present and earlier servers.
     pub server_ids: Vec<ServerId>,
-    /// Source MAC addresses of the present servers' packets, and of earlier servers' packets.
+    /// MAC addresses from which the service's present and earlier servers send packets.
     pub server_macs: Vec<MacAddress>,
 }
 
 impl GeneratedService {
-    /// Returns a change that gives a server a random state, sometimes with the MAC address of another server.
+    /// Returns a change that gives a server a random state, sometimes with another server's MAC address.
     fn random_server_change(&mut self, id: ServerId, rng: &mut FuzzRng) -> StateChange {
         let mut new_server = random_server(rng);
         if let Some(mac) = &mut new_server.mac {
@@ -85,27 +84,26 @@ impl GeneratedService {
         StateChange::SetServer(self.service_slot, id, Some(new_server))
     }
 
-    /// Returns whether load balancers stamp the cookies of this service themselves.
+    /// Returns whether load balancers stamp this service's cookies themselves.
     pub fn is_lb_stamped(&self) -> bool {
         self.mode.timestamps == TimestampOrigin::LoadBalancer
     }
 }
 
-/// State of the generator, from which it derives packets and changes.
+/// State from which the generator derives packets and changes.
 pub struct GeneratorState {
-    /// Setup of the harness. Only its keys change during the epoch.
+    /// Setup of the harness, in which only the keys change during the epoch.
     pub harness_setup: HarnessSetup,
     pub services: Vec<GeneratedService>,
     /// Addresses and ports of clients that later packets use again.
     pub client_addresses: Vec<(Ipv4Addr, u16)>,
-    /// Present and earlier connections that have got an entry of the connection table.
+    /// Present and earlier connections that have received an entry in the connection table.
     pub table_connections: Vec<TableConnection>,
     /// MAC addresses of other load balancers, which own connection tables.
     pub owner_macs: Vec<MacAddress>,
     /// Time that the program reads while it processes packets.
     pub clock: ClockTicks,
-    /// Whether user space frees entries of the connection table. Otherwise the table fills, and packets reuse expired
-    /// entries.
+    /// Whether user space frees connection-table entries. Otherwise the table fills, and packets reuse expired entries.
     pub frees_connections: bool,
     allowed_vips: Vec<Ipv4Addr>,
     allowed_rules: Vec<PlacementRule>,
@@ -125,7 +123,7 @@ impl GeneratorState {
             counts_traffic: rng.random_bool(1, 2),
             connection_table_size: table_size,
             connection_key: CookieKey::random(&mut rng.0),
-            // Small sizes fill sets; large sizes leave most sets with room.
+            // In a small table, sets become full. In a large one, most sets have room.
             flow_set_count: rng.pick(&[1, 24, 1 << 10, 1 << 15]),
             // The small MTU makes some frames too long.
             outer_header: OuterHeader { mtu: rng.pick(&[1500, 90]), ..outer_header },
@@ -144,7 +142,7 @@ impl GeneratorState {
             owner_macs: vec![[2, 0, 0, 2, 0, 1]],
             clock: ClockTicks(0),
             frees_connections: rng.random_bool(1, 2),
-            // An address family without a service is not compiled into the program.
+            // The program contains no code for an address family without a service, so some epochs use only one family.
             allowed_vips: rng.pick(&[&SERVICE_VIPS[..], &SERVICE_VIPS[..3], &SERVICE_VIPS[3..]]).to_vec(),
             allowed_rules,
             allowed_modes,
@@ -154,7 +152,7 @@ impl GeneratorState {
         }
     }
 
-    /// Returns a change to new services, of which some are present ones, perhaps with another mode.
+    /// Returns a change to a new list of services, in which some present services stay, perhaps with another mode.
     pub fn random_services_change(&mut self, rng: &mut FuzzRng) -> StateChange {
         let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
         for planned in &self.services {
@@ -197,7 +195,7 @@ impl GeneratorState {
         ServiceMode { migration: is_migrating.then(|| self.random_migration(rng)), ..mode }
     }
 
-    /// Returns a migration, mostly with a server's id for the other load balancer, so that its MAC address is known.
+    /// Returns a random migration. Its other load balancer mostly has a server's id, so that its MAC address is known.
     fn random_migration(&self, rng: &mut FuzzRng) -> ServiceMigration {
         let known_server_ids: Vec<ServerId> =
             self.services.iter().flat_map(|service| service.server_ids.iter().copied()).collect();
@@ -212,7 +210,8 @@ impl GeneratorState {
         }
     }
 
-    /// Records the services of a [`Change::ReplaceServices`], and the slots that the reference model has given them.
+    /// Records the services of a [`StateChange::ReplaceServices`], and the slots that the reference model has given
+    /// them.
     pub fn record_service_slots(&mut self, services: &[(ServiceAddress, ServiceMode)], service_slots: &[usize]) {
         let previous_services = std::mem::take(&mut self.services);
         let new_services = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
@@ -262,7 +261,7 @@ impl GeneratorState {
         let random_id = match rng.random_below(40) {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
-            // LB-side cookies can name nearly all ids.
+            // Cookies with LB-side stamping can contain nearly all ids, so most ids are such ones.
             2..39 if planned.is_lb_stamped() => rng.random_below(lb_stamping::STAMPABLE_SERVER_ID_COUNT as usize),
             _ => rng.random_below(intf::SERVER_ID_COUNT as usize),
         };
@@ -286,7 +285,7 @@ impl GeneratorState {
         let mut table =
             PlacementTable::random(placement_rule, self.table_generation, rss_group_count, &servers, &mut rng.0);
         if rng.random_bool(1, 20) {
-            // A placement table without an eligible server.
+            // This placement table has no eligible server.
             table.members.clear();
             table.consistent_servers.clear();
             table.previous_consistent_servers.clear();
@@ -296,7 +295,7 @@ impl GeneratorState {
         Some(StateChange::InstallTable(planned.service_slot, table))
     }
 
-    /// Records the entry that a new connection has got. `frame` is the packet before the program changed it.
+    /// Records the table entry that a new connection has received. `frame` is the packet before the program changed it.
     pub fn record_new_entry(&mut self, outcome: &Outcome, frame: &[u8]) {
         let (Some(reported_cookie), Some(service_slot)) = (outcome.syn_table_entry, outcome.service) else { return };
         let address_bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
@@ -313,7 +312,7 @@ impl GeneratorState {
             client_address: (client, port),
             table_index: (reported_cookie & intf::COOKIE_ID_MASK) as u16,
         };
-        // Makes room by removing an old connection.
+        // Makes room by forgetting an older connection.
         if self.table_connections.len() == MAX_TABLE_CONNECTIONS {
             self.table_connections.swap_remove(reported_cookie as usize % MAX_TABLE_CONNECTIONS);
         }
@@ -321,7 +320,7 @@ impl GeneratorState {
     }
 
     fn random_owner_change(&mut self, rng: &mut FuzzRng) -> StateChange {
-        // Few numbers, so that forged and old indexes often match an owner.
+        // There are few owner numbers, so that forged and old indexes often match an owner.
         let owner_number = TableOwnerNumber::try_from(rng.random_below(4) as u64).expect("in range");
         match rng.random_below(4) {
             0 if rng.random_bool(1, 4) => {
@@ -354,7 +353,7 @@ impl GeneratorState {
                 StateChange::SetBroadcastTokens(token_buckets, rng.random_bool(3, 4))
             }
             13 => {
-                // Small steps in both directions put some flows over the idle limit, others not; some steps are
+                // Small steps in both directions put some flows over the idle limit, but not others. Some steps are
                 // arbitrary.
                 let tick_step = rng.random_below(2 * intf::FLOW_IDLE_UDP_TICKS as usize) as u32;
                 self.clock = match rng.random_below(8) {
@@ -368,7 +367,7 @@ impl GeneratorState {
                 self.harness_setup.cookie_keys = random_keys(rng);
                 StateChange::SetKeys(self.harness_setup.cookie_keys)
             }
-            // Key rotation keeps one key.
+            // Key rotation replaces one key and keeps the other one.
             1 => {
                 self.harness_setup.cookie_keys.keys[rng.random_below(2)] = CookieKey::random(&mut rng.0);
                 StateChange::SetKeys(self.harness_setup.cookie_keys)
@@ -401,7 +400,8 @@ impl GeneratorState {
     }
 }
 
-/// Returns all of `all`, or one or two random ones. A feature that is not in use is not compiled into the program.
+/// Returns the whole of `all`, or one or two random elements. With few elements, the program is compiled without the
+/// other features.
 fn random_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
     match rng.random_below(3) {
         0 => all.to_vec(),
@@ -410,7 +410,7 @@ fn random_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
     }
 }
 
-/// Returns random VLANs for an epoch; two epochs of three have none.
+/// Returns random VLANs for an epoch. On average, two of three epochs have no VLANs.
 fn random_vlans(rng: &mut FuzzRng) -> Vlans {
     let is_tagging_enabled = rng.random_bool(1, 3);
     let vip_vlan_id = if is_tagging_enabled { rng.pick(&SERVER_VLAN_IDS) } else { 0 };

@@ -1,4 +1,4 @@
-//! Generated packets: structured ones that reach every branch of the program, and mutated ones.
+//! Generates packets, both structured ones that reach every branch of the program and mutated ones.
 
 use std::net::Ipv4Addr;
 
@@ -34,7 +34,7 @@ pub fn write_random_packet(state: &GeneratorState, rng: &mut FuzzRng, packet: &m
         _ => write_packet_to_service(state, rng, packet),
     }
     ipv6::translate_to_ipv6(rng, packet);
-    // A packet from another load balancer.
+    // Some packets come from another load balancer.
     if rng.random_bool(1, 10) {
         packet[6..12].copy_from_slice(&rng.pick(&state.owner_macs));
     }
@@ -44,7 +44,7 @@ pub fn write_random_packet(state: &GeneratorState, rng: &mut FuzzRng, packet: &m
     }
 }
 
-/// Inserts a VLAN tag, mostly that of the VIPs or of a server, if tagging is enabled. Sometimes adds a second tag.
+/// Inserts a VLAN tag if tagging is enabled, mostly that of the VIPs or of a server. Sometimes inserts a second tag.
 fn insert_random_vlan_tag(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let vlans = state.harness_setup.vlans;
     if !vlans.is_tagging_enabled {
@@ -56,11 +56,10 @@ fn insert_random_vlan_tag(state: &GeneratorState, rng: &mut FuzzRng, packet: &mu
         _ => vlans.vip.get(),
     };
     let priority_bits = if rng.random_bool(1, 8) { rng.next_u16() & 0xf000 } else { 0 };
-    // VLAN 0 with a priority is a priority tag.
+    // A tag with VLAN 0 and a priority is a priority tag.
     if vlan_id | priority_bits != 0 {
         frame::insert_vlan_tag(packet, vlan_id | priority_bits);
     }
-    // A second tag.
     if rng.random_bool(1, 64) {
         frame::insert_vlan_tag(packet, vlan_id);
     }
@@ -74,7 +73,7 @@ fn random_client(state: &GeneratorState, rng: &mut FuzzRng) -> (Ipv4Addr, u16) {
     }
 }
 
-/// Returns a client, service and destination. In one of four cases, the service has an entry for the client.
+/// Returns a client, a service and a destination. In one of four cases, the client has a table entry in that service.
 fn random_endpoints<'a>(
     state: &'a GeneratorState,
     rng: &mut FuzzRng,
@@ -115,14 +114,14 @@ fn random_ip_header(rng: &mut FuzzRng, source: Ipv4Addr, destination: Ipv4Addr, 
         destination,
         protocol,
         ip_identification: rng.next_u16(),
-        // "Don't fragment", nothing, or the reserved bit.
+        // The flags are "don't fragment", none, or the reserved bit.
         fragment_flags_and_offset: rng.pick(&[0x4000, 0x4000, 0x4000, 0, 0x8000, 0xc000]),
         option_words: if rng.random_bool(1, 20) { rng.random_below(11) } else { 0 },
         tos_and_ttl: [rng.next_u8(), rng.next_u8()],
     }
 }
 
-/// Writes a client's packet of the service's protocol, sometimes of the other protocol.
+/// Writes a client's packet to a service, mostly of that service's protocol.
 fn write_packet_to_service(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, service, vip) = random_endpoints(state, rng);
     let is_udp = (service.address.protocol == Protocol::Udp) != rng.random_bool(1, 16);
@@ -136,14 +135,14 @@ fn write_packet_to_service(state: &GeneratorState, rng: &mut FuzzRng, packet: &m
         let sequence_and_ack = (rng.next_u32(), rng.next_u32());
         ip_header.append_frame(packet, |packet| tcp_header.append_segment(packet, sequence_and_ack, payload_bytes));
     }
-    // Ethernet's padding, or a sender's bytes behind the packet.
+    // Some frames have bytes after the IP packet, such as Ethernet's padding.
     if rng.random_bool(1, 16) {
         packet.resize(packet.len() + rng.random_below(20), 0);
     }
 }
 
-/// Writes a server's packet to a client. The server belongs to a service with LB-side stamping, if there is one;
-/// otherwise the packet is unrelated.
+/// Writes a server's packet to a client. The server belongs to a service with LB-side stamping, if there is one.
+/// Otherwise the packet comes from the first service's address.
 fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let lb_stamped_services: Vec<&GeneratedService> =
         state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
@@ -151,7 +150,7 @@ fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &
     let (client, source) = (random_client(state, rng), service.ipv4_address);
     let mut server_mac = OWN_MAC;
     rng.fill_bytes(&mut server_mac);
-    // Few clients, so that each sends several packets.
+    // At most four servers send packets, so that each sends several.
     if !service.server_macs.is_empty() && !rng.random_bool(1, 20) {
         server_mac = service.server_macs[rng.random_below(service.server_macs.len().min(4))];
     }
@@ -174,8 +173,8 @@ fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &
     packet[6..12].copy_from_slice(&server_mac);
 }
 
-/// Returns the TSval clock of the server with this MAC address, slightly late. Every fourth server has a clock per
-/// connection; half of these have ticks of 10 ms.
+/// Returns the TSval clock of the server with this MAC address, slightly late. Every fourth server has a separate clock
+/// for each connection, and half of these clocks tick every 10 ms.
 fn server_clock_ticks(state: &GeneratorState, address: &[u8; 6], client: (Ipv4Addr, u16), rng: &mut FuzzRng) -> u32 {
     let now_ms = state.clock.0.wrapping_mul(100);
     let server_offset = u32::from_be_bytes([address[1], address[2], address[3], address[4]]);
@@ -194,7 +193,7 @@ fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let mut quoted_packet = Vec::new();
     let source = if rng.random_bool(1, 30) { client.0 } else { vip.0 };
     let quoted_header = EthernetIpHeader {
-        // Some are fragments; the first fragment has ports.
+        // Some quoted packets are fragments, of which only a first one has ports.
         fragment_flags_and_offset: rng.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x2000, 0x2001]),
         ..random_ip_header(rng, source, client.0, service.address.protocol.number())
     };
@@ -216,7 +215,7 @@ fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         }
     }
     match rng.random_below(4) {
-        // Shortest quotation of RFC 792: the IP header and 8 bytes.
+        // The shortest quotation of RFC 792 is the IP header and 8 bytes.
         0 => quoted_packet.truncate(20 + 4 * quoted_header.option_words + 8),
         1 => quoted_packet.truncate(rng.random_below(quoted_packet.len() + 1)),
         _ => {}
@@ -265,7 +264,7 @@ fn random_tcp_header(
     TcpHeader { ports: (client.1, vip.1), flags: tcp_flags, options: random_options_with_tsecr(rng, tcp_flags, tsecr) }
 }
 
-/// Returns a random TSecr of a client, which is mostly the cookie of a present or earlier server.
+/// Returns a random TSecr of a client, which is mostly the cookie of a service's present or earlier server.
 fn random_tsecr(state: &GeneratorState, planned: &GeneratedService, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
     if planned.is_lb_stamped() {
         return random_lb_stamped_tsecr(state, planned, rng, &tuple);
@@ -313,7 +312,7 @@ fn stamp_under_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &Fou
     )
 }
 
-/// Returns the index of the connection's entry in the connection table, if the service is stateful and it has one.
+/// Returns the index of the connection's table entry, if the service is stateful and the connection has an entry.
 fn table_index_of_connection(state: &GeneratorState, planned: &GeneratedService, tuple: &FourTuple) -> Option<u16> {
     if planned.mode.consistency != Consistency::Stateful {
         return None;
@@ -331,7 +330,7 @@ fn random_options_with_tsecr(rng: &mut FuzzRng, flags: u8, tsecr: u32) -> Vec<u8
     random_options_with_timestamp(rng, flags, &timestamp)
 }
 
-/// Returns random TCP options, mostly with this timestamp option.
+/// Returns random TCP options, which mostly include the timestamp option `time`.
 fn random_options_with_timestamp(rng: &mut FuzzRng, flags: u8, time: &[u8]) -> Vec<u8> {
     match rng.random_below(24) {
         _ if flags & TCP_FLAG_SYN != 0 && rng.random_bool(1, 2) => random_syn_options(rng, time),
@@ -356,7 +355,7 @@ fn random_syn_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     options
 }
 
-/// Returns options in random order and at random offsets, of which some are malformed.
+/// Returns options in random order and at random offsets, some of them malformed.
 fn random_malformed_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
     let mut options = Vec::new();
     while options.len() < 40 {
@@ -391,7 +390,8 @@ fn write_packet_of_other_protocol(state: &GeneratorState, rng: &mut FuzzRng, pac
         .append_frame(packet, |packet| frame::append_udp(packet, (client.1, vip.1), payload_bytes));
 }
 
-/// Writes a fragment of one of few datagrams, so that later fragments find the first one and the table never fills.
+/// Writes a fragment. The fragments belong to few datagrams, so later ones find the first one and the table never
+/// fills.
 fn write_fragment(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = state.client_addresses[rng.random_below(16)];
     let (planned, vip) = random_destination(state, rng);
@@ -411,7 +411,7 @@ fn write_fragment(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8
         Protocol::Tcp => ip_header.append_frame(packet, |packet| tcp_header.append_segment(packet, (1, 2), 8)),
         Protocol::Udp => ip_header.append_frame(packet, |packet| {
             frame::append_udp(packet, (client.1, vip.1), 8);
-            // Length of the whole datagram.
+            // The UDP header has the length of the whole datagram.
             let length_offset = packet.len() - 8 - 4;
             packet[length_offset..length_offset + 2].copy_from_slice(&(500u16).to_be_bytes());
         }),

@@ -1,9 +1,9 @@
-//! Guarantees of the documentation, checked on every packet. The code follows docs/design.md and does not use the
-//! model's code, so it also finds faults that program and model have in common.
+//! Checks the documentation's guarantees on every packet. The code follows docs/design.md and does not use the model's
+//! code, so it also finds faults that the program and the model have in common.
 //!
-//! * A packet to one server goes to a server of its service, or to a load balancer that owns the connection's entry.
-//! * A new connection goes to an eligible server: neither draining, nor down, nor removed.
-//! * A UDP flow leaves a server that is down.
+//! * A packet that is not broadcast goes to a server of its service, or to a load balancer that owns its table entry.
+//! * A new connection goes to an eligible server, which is neither draining, nor down, nor removed.
+//! * A UDP flow moves away from a server that is down.
 
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
@@ -15,7 +15,7 @@ use crate::change::{ModelDifference, StateChange};
 use crate::frame::{ETHERNET_HEADER_BYTES, PROTOCOL_TCP, PROTOCOL_UDP, format_hex};
 use crate::ipv6;
 
-/// Service as the changes of the state define it, with its known flows.
+/// Service as the changes so far define it, with the UDP flows that are known.
 #[derive(Debug)]
 struct ServiceExpectations {
     address: ServiceAddress,
@@ -26,11 +26,11 @@ struct ServiceExpectations {
     table_servers: HashSet<ServerId>,
     /// Servers that the placement table marks as down.
     down_servers: HashSet<ServerId>,
-    /// Clients of UDP flows that have had an earlier packet.
+    /// Clients of UDP flows that have already sent a packet.
     known_udp_flows: HashSet<SocketAddr>,
 }
 
-/// State from which the guarantees of a packet follow.
+/// State that decides which guarantees apply to a packet.
 #[derive(Debug, Default)]
 pub struct GuaranteeChecker {
     services: HashMap<usize, ServiceExpectations>,
@@ -42,9 +42,9 @@ struct FrameHeader {
     source: IpAddr,
     destination: IpAddr,
     protocol: u8,
-    /// Source port and destination port; `None` in a later fragment.
+    /// Source port and destination port, or `None` in a later fragment.
     ports: Option<(u16, u16)>,
-    /// TCP flags SYN, ACK, FIN and RST; 0 if there is no TCP header.
+    /// TCP flags SYN, ACK, FIN and RST, or 0 if there is no TCP header.
     tcp_flags: u8,
 }
 
@@ -88,7 +88,8 @@ impl ServiceExpectations {
 }
 
 impl GuaranteeChecker {
-    /// Updates the state by a change. `service_slots` are the slots of the services of a [`Change::ReplaceServices`].
+    /// Updates the state after a change. `service_slots` are the slots of the services in a
+    /// [`StateChange::ReplaceServices`].
     pub fn apply_change(&mut self, change: &StateChange, service_slots: &[usize]) {
         match change {
             StateChange::ReplaceServices(services) => {
@@ -189,7 +190,7 @@ impl GuaranteeChecker {
         })
     }
 
-    /// Records the flow of a datagram that was dropped after its placement, because its outer header makes it too long.
+    /// Records the flow of a datagram that was placed, but then dropped because its outer header makes it too long.
     pub fn record_flow_of_dropped_datagram(&mut self, frame: &[u8]) {
         if let Some(frame_header) = read_frame_header(frame) {
             self.record_udp_flow(&frame_header);
@@ -207,7 +208,7 @@ impl GuaranteeChecker {
         }
     }
 
-    /// Returns the guarantee of UDP flows that is broken by sending a datagram to this server of its service, if any.
+    /// Returns the guarantee for UDP flows that is broken if a datagram goes to this server, if any.
     fn find_flow_violation(
         &self,
         services: &[&ServiceExpectations],
@@ -226,7 +227,7 @@ impl GuaranteeChecker {
         if !service.known_udp_flows.contains(&SocketAddr::new(seen.source, port)) {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
-        // The placement rule tries only some members, so it may miss the few eligible ones.
+        // The placement rule tries only some members of the table, so it may miss the eligible ones if they are few.
         let eligible_count = service.table_servers.iter().filter(|id| can_take_new_flows(id)).count();
         let are_all_down = servers_with_mac.iter().all(|id| service.is_down(*id));
         (are_all_down && eligible_count > 0 && eligible_count * 2 >= service.table_servers.len())

@@ -1,4 +1,4 @@
-//! Harness: a load balancer as BPF program and as reference model, with the changes of their state.
+//! Test harness, which applies the same changes and packets to a load balancer's BPF program and its reference model.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -26,24 +26,24 @@ use crate::frame::{ETHERNET_HEADER_BYTES, format_hex, ones_complement_sum, witho
 use crate::guarantees::GuaranteeChecker;
 use crate::memory::{COUNTER_U64_COUNT, ProgramMaps};
 
-/// linux/bpf.h
+/// Verdict of linux/bpf.h that sends the packet back out of its device.
 const XDP_TX: i32 = 3;
 const NO_SERVICE: usize = intf::LB_COUNTERS_NO_SERVICE as usize;
 
 /// MAC address of the load balancer in tests with a single one.
 pub const OWN_MAC: MacAddress = [2, 0, 0, 0, 0, 1];
-/// Key of timestamps for all servers, and for all services with LB-side stamping.
+/// Timestamp key of all servers, and of all services with LB-side stamping.
 pub const TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// Broadcast rate of one packet per second, with a burst that never runs out. Therefore the state
-/// ([`Change::SetBroadcastTokens`]), not the time, decides whether a token is available.
+/// Broadcast rate of one packet per second, with a burst that never runs out. Whether a token is available therefore
+/// depends on the state ([`StateChange::SetBroadcastTokens`]), not on the time.
 const BROADCAST_RATE: PacketRate = PacketRate { per_second: 1, burst_packets: u32::MAX };
 const BROADCAST_INTERVAL_NS: u64 = 1_000_000_000;
 
 /// Settings with which the program is loaded.
 #[derive(Debug, Clone, Copy)]
 pub struct HarnessSetup {
-    /// MAC address of the load balancer: destination of received frames, and source of sent ones.
+    /// MAC address of the load balancer, which is the destination of received frames and the source of sent ones.
     pub own_mac: MacAddress,
     pub cookie_keys: FleetCookieKeys,
     /// Whether the program counts packets and bytes of each server.
@@ -52,20 +52,20 @@ pub struct HarnessSetup {
     pub connection_table_size: TableSize,
     pub connection_key: CookieKey,
     pub flow_set_count: u32,
-    /// Fields that all outer headers have in common.
+    /// Fields that are the same in all outer headers.
     pub outer_header: OuterHeader,
     /// VLANs in use. Without any, all servers are untagged.
     pub vlans: Vlans,
 }
 
-/// Default fields that all outer headers have in common.
+/// Default values of the fields that are the same in all outer headers.
 const DEFAULT_OUTER_HEADER: OuterHeader = OuterHeader {
     address: Ipv4Addr::new(10, 2, 0, 1),
     source_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
     mtu: 1500,
 };
 
-/// Returns the tunnel of a server, which is derived from its id.
+/// Returns the tunnel endpoint of a server, which is derived from the server's id.
 fn server_tunnel(id: ServerId) -> TunnelEndpoint {
     let [id_high_byte, id_low_byte] = id.get().to_be_bytes();
     let address = if id.get().is_multiple_of(2) {
@@ -76,19 +76,19 @@ fn server_tunnel(id: ServerId) -> TunnelEndpoint {
     TunnelEndpoint { address, source_port: id.get().is_multiple_of(3).then_some(40_000) }
 }
 
-/// Ids of the VLANs in which servers are; 0 means untagged.
+/// Ids of the VLANs to which servers belong, where 0 means untagged.
 pub const SERVER_VLAN_IDS: [u16; 3] = [0, 20, 4094];
 
 fn vlan_from_id(id: u16) -> Vlan {
     Vlan::from_id_or_untagged(id.into()).expect("in range")
 }
 
-/// Returns the VLAN of a server, which is derived from its id.
+/// Returns the VLAN of a server, which is derived from the server's id.
 fn server_vlan(id: ServerId) -> Vlan {
     vlan_from_id(SERVER_VLAN_IDS[usize::from(id.get()) % SERVER_VLAN_IDS.len()])
 }
 
-/// Returns the VLAN of a service's broadcasts, which is derived from its slot. Every fourth service has none.
+/// Returns the VLAN of a service's broadcasts, which is derived from its slot. Every fourth service has no such VLAN.
 fn broadcast_vlan(service_slot: usize) -> Option<Vlan> {
     SERVER_VLAN_IDS.get(service_slot % 4).map(|id| vlan_from_id(*id))
 }
@@ -111,7 +111,7 @@ impl HarnessSetup {
     }
 }
 
-/// Loaded BPF program with its load balancer in user space.
+/// Loaded BPF program, with the load balancer in user space that manages it.
 pub struct LoadedProgram {
     load_balancer: dataplane::LoadBalancer,
     program_memory: ProgramMaps,
@@ -129,7 +129,7 @@ impl LoadedProgram {
             connection_table_size,
             connection_hash_key: Some(setup.connection_key),
             vip_vlan: setup.vlans.vip,
-            // The reference model then sees the same time.
+            // With this clock, the reference model sees the same time.
             lb_stamping_clock: dataplane::LbStampingClock::DaemonTicks,
             ..Default::default()
         };
@@ -152,8 +152,8 @@ impl LoadedProgram {
         self.indexes_by_slot[service_slot].expect("a service that was set")
     }
 
-    /// Applies a change to the program. `service_slots`: slots that the reference model gave to the services of a
-    /// [`Change::ReplaceServices`]. `freed`: connections of a [`Change::FreeEntries`].
+    /// Applies a change to the program. `service_slots` are the slots that the reference model gave to the services of
+    /// a [`StateChange::ReplaceServices`]. `freed` are the connections of a [`StateChange::FreeEntries`].
     fn apply_change(
         &mut self,
         change: &StateChange,
@@ -241,12 +241,13 @@ fn difference_of_values<T: PartialEq>(
     })
 }
 
-/// Returns a difference when the checksum of an IPv4 header was correct before the packet was processed, and is wrong
+/// Returns a difference when an IPv4 header's checksum was correct before the packet was processed, but is wrong
 /// afterwards.
 fn find_broken_checksum(before: &[u8], after: &[u8]) -> Option<ModelDifference> {
     let has_right_checksum =
         |frame: &[u8]| ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..ETHERNET_HEADER_BYTES + 20], 0) == 0xffff;
-    // Only headers without options, which the program never changes. An outer IPv6 header has no checksum.
+    // Only headers without options are checked, because the program never changes others. An outer IPv6 header has no
+    // checksum.
     let has_plain_ipv4_header =
         |frame: &[u8]| frame.len() >= ETHERNET_HEADER_BYTES + 20 && frame[ETHERNET_HEADER_BYTES] == 0x45;
     let is_packet_changed = has_plain_ipv4_header(before)
@@ -262,18 +263,19 @@ fn find_broken_checksum(before: &[u8], after: &[u8]) -> Option<ModelDifference> 
 /// BPF program and its reference model, to which the same changes and packets are applied.
 pub struct Harness {
     pub model: LoadBalancer,
-    /// Loaded BPF program; `None` when only the reference model runs.
+    /// Loaded BPF program, or `None` when only the reference model runs.
     program: Option<LoadedProgram>,
     /// Expected counters of each service, and of packets without a service.
     expected_counters: Vec<[u64; COUNTER_U64_COUNT]>,
-    /// Last frame, as the reference model has changed it.
+    /// Last frame, with the changes that the reference model has made.
     expected_frame: Vec<u8>,
     guarantees: GuaranteeChecker,
     now_ns: u64,
 }
 
 impl Harness {
-    /// Returns a harness with empty state. `with_program` also loads the BPF program, which needs capabilities.
+    /// Returns a harness with empty state. If `with_program` is true, also loads the BPF program, which needs
+    /// capabilities.
     pub fn new(setup: HarnessSetup, with_program: bool) -> anyhow::Result<Self> {
         let burst_ns = BROADCAST_INTERVAL_NS * u64::from(BROADCAST_RATE.burst_packets - 1);
         let broadcast_rate = TokenRate { interval_ns: BROADCAST_INTERVAL_NS, burst_ns };
@@ -301,8 +303,8 @@ impl Harness {
         })
     }
 
-    /// Applies `change` to the program and the model. Returns the slots of a [`Change::ReplaceServices`]. Fails when
-    /// the kernel or the load balancer rejects the change.
+    /// Applies `change` to the program and the model. Returns the slots of a [`StateChange::ReplaceServices`]. Fails
+    /// when the kernel or the load balancer rejects the change.
     pub fn apply_change(&mut self, change: &StateChange) -> anyhow::Result<Vec<usize>> {
         let mut service_slots = Vec::new();
         let freed_connections: Vec<Connection> = match change {
@@ -317,7 +319,7 @@ impl Harness {
                 let addresses_before: Vec<_> =
                     (0..NO_SERVICE).map(|service_slot| self.model.address_of_service(service_slot)).collect();
                 service_slots = self.model.set_services(services);
-                // A new service starts with counters of zero.
+                // The counters of a new service start at zero.
                 for service_slot in service_slots.iter().filter(|service_slot| {
                     addresses_before[**service_slot] != self.model.address_of_service(**service_slot)
                 }) {
@@ -366,8 +368,8 @@ impl Harness {
         }
     }
 
-    /// Processes `frame` in the program and in the model. Returns the model's outcome, and any difference. Fails when
-    /// the kernel rejects the test run.
+    /// Processes `frame` in the program and in the model. Returns the model's outcome, and any difference between the
+    /// two. Fails when the kernel rejects the test run.
     pub fn process_packet(&mut self, frame: &[u8]) -> anyhow::Result<(Outcome, Option<ModelDifference>)> {
         self.now_ns += 1;
         self.expected_frame.clear();
@@ -412,7 +414,7 @@ impl Harness {
         Ok((outcome, difference))
     }
 
-    /// Returns the last frame of [`process_packet`](Self::process_packet), as the reference model has changed it.
+    /// Returns the last frame of [`process_packet`](Self::process_packet), with the reference model's changes.
     pub fn frame_after(&self) -> &[u8] {
         &self.expected_frame
     }
@@ -456,8 +458,8 @@ impl Harness {
         )
     }
 
-    /// Compares all state that the comparison after each packet omits, except the flow table and the connection table,
-    /// which take long to read.
+    /// Compares all state that is not compared after each packet. Omits the flow table and the connection table, which
+    /// take long to read.
     pub fn compare_state(&self) -> Option<ModelDifference> {
         let program = self.program.as_ref()?;
         let memory = &program.program_memory;

@@ -1,5 +1,5 @@
-//! IPv6 packets, translated from the generator's IPv4 packets: services at [`IPV6_PLACEHOLDERS`] have IPv6 VIPs. Both
-//! families therefore get the same headers, options, errors and faults.
+//! Translates the generator's IPv4 packets to IPv6, so that both families get the same headers, options, errors and
+//! faults. Services at [`IPV6_PLACEHOLDERS`] have IPv6 VIPs.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -25,18 +25,18 @@ pub fn ipv6_for_ipv4(ipv4: Ipv4Addr) -> Ipv6Addr {
     Ipv6Addr::from_bits(IPV6_PREFIX | bits >> 8 << 64 | bits)
 }
 
-/// Returns the IPv4 address that corresponds to an IPv6 address of [`ipv6_for_ipv4`].
+/// Returns the IPv4 address from which [`ipv6_for_ipv4`] derived an IPv6 address.
 pub fn ipv4_for_ipv6(ipv6: Ipv6Addr) -> Ipv4Addr {
     Ipv4Addr::from_bits(ipv6.to_bits() as u32)
 }
 
-/// Returns the socket address of the service at this VIP, which is IPv6 for a placeholder.
+/// Returns the socket address of the service with this VIP. The address is IPv6 for a placeholder.
 pub fn service_socket(vip: (Ipv4Addr, u16)) -> SocketAddr {
     let ip: IpAddr = if IPV6_PLACEHOLDERS.contains(&vip.0) { ipv6_for_ipv4(vip.0).into() } else { vip.0.into() };
     SocketAddr::new(ip, vip.1)
 }
 
-/// Returns the four-tuple of a client's connection to a VIP, which is IPv6 for a placeholder.
+/// Returns the four-tuple of a client's connection to a VIP. The four-tuple is IPv6 for a placeholder.
 pub fn four_tuple(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> FourTuple {
     match service_socket(vip) {
         SocketAddr::V4(_) => FourTuple::ipv4(client, vip),
@@ -97,7 +97,7 @@ fn ipv6_header(
     header
 }
 
-/// Returns random extension headers before `protocol`, and the header number to write into the fixed header.
+/// Returns random extension headers that precede `protocol`, and the header number to write into the fixed header.
 fn random_extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u8>) {
     let mut headers: Vec<(u8, Vec<u8>)> = Vec::new();
     if rng.random_bool(1, 8) {
@@ -110,7 +110,7 @@ fn random_extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8
     }
     let fragment = read_be_u16(ipv4, 6) & 0x3fff;
     if fragment != 0 || rng.random_bool(1, 30) {
-        // The offset moves up by three bits; the flag "more fragments" moves to the lowest bit.
+        // The offset moves up by three bits, and the flag "more fragments" moves to the lowest bit.
         let offset_and_flag = fragment.rotate_left(3).to_be_bytes();
         headers.push((NEXT_HEADER_FRAGMENT, [&[0, 0][..], &offset_and_flag, &[0, 0], &ipv4[4..6]].concat()));
     }
@@ -121,7 +121,7 @@ fn random_extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8
     (header_numbers[0], headers.into_iter().flat_map(|(_, bytes)| bytes).collect())
 }
 
-/// Translates an ICMP message to ICMPv6, with the header of the packet that it quotes.
+/// Translates an ICMP message to ICMPv6, together with the headers of the quoted packet.
 fn translate_icmp_to_icmpv6(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
     let mut translated = message[..ICMP_HEADER_BYTES.min(message.len())].to_vec();
     if let Some(kind) = translated.first_mut() {
@@ -151,7 +151,6 @@ fn translate_icmp_to_icmpv6(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
 
 /// Fields of the headers of an IPv6 packet.
 pub struct Ipv6Headers {
-    /// Source and destination address.
     pub source_and_destination: [Ipv6Addr; 2],
     pub protocol: u8,
     /// Offset of the transport header, counted from the start of the frame.
@@ -160,7 +159,7 @@ pub struct Ipv6Headers {
     pub is_later_fragment: bool,
 }
 
-/// Parses the headers of an IPv6 frame; `None` when it is not IPv6, or malformed.
+/// Parses the headers of an IPv6 frame. Returns `None` when the frame is malformed or not IPv6.
 pub fn parse_frame(frame: &[u8]) -> Option<Ipv6Headers> {
     let packet = frame
         .get(ETHERNET_HEADER_BYTES..)

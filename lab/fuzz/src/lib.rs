@@ -2,15 +2,15 @@
 //!
 //! * [`campaign`]: many epochs on several threads
 //! * [`epoch`]: packets and changes from one seed
-//! * [`gen_state`]: the state as the generator tracks it, and changes of it
+//! * [`gen_state`]: the state as the generator tracks it, and random changes to it
 //! * [`generate`], [`mutate`], [`frame`]: packets
-//! * [`harness`]: BPF program and reference model with the same state
-//! * [`change`]: changes of the state, and differences
-//! * [`consistency`]: whether connections stay with their server while everything changes
+//! * [`harness`]: BPF program and reference model, with the same changes and packets
+//! * [`change`]: changes to the state, and differences
+//! * [`consistency`]: check that connections stay with their server while everything changes
 //! * [`cookies`]: effect of forged TSecr values
 //! * [`memory`]: the BPF program's maps
-//! * [`guarantees`]: guarantees of the documentation for every packet, checked without the model
-//! * [`shrink`]: smallest sequence of steps that shows a difference
+//! * [`guarantees`]: the documentation's guarantees, checked on every packet without the model
+//! * [`shrink`]: search for the smallest sequence of steps that shows a difference
 
 pub mod campaign;
 pub mod change;

@@ -1,5 +1,5 @@
-//! Maps of a loaded `bpf/lb/lb.bpf.c`, found by the program's id. The load balancer's own interface does not offer
-//! them, because only tests need them.
+//! Access to the maps of a loaded `bpf/lb/lb.bpf.c`, which are found by the program's id. The load balancer's own
+//! interface does not offer them, because only tests need them.
 
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
@@ -14,13 +14,13 @@ use libbpf_rs::{MapCore as _, MapHandle};
 
 type RecentPlacementWords = [u64; intf::RECENT_PLACEMENTS as usize];
 
-/// Number of 64-bit words in the counters of a service.
+/// Number of 64-bit words in a service's counters.
 pub const COUNTER_U64_COUNT: usize = size_of::<intf::lb_counters>() / size_of::<u64>();
 
 /// Maps of the loaded program, mapped into the memory of this process.
 pub struct ProgramMaps {
     lb_state: MmapArray<intf::lb_state>,
-    /// Counters in all rows. Packets count in the row of receive queue 0, new and ended connections in that of the CPU.
+    /// Counters in all rows. A packet counts in receive queue 0's row, and a new or ended connection in its CPU's row.
     counters: MmapArray<[intf::lb_counters]>,
     row_count: usize,
     recent_placements: MmapArray<RecentPlacementWords>,
@@ -56,7 +56,7 @@ impl ProgramMaps {
         })
     }
 
-    /// Returns the 64-bit word with this index of a service's counters, as the sum over all rows.
+    /// Returns one 64-bit word of a service's counters, as the sum over all rows.
     pub fn service_counter(&self, service: usize, word: usize) -> u64 {
         let row_offset =
             |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service) * size_of::<intf::lb_counters>();
@@ -83,7 +83,7 @@ impl ProgramMaps {
         }
     }
 
-    /// Limits the number of connection-table entries per source prefix; `None` removes the limit.
+    /// Limits the number of connection-table entries per source prefix, or removes the limit (`None`).
     pub fn limit_entries_per_source(&self, per_source: Option<u32>) {
         self.lb_state.store(offset_of!(intf::lb_state, entries_per_source), per_source.unwrap_or(0).into());
     }
@@ -106,12 +106,10 @@ impl ProgramMaps {
         }
     }
 
-    /// Returns the first `count` words of the flow table.
     pub fn flow_table_words(&self, count: usize) -> impl Iterator<Item = u64> + '_ {
         (0..count).map(|word| self.flow_table.load(word * size_of::<u64>()))
     }
 
-    /// Returns the words of the map `recent_placements`.
     pub fn recent_placements(&self) -> Vec<u64> {
         (0..intf::RECENT_PLACEMENTS as usize).map(|word| self.recent_placements.load(word * size_of::<u64>())).collect()
     }

@@ -1,4 +1,4 @@
-//! Mutations of packets: noise, broken senders and attackers.
+//! Mutates packets, as noise, broken senders and attackers do.
 
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
@@ -7,12 +7,12 @@ use crate::harness::OWN_MAC;
 
 /// Minimum length of a frame that the kernel accepts for a test run (bytes).
 pub const MIN_FRAME_BYTES: usize = 14;
-/// Maximum length of a mutated frame (bytes), which is far below the page of a test run's packet.
+/// Maximum length of a mutated frame (bytes), which is far below the page that holds a test run's packet.
 pub const MAX_FRAME_BYTES: usize = 2048;
 
 const BOUNDARY_BYTES: [u8; 10] = [0, 1, 2, 7, 8, 0x0f, 0x40, 0x7f, 0x80, 0xff];
 
-/// Writes a packet of random bytes, either the whole frame or the payload behind valid headers.
+/// Writes a packet of random bytes, which are either the whole frame or the payload after valid headers.
 pub fn write_random_packet(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     packet.resize(MIN_FRAME_BYTES + rng.random_below(200), 0);
     rng.fill_bytes(packet);
@@ -46,7 +46,7 @@ pub fn mutate_packet(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// Returns a random offset, mostly in the headers, rarely behind them.
+/// Returns a random offset, mostly in the headers and rarely after them.
 fn random_offset(rng: &mut FuzzRng, packet: &[u8]) -> usize {
     let headers_end = packet.len().min(110);
     if rng.random_bool(1, 16) { rng.random_below(packet.len()) } else { rng.random_below(headers_end) }
@@ -80,7 +80,8 @@ fn mutate_once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     }
 }
 
-/// Changes a length field by a random amount: that of the IP packet, the IP header, the TCP header or the UDP datagram.
+/// Changes a random length field by a random amount. It is the IP packet's, IP header's, TCP header's or UDP
+/// datagram's.
 fn corrupt_length_field(rng: &mut FuzzRng, packet: &mut [u8]) {
     let ip_header_bytes = packet.get(ETHERNET_HEADER_BYTES).map_or(20, |byte| usize::from(byte & 0xf) * 4);
     let length_change = rng.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);

@@ -1,4 +1,4 @@
-//! Shrinks an epoch with a difference to a small sequence of steps that shows it.
+//! Shrinks an epoch with a difference to a short sequence of steps that still shows it.
 
 use std::time::{Duration, Instant};
 
@@ -10,12 +10,11 @@ use crate::mutate::MIN_FRAME_BYTES;
 /// Maximum duration of the shrinking, after which the smallest sequence found so far is returned.
 const SHRINK_TIMEOUT: Duration = Duration::from_secs(90);
 
-/// Smallest sequence of steps that was found to end with a difference.
+/// Shortest sequence of steps that was found to end with a difference.
 #[derive(Debug)]
 pub struct FailingSequence {
-    /// Steps in their order; the last one is a packet.
+    /// Steps in their order, of which the last one is a packet.
     pub steps: Vec<EpochStep>,
-    /// Difference that is found after the last step.
     pub difference: ModelDifference,
 }
 
@@ -25,13 +24,13 @@ struct SequenceShrinker {
 }
 
 impl SequenceShrinker {
-    /// Runs `steps` on a new harness. Returns the difference after the last step, in the packet or the state.
+    /// Runs `steps` on a new harness. Returns the difference that the last step shows, in the packet or the state.
     fn find_difference(&self, steps: &[EpochStep]) -> anyhow::Result<Option<ModelDifference>> {
         let mut harness = Harness::new(self.setup, true)?;
         let mut last_difference = None;
         for step in steps {
             last_difference = match step {
-                // Without earlier steps a change may be invalid: its server's service may not exist.
+                // A change may be invalid without earlier steps, because its server's service may not exist.
                 EpochStep::Change(change) if harness.is_applicable(change) => {
                     harness.apply_change(change).map(|_| None)?
                 }
@@ -45,7 +44,7 @@ impl SequenceShrinker {
         }
     }
 
-    /// Returns the length of the shortest prefix of `steps` that ends with a difference. A difference of the state may
+    /// Returns the length of the shortest prefix of `steps` that ends with a difference. A difference in the state may
     /// be found long after the packet that caused it.
     fn shortest_failing_prefix(&self, steps: &[EpochStep]) -> anyhow::Result<usize> {
         let (mut longest_passing, mut shortest_failing) = (0, steps.len());
@@ -63,7 +62,7 @@ impl SequenceShrinker {
         Instant::now() < self.deadline
     }
 
-    /// Removes unnecessary steps, in ever smaller chunks (delta debugging: Zeller and Hildebrandt, TSE 2002).
+    /// Removes unnecessary steps in ever smaller chunks, by delta debugging (Zeller and Hildebrandt, TSE 2002).
     fn remove_needless_steps(&self, shrunk: &mut FailingSequence) -> anyhow::Result<()> {
         let mut chunk_length = shrunk.steps.len().div_ceil(2);
         while chunk_length > 0 && self.has_time_left() {
@@ -115,7 +114,7 @@ impl SequenceShrinker {
     }
 }
 
-/// Shrinks the steps of an epoch whose packet number `packets` shows a difference. Returns `None` if the difference
+/// Shrinks the steps of an epoch in which packet number `packets` shows a difference. Returns `None` if the difference
 /// cannot be reproduced.
 pub fn shrink_epoch(seed: u64, packets: u64) -> anyhow::Result<Option<FailingSequence>> {
     let (setup, mut steps) = FuzzEpoch::record_steps(seed, packets)?;
@@ -127,7 +126,7 @@ pub fn shrink_epoch(seed: u64, packets: u64) -> anyhow::Result<Option<FailingSeq
     steps.truncate(failing_length);
     let Some(difference) = shrinker.find_difference(&steps)? else { return Ok(None) };
     let mut sequence = FailingSequence { steps, difference };
-    // Most differences need no earlier packet.
+    // Most differences need no earlier packet, so changes and the last packet are tried alone first.
     let last_index = sequence.steps.len() - 1;
     let changes_and_last = sequence
         .steps

@@ -1,4 +1,4 @@
-//! Due times of requests.
+//! Schedules that decide when each request is due.
 
 use clap::ValueEnum;
 use coreward_model::rss::seeded_rng;
@@ -14,18 +14,20 @@ pub enum ArrivalProcess {
     Fixed,
 }
 
-/// Generator of the due times of requests, in ascending order from 0.
+/// Generator of the times at which requests are due, in ascending order from 0.
 #[derive(Debug)]
 pub struct ArrivalSchedule {
     arrival_process: ArrivalProcess,
     mean_gap_ns: f64,
-    /// Due time of the next request (ns), a float: truncated to ns, 600,000 requests per second would be off by 0.04 %.
+    /// Due time of the next request (ns). It is a float, because gaps truncated to whole ns would change a rate of
+    /// 600,000 requests per second by 0.04 %.
     next_due_ns: f64,
     rng: Xoshiro256PlusPlus,
 }
 
 impl ArrivalSchedule {
-    /// Creates a schedule of `rate` requests per second (above 0). Schedules of one seed differ by their `purpose`.
+    /// Creates a schedule with `rate` requests per second, which must be above 0. Schedules with the same `seed` differ
+    /// if they differ in `purpose`.
     pub fn new(arrivals: ArrivalProcess, rate: f64, seed: u64, purpose: u64) -> Self {
         let mut schedule = Self {
             arrival_process: arrivals,
@@ -75,8 +77,8 @@ mod tests {
             let gaps = gaps_ns(ArrivalProcess::Poisson, rate, seed, count);
             let mean = gaps.iter().sum::<f64>() / count as f64;
             let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / count as f64;
-            // Tolerances are four standard errors; for 200,000 exponential gaps these are 0.22 % (mean) and 0.63 %
-            // (variance).
+            // The tolerances are four standard errors. 200,000 exponential gaps have standard errors of 0.22 % (mean)
+            // and 0.63 % (variance).
             assert!((mean / mean_ns - 1.0).abs() < 0.009, "mean {mean} of {mean_ns}");
             assert!((variance / mean_ns.powi(2) - 1.0).abs() < 0.026, "variance {variance} of {}", mean_ns.powi(2));
         }
@@ -84,7 +86,8 @@ mod tests {
 
     #[test]
     fn numbers_of_poisson_arrivals_per_window_have_equal_mean_and_variance() {
-        // A Poisson process has an index of dispersion of 1; exponential gaps that depend on each other do not.
+        // A Poisson process has an index of dispersion of 1, unlike a process whose exponential gaps depend on each
+        // other.
         let mut counts_by_window = vec![0.0; 2_000];
         let mut now_ns = 0.0;
         for gap in gaps_ns(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
@@ -98,7 +101,8 @@ mod tests {
         let mean = complete_window_counts.iter().sum::<f64>() / complete_window_counts.len() as f64;
         let variance = complete_window_counts.iter().map(|count| (count - mean).powi(2)).sum::<f64>()
             / complete_window_counts.len() as f64;
-        // 1,900 windows: the ratio's standard error is sqrt(2 / 1900) = 3.2 %.
+        // The tolerance is four standard errors. The ratio's standard error is sqrt(2 / 1900) = 3.2 % for 1,900
+        // windows.
         assert!((variance / mean - 1.0).abs() < 0.13, "variance {variance}, mean {mean}");
     }
 

@@ -1,4 +1,4 @@
-//! `coreward-lab load`.
+//! Command line of the load generator, `coreward-lab load`.
 
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ const RNG_STREAM_REQUESTS: u64 = 0x6c6f_6112;
 const RNG_STREAM_MEASURED_ARRIVALS: u64 = 0x6c6f_6113;
 const RNG_STREAM_MEASURED_REQUESTS: u64 = 0x6c6f_6114;
 
-/// Whether SIGINT or SIGTERM was received. The run then stops, and reports its results so far.
+/// Whether SIGINT or SIGTERM was received. The run then stops early, and reports the results that it has so far.
 static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 /// Options of `coreward-lab load`.
@@ -70,17 +70,17 @@ pub struct LoadArgs {
     /// half PUT), turbo-7b (10 % SCAN18), turbo-7c (40 % SCAN46), turbo-7d (a third each of GET, SCAN46, SCAN105)
     #[arg(long, value_name = "MIX", default_value = "GET=1", conflicts_with = "service")]
     pub mix: RequestMix,
-    /// Request service times from a distribution, of paced servers: exp:US; ringleader-bimodal (95 % 5 us, 5 % 100 us),
-    /// ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or one of `coreward-lab sim rpc` (fixed, exp, lognormal:SIGMA,
-    /// bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
+    /// Distribution of the service times that requests ask paced servers for: exp:US; ringleader-bimodal (95 % 5 us, 5
+    /// % 100 us), ringleader-high-bimodal (99 % 3 us, 1 % 100 us); or one of `coreward-lab sim rpc` (fixed, exp,
+    /// lognormal:SIGMA, bimodal:FRACTION:FACTOR, trimodal:...), with a unit of 1 us
     #[arg(long, value_name = "DISTRIBUTION")]
     pub service: Option<ServiceDistribution>,
-    /// Factor of the service times of --service. With --mix: request the service times of Turbo's Figure 7 (GET 0.975
-    /// us ...) times this factor, instead of leaving service times to the server
+    /// Factor by which the service times of --service are multiplied. With --mix, requests ask for the service times of
+    /// Turbo's Figure 7 (GET 0.975 us ...) times this factor, instead of leaving service times to the server
     #[arg(long, value_name = "FACTOR", value_parser = parse_positive)]
     pub multiplier: Option<f64>,
-    /// Rate of a separate, measured Poisson stream of short requests: the first type of --mix, the shortest of
-    /// --service (1/s)
+    /// Rate (1/s) of an additional Poisson stream of short requests, which is measured separately: the first type of
+    /// --mix, or the shortest of --service
     #[arg(long, value_name = "RATE", value_parser = parse_positive)]
     pub measure: Option<f64>,
     /// Number of keys, which requests draw uniformly: user0000000000 and on
@@ -89,11 +89,11 @@ pub struct LoadArgs {
     /// Length of the values that PUT writes (bytes)
     #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u16).range(..=MAX_VALUE_BYTES as i64))]
     pub value_bytes: u16,
-    /// Seed of arrivals, types, times, keys and flows
+    /// Seed of the random arrivals, request types, service times, keys and flows
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// With --transport dns: the query of each class of --mix, in the same order: NAME/TYPE, or NAME/TYPE/dnssec for
-    /// signatures
+    /// DNS query for each class of --mix, in the same order (with --transport dns): NAME/TYPE, or NAME/TYPE/dnssec to
+    /// request signatures
     #[arg(long, value_name = "QUERY,...", value_delimiter = ',')]
     pub query: Vec<DnsQuery>,
     /// Path of HTTP requests
@@ -200,7 +200,7 @@ fn build_workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
     if let Some(service) = &args.service {
         return Ok(Workload::from_service_times(service, args.multiplier.unwrap_or(1.0), args.seed, purpose));
     }
-    // The TCP protocol carries only service times.
+    // Requests over TCP carry only service times, so they need some even without --multiplier.
     let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
     let service_times =
         multiplier.map_or_else(|| Ok(ServiceTimesByType::default()), ServiceTimesByType::multiples_of_turbo)?;

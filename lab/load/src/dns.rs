@@ -1,18 +1,19 @@
-//! DNS queries (RFC 1035, Sect. 4; EDNS: RFC 6891), limited to the parts that a load generator needs.
+//! DNS queries (RFC 1035, Sect. 4) with EDNS (RFC 6891), limited to the parts that a load generator needs.
 
 use std::fmt;
 use std::str::FromStr;
 
 const HEADER_BYTES: usize = 12;
-/// Bit QR in the first byte of the flags, which marks a response.
+/// Bit QR in the first flags byte of the DNS header, which marks a response.
 const QR_RESPONSE_BIT: u8 = 0x80;
-/// Mask of the response code (RCODE) in the second byte of the flags.
+/// Mask of the response code (RCODE) in the second flags byte of the DNS header.
 const RCODE_MASK: u8 = 0x0f;
 const CLASS_INTERNET: u16 = 1;
 const TYPE_OPT: u16 = 41;
-/// Maximum length of a datagram to accept (bytes): with all headers it fits Ethernet (RFC 9715, Sect. 3.2).
+/// Maximum length of a response that queries announce to accept (bytes). With all headers, a datagram of this length
+/// fits into one Ethernet frame (RFC 9715, Sect. 3.2).
 const EDNS_PAYLOAD_BYTES: u16 = 1_400;
-/// Bit DO in the extended flags, which requests signatures (RFC 6891, Sect. 6.1.4).
+/// Bit DO in the extended flags of EDNS, which requests DNSSEC signatures (RFC 6891, Sect. 6.1.4).
 const DNSSEC_OK: u32 = 0x8000;
 const MAX_LABEL_BYTES: usize = 63;
 const MAX_NAME_BYTES: usize = 255;
@@ -20,7 +21,7 @@ const MAX_NAME_BYTES: usize = 255;
 const QUERY_TYPE_CODES: [(&str, u16); 8] =
     [("A", 1), ("NS", 2), ("SOA", 6), ("MX", 15), ("TXT", 16), ("AAAA", 28), ("DNSKEY", 48), ("ANY", 255)];
 
-/// Question of a DNS query, which is sent without recursion.
+/// DNS query with one question, which does not ask the server for recursion.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DnsQuery {
     /// Domain name in wire format, as a sequence of labels.
@@ -30,7 +31,7 @@ pub struct DnsQuery {
     source_text: String,
 }
 
-/// Error for a text that is not a query.
+/// Error for a text that does not describe a DNS query.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "query {0:?}: expected NAME/TYPE or NAME/TYPE/dnssec, as in www.example/A, with one of the types A, NS, SOA, MX, \
@@ -75,11 +76,11 @@ impl fmt::Display for DnsQuery {
 }
 
 impl DnsQuery {
-    /// Replaces the contents of `datagram` by the query with this id.
+    /// Replaces the contents of `datagram` by this query, with `id` as the message id.
     pub fn write(&self, id: u16, datagram: &mut Vec<u8>) {
         datagram.clear();
         datagram.extend(id.to_be_bytes());
-        // No recursion; one question, one additional record.
+        // The flags request no recursion, and the counts announce one question and one additional record (for EDNS).
         datagram.extend([0, 0, 0, 1, 0, 0, 0, 0, 0, 1]);
         datagram.extend(&self.wire_name);
         datagram.extend(self.query_type_code.to_be_bytes());
@@ -92,7 +93,7 @@ impl DnsQuery {
     }
 }
 
-/// Returns the id of a DNS response, and whether it has no error; `None` for other datagrams.
+/// Returns a DNS response's id, and whether the response reports success. Returns `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(u16, bool)> {
     let header: &[u8; HEADER_BYTES] = datagram.first_chunk()?;
     let is_response = header[2] & QR_RESPONSE_BIT != 0;

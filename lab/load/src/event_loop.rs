@@ -1,5 +1,5 @@
-//! epoll with a time-out in nanoseconds, and the clock: the system calls of load generators and the testbed's servers.
-//! A request costs them a few microseconds; an async runtime would cost more.
+//! System calls for the event loops of load generators and the testbed's servers: the clock, and epoll with time-outs
+//! in nanoseconds. A request costs these programs a few microseconds, and an async runtime would add to that.
 
 use std::io;
 use std::net::{TcpListener, TcpStream};
@@ -13,10 +13,10 @@ pub fn now_ns() -> u64 {
     Duration::from(monotonic_time).as_nanos() as u64
 }
 
-/// Event that epoll has reported for one descriptor.
+/// Event that epoll has reported for one file descriptor.
 #[derive(Debug, Clone, Copy)]
 pub struct ReadyEvent {
-    /// Token with which the descriptor was added by [`Epoll::add`].
+    /// Token that was passed to [`Epoll::add`] with the descriptor.
     pub token: u64,
     /// Combination of EPOLLIN, EPOLLOUT, EPOLLERR, EPOLLHUP and EPOLLRDHUP.
     pub flags: u32,
@@ -28,7 +28,7 @@ impl ReadyEvent {
     }
 }
 
-/// Set of descriptors that epoll(7) watches. A descriptor leaves the set when it is closed.
+/// Set of file descriptors that epoll(7) watches. A descriptor leaves the set when it is closed.
 #[derive(Debug)]
 pub struct Epoll {
     epoll_fd: OwnedFd,
@@ -65,8 +65,8 @@ impl Epoll {
         Ok(())
     }
 
-    /// Waits until a descriptor is ready, or until the time `until_ns` of [`now_ns`] (`None`: indefinitely). A signal
-    /// ends the wait early.
+    /// Waits until a descriptor is ready, and returns the events. Returns without events at the time `until_ns` of
+    /// [`now_ns`], if given. A signal also ends the wait early.
     pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = ReadyEvent> + use<'_>> {
         let relative_timeout = until_ns.map(|until_ns| {
             let remaining = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
@@ -95,8 +95,8 @@ impl Epoll {
     }
 }
 
-/// Accepts the next connection of a nonblocking listener as a nonblocking stream; `None` when no connection waits.
-/// Fails when the process has no descriptors left.
+/// Accepts the next connection of a nonblocking listener as a nonblocking stream. Returns `None` when no connection
+/// waits. Fails when the process has no descriptors left.
 pub fn accept_nonblocking(listener: &TcpListener) -> io::Result<Option<TcpStream>> {
     loop {
         match listener.accept() {
@@ -106,7 +106,7 @@ pub fn accept_nonblocking(listener: &TcpListener) -> io::Result<Option<TcpStream
                 return Ok(Some(stream));
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
-            // The client closed the connection before the call.
+            // The client closed this connection before it was accepted, so the next one is tried.
             Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
             Err(error) => return Err(error),
         }

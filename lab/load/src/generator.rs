@@ -1,4 +1,4 @@
-//! Open-loop generator: sends each request at its due time, whether or not earlier requests were answered.
+//! Open-loop load generator, which sends each request at its due time, whether or not earlier requests were answered.
 //!
 //! A latency starts at the *due* time, not at the send time. A stalled server or a late generator therefore cannot hide
 //! requests that were not sent meanwhile ("coordinated omission"). A latency ends at the kernel's time stamp of the
@@ -13,13 +13,12 @@ use crate::results::Results;
 use crate::transport::{Answer, Transport};
 use crate::workload::Workload;
 
-/// Time between the start of the run and the start of the schedules (ns).
+/// Time between the start of a run and the start of its arrival schedules (ns).
 const DELAY_BEFORE_FIRST_REQUEST_NS: u64 = 10_000_000;
 /// Maximum number of overdue requests that are sent before responses are read again.
 const OVERDUE_BATCH_SIZE: usize = 64;
-/// Interval between two progress reports (ns).
 const PROGRESS_INTERVAL_NS: u64 = 100_000_000;
-/// Interval between two searches for lost requests after the last due time (ns).
+/// Interval between two searches for timed-out requests after the last due time (ns).
 const EXPIRE_INTERVAL_NS: u64 = 10_000_000;
 
 #[derive(Debug)]
@@ -29,14 +28,14 @@ pub struct RequestStream {
     pub first_class_index: u8,
 }
 
-/// Durations of the parts of a run, and time-out of a request (ns).
+/// Durations of a run's phases, and the time-out of its requests (ns).
 #[derive(Debug, Clone, Copy)]
 pub struct Durations {
     /// Duration of the warm-up, in which nothing is measured.
     pub warm_up_ns: u64,
     /// Duration of the measurement, which follows the warm-up.
     pub measured_ns: u64,
-    /// Time after which an unanswered request is lost, counted from its due time.
+    /// Time after its due time at which an unanswered request counts as lost.
     pub timeout_ns: u64,
 }
 
@@ -51,9 +50,9 @@ struct Generator<'a> {
     results: Results,
 }
 
-/// Sends the requests of the streams over `transport`, and returns when the last one is answered or lost. `progress`
-/// receives the time since the start (ns) and the results so far, which it may [`Results::stop`]. `intervals`: also
-/// record latencies by interval. Fails when the transport fails permanently.
+/// Sends the requests of all streams over `transport`, and returns when the last one is answered or lost. `progress`
+/// receives the time since the start (ns) and the results so far, and may end the run early by [`Results::stop`]. If
+/// `intervals` is true, latencies are also recorded by interval. Fails when the transport fails permanently.
 pub fn run_open_loop(
     streams: Vec<RequestStream>,
     transport: &mut dyn Transport,
@@ -61,7 +60,7 @@ pub fn run_open_loop(
     intervals: bool,
     mut progress: impl FnMut(u64, &mut Results) -> anyhow::Result<()>,
 ) -> anyhow::Result<Results> {
-    // The default slack of 50 us would delay every request by 50 us (prctl(2), PR_SET_TIMERSLACK).
+    // The kernel's default timer slack would delay every request by 50 us (prctl(2), PR_SET_TIMERSLACK).
     nix::sys::prctl::set_timerslack(1)?;
     let start_ns = now_ns() + DELAY_BEFORE_FIRST_REQUEST_NS;
     let class_count = streams.iter().map(|stream| stream.workload.request_types().len()).sum();
@@ -83,7 +82,7 @@ pub fn run_open_loop(
 }
 
 impl Generator<'_> {
-    /// Sends all due requests and receives responses. Returns `false` once every request is answered or lost.
+    /// Sends a batch of due requests, then receives responses. Returns `false` once every request is answered or lost.
     fn send_and_receive_once(&mut self) -> io::Result<bool> {
         let end_ns = self.results.measured_window_ns.end;
         let mut next_request = self.next_due_stream(end_ns);
@@ -108,7 +107,8 @@ impl Generator<'_> {
         Ok(true)
     }
 
-    /// Returns the index of the stream whose request is due first, and the due time; `None` when all have ended.
+    /// Returns the index of the stream whose request is due first, and the due time. Returns `None` when all streams
+    /// have ended.
     fn next_due_stream(&self, end_ns: u64) -> Option<(usize, u64)> {
         let due_times = self.streams.iter().map(|stream| self.start_ns + stream.schedule.next_due_ns());
         due_times.enumerate().filter(|(_, due_ns)| *due_ns < end_ns).min_by_key(|(_, due_ns)| *due_ns)

@@ -1,4 +1,4 @@
-//! Histograms of every second in HdrHistogram's log format, which its tools read and plot.
+//! Writes each second's latencies as histograms in HdrHistogram's log format, which HdrHistogram's tools read and plot.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -11,17 +11,16 @@ use hdrhistogram::serialization::{V2DeflateSerializer, interval_log};
 
 use crate::results::Results;
 
-/// Duration that one line of the log covers (ns).
 const LOG_INTERVAL_NS: u64 = 1_000_000_000;
 
-/// Output file and serializer of a log, which must outlive the [`HistogramLog`].
+/// Output file and serializer that a [`HistogramLog`] borrows.
 pub struct HistogramLogOutput {
     log_file: Box<dyn Write>,
     serializer: V2DeflateSerializer,
 }
 
 impl HistogramLogOutput {
-    /// Creates the log file; without a path, everything written is discarded. Fails when the file cannot be created.
+    /// Creates the log file. Without a path, everything written is discarded. Fails when the file cannot be created.
     pub fn create(path: Option<&Path>) -> anyhow::Result<Self> {
         let file: Box<dyn Write> = match path {
             Some(path) => {
@@ -34,7 +33,6 @@ impl HistogramLogOutput {
         Ok(Self { log_file: file, serializer: V2DeflateSerializer::new() })
     }
 
-    /// Flushes the log file. Fails when it cannot be written.
     pub fn flush(&mut self) -> anyhow::Result<()> {
         self.log_file.flush().context("cannot write the histogram log")
     }
@@ -42,14 +40,15 @@ impl HistogramLogOutput {
 
 pub struct HistogramLog<'a> {
     writer: IntervalLogWriter<'a, 'a, Box<dyn Write>, V2DeflateSerializer>,
-    /// Tag of the log lines of each class.
+    /// Tag that marks each class's lines in the log.
     class_tags: Vec<String>,
-    /// Start of the interval that has not been written yet (ns since the start of the run).
+    /// Start of the current interval, which has not been written yet (ns since the start of the run).
     interval_start_ns: u64,
 }
 
 impl<'a> HistogramLog<'a> {
-    /// Begins a log of classes with these tags (without commas and white space). Fails when it cannot be written.
+    /// Begins a log with one tag for each class. Tags may not contain commas or white space. Fails when the log cannot
+    /// be written.
     pub fn begin(output: &'a mut HistogramLogOutput, tags: Vec<String>, title: &str) -> anyhow::Result<Self> {
         let start_time = SystemTime::now();
         let writer = IntervalLogWriterBuilder::new()
@@ -63,7 +62,8 @@ impl<'a> HistogramLog<'a> {
         Ok(Self { writer, class_tags: tags, interval_start_ns: 0 })
     }
 
-    /// Writes the current interval if it has ended at `since_ns` (since the start). Fails when the write fails.
+    /// Writes the current interval if it has ended by `since_ns` (ns since the start of the run). Fails when the log
+    /// cannot be written.
     pub fn write_if_interval_ended(&mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         if since_ns >= self.interval_start_ns + LOG_INTERVAL_NS {
             self.write_interval(since_ns, results)
@@ -72,7 +72,7 @@ impl<'a> HistogramLog<'a> {
         }
     }
 
-    /// Writes the incomplete last interval, which ends at `since_ns`. Fails when the log cannot be written.
+    /// Writes the last interval, which ends early at `since_ns`. Fails when the log cannot be written.
     pub fn write_last_interval(mut self, since_ns: u64, results: &mut Results) -> anyhow::Result<()> {
         self.write_interval(since_ns, results)
     }
@@ -151,7 +151,7 @@ mod tests {
             .map(|(at, lasted, tag, of)| (at.as_millis(), lasted.as_millis(), &tag[..], of.len()))
             .collect();
         assert_eq!(line_summaries, [(0, 1_100, "GET", 200), (0, 1_100, "SCAN46", 10), (1_100, 400, "SCAN46", 1_000)]);
-        // The report must equal the sum of all intervals.
+        // The sum of all intervals must equal the results of the whole run.
         let mut scan_latencies = log_lines[1].3.clone();
         scan_latencies.add(&log_lines[2].3).unwrap();
         assert_eq!(scan_latencies, results.classes[1].latency_ns);

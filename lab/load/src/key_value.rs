@@ -1,5 +1,5 @@
-//! Protocol of key-value clients and servers: a request is one datagram, its response one or several. Numbers are
-//! little-endian.
+//! Datagram protocol of key-value clients and servers. A request is one datagram, and its response one or several.
+//! Numbers are little-endian.
 //!
 //! ```text
 //! request   0 type | 1 key length | 2 value length (16) | 4 id (32) | 8 service time, ns (32) | 12 key | value
@@ -7,8 +7,8 @@
 //! pair      0 key length | 1 zero | 2 value length (16) | 4 key | value
 //! ```
 //!
-//! Type, worker and id have the same offset in every datagram, so a dispatcher needs no other part of the protocol. A
-//! datagram whose length differs from its header's lengths is not a request and gets no response.
+//! Type, worker and id have the same offset in every datagram, so a dispatcher needs to know no other part of the
+//! protocol. A datagram whose length differs from its header's lengths is not a request and gets no response.
 
 use std::fmt;
 
@@ -17,16 +17,15 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::request_type::RequestType;
 
-/// Maximum length of a datagram that fits into one Ethernet frame (bytes): 1500 less the IPv4 and UDP headers.
+/// Maximum length of a datagram (bytes), which is an Ethernet frame's 1,500 bytes without the IPv4 and UDP headers.
 pub const MAX_DATAGRAM_BYTES: usize = 1_472;
-/// Maximum length of a key (bytes).
 pub const MAX_KEY_BYTES: usize = 255;
-/// Maximum length of a stored value (bytes): with the longest key it fits into one datagram of a response.
+/// Maximum length of a stored value (bytes), which fits into one response datagram even with the longest key.
 pub const MAX_VALUE_BYTES: usize =
     MAX_DATAGRAM_BYTES - size_of::<ResponseHeader>() - size_of::<PairHeader>() - MAX_KEY_BYTES;
 /// Offset of the request type in every datagram.
 pub const TYPE_OFFSET: usize = 0;
-/// Offset of the request id in every datagram; it has 4 bytes, little-endian.
+/// Offset of the request id in every datagram, which has 4 bytes in little-endian order.
 pub const ID_OFFSET: usize = 4;
 pub const REQUEST_HEADER_BYTES: usize = size_of::<RequestHeader>();
 
@@ -40,20 +39,19 @@ struct RequestHeader {
     service_ns: U32,
 }
 
-/// Header of every datagram of a response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct ResponseHeader {
     pub request_type: u8,
-    /// Outcome of the request, a value of [`ResponseStatus`].
+    /// Outcome of the request, as the number of a [`ResponseStatus`].
     pub status: u8,
-    /// Number of the worker that answers the request, from 0.
+    /// Number of the worker that answered the request, from 0.
     pub worker_index: U16,
     /// Id of the request, by which the client finds it.
     pub id: U32,
-    /// Index of this datagram among those of the response, from 0.
+    /// Index of this datagram among the response's datagrams, from 0.
     pub part: u8,
-    /// Number of datagrams of the response, at least 1.
+    /// Number of datagrams in the response, at least 1.
     pub part_count: u8,
     pub pair_count: U16,
 }
@@ -74,28 +72,23 @@ struct PairHeader {
 #[repr(u8)]
 pub enum ResponseStatus {
     Done = 0,
-    /// GET: the store does not contain the key.
+    /// The store does not contain the key that a GET requested.
     NotFound = 1,
-    /// PUT: the store has no room for another key.
+    /// The store has no room for the new key of a PUT.
     StoreFull = 2,
 }
 
 /// Reason why a datagram is not a valid request.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// Datagram that is shorter than a request header.
     #[error("{0} bytes: expected at least {REQUEST_HEADER_BYTES}")]
     TooShort(usize),
-    /// Unknown request type in the first byte.
     #[error(transparent)]
     RequestType(#[from] crate::request_type::RequestTypeError),
-    /// Length of the datagram that differs from the sum of the lengths in its header.
     #[error("{given} bytes: expected {expected} by the lengths in the header")]
     WrongLength { given: usize, expected: usize },
-    /// GET or PUT request without a key.
     #[error("a {0} without a key")]
     MissingKey(RequestType),
-    /// Value that is too long for any response.
     #[error("a value of {0} bytes: expected at most {MAX_VALUE_BYTES}")]
     ValueTooLong(usize),
 }
@@ -105,11 +98,11 @@ pub struct Request<'a> {
     pub request_type: RequestType,
     /// Id that the server returns in its response.
     pub id: u32,
-    /// Service time that is requested from a paced server (ns); 0 for the time in the server's table.
+    /// Service time that the client requests from a paced server (ns), or 0 for the time in the server's table.
     pub service_ns: u32,
     /// Key of a GET or PUT (not empty), or first key of a SCAN.
     pub key: &'a [u8],
-    /// Value of a PUT; empty for other requests.
+    /// Value that a PUT stores, which is empty for other requests.
     pub value: &'a [u8],
 }
 
@@ -157,12 +150,12 @@ impl<'a> Request<'a> {
     }
 }
 
-/// Returns the name of key `number`. All names have the same length, so their order is that of the numbers.
+/// Returns the name of key `number`. All names have the same length, so that they sort like their numbers.
 pub fn key_name(number: u32) -> String {
     format!("user{number:010}")
 }
 
-/// Datagrams of a response, to which key-value pairs are added one by one.
+/// Builder for the datagrams of a response, to which key-value pairs are added one by one.
 #[derive(Debug, Default)]
 pub struct ResponseWriter {
     datagrams: Vec<Vec<u8>>,
@@ -170,7 +163,7 @@ pub struct ResponseWriter {
 }
 
 impl ResponseWriter {
-    /// Begins a response of one datagram without pairs, and discards the previous response.
+    /// Begins a response that has one datagram without pairs, and discards the previous response.
     pub fn begin(&mut self, request: &Request<'_>, status: ResponseStatus, worker: u16) {
         self.used_datagrams = 0;
         self.add_datagram(ResponseHeader {
@@ -184,8 +177,8 @@ impl ResponseWriter {
         });
     }
 
-    /// Adds a key-value pair, in another datagram if necessary. Returns `false` if no datagram can hold it, or after
-    /// 255 datagrams.
+    /// Adds a key-value pair, in a further datagram if necessary. Returns `false` if no datagram can hold the pair, or
+    /// if the response already has 255 datagrams and no room.
     pub fn push(&mut self, key: &[u8], value: &[u8]) -> bool {
         let pair_bytes = size_of::<PairHeader>() + key.len() + value.len();
         let (Ok(key_length), Ok(value_length)) = (u8::try_from(key.len()), u16::try_from(value.len())) else {
@@ -208,7 +201,7 @@ impl ResponseWriter {
         true
     }
 
-    /// Completes the headers, and returns the datagrams of the response in order.
+    /// Completes the headers, and returns the response's datagrams in order.
     pub fn finish_response(&mut self) -> impl Iterator<Item = &[u8]> {
         let part_count = self.used_datagrams as u8;
         (0..self.used_datagrams).for_each(|index| self.header_of_datagram(index).part_count = part_count);
@@ -232,7 +225,7 @@ impl ResponseWriter {
 
 pub type KeyValuePair<'a> = (&'a [u8], &'a [u8]);
 
-/// Returns the header and the key-value pairs of a response datagram; `None` for other datagrams.
+/// Returns the header and key-value pairs of a response datagram, or `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(ResponseHeader, Vec<KeyValuePair<'_>>)> {
     let (header, mut rest) = ResponseHeader::read_from_prefix(datagram).ok()?;
     let mut pairs = Vec::with_capacity(header.pair_count.get().into());
@@ -306,7 +299,7 @@ mod tests {
         ) {
             let request = Request { request_type: RequestType::GET, id: 7, service_ns: 0, key: b"k", value: b"" };
             let mut response = ResponseWriter::default();
-            // Two responses, because buffers are reused.
+            // The second response reuses the buffers of the first one.
             for _ in 0..2 {
                 response.begin(&request, ResponseStatus::Done, 3);
                 prop_assert!(pairs.iter().all(|(key, value)| response.push(key, value)));

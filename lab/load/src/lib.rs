@@ -1,12 +1,12 @@
 //! An open-loop load generator (`coreward-lab load`), and the protocols that it speaks.
 //!
-//! * [`key_value`]: requests and responses of the testbed's key-value server (UDP); [`paced`]: of its paced server
-//!   (TCP)
+//! * [`key_value`], [`paced`]: protocols of the testbed's key-value server (UDP) and paced server (TCP)
 //! * [`dns`]: the parts of DNS that a load generator needs
-//! * [`request_type`]: kinds of requests, and how long each takes; [`workload`]: which are sent; [`arrivals`]: when
-//! * [`generator`]: sends them, over a [`transport`], and knows which are [`outstanding`]
-//! * [`results`]: outcomes; [`report`], [`histogram_log`]: output; [`cli`]: the command
-//! * [`receive`]: arrival times of the kernel; [`event_loop`]: waiting
+//! * [`request_type`], [`workload`], [`arrivals`]: how long requests take, which requests are sent, and when
+//! * [`generator`]: the main loop, which sends requests over a [`transport`] and keeps track of [`outstanding`] ones
+//! * [`results`], [`report`], [`histogram_log`]: the outcomes, and their output
+//! * [`receive`], [`event_loop`]: the kernel's arrival times, and waiting for events
+//! * [`cli`]: the command
 
 pub mod arrivals;
 pub mod cli;

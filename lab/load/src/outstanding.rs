@@ -1,8 +1,8 @@
-//! Requests that were sent and are neither answered nor lost yet.
+//! Requests that were sent, but are neither answered nor lost yet.
 
 use std::collections::VecDeque;
 
-/// Request that was sent, as far as its results need it.
+/// Due time and class of a request that was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SentRequest {
     /// Time at which the request was due (CLOCK_MONOTONIC, ns).
@@ -13,7 +13,7 @@ pub struct SentRequest {
 #[derive(Debug)]
 struct OutstandingEntry {
     request: SentRequest,
-    /// Bitmap of the parts of the response that have been received.
+    /// Bitmap of the response's parts that have been received.
     received_parts: u128,
     is_answered: bool,
 }
@@ -28,17 +28,16 @@ pub enum AnswerOutcome {
     Duplicate,
     /// The answer belongs to a request that has already timed out.
     Late,
-    /// The answer has an id that no request had, or an impossible part.
+    /// The answer has an id that no request had, or an impossible part number.
     Unknown,
 }
 
-/// Requests that were sent and have not timed out, by their ids, which count up from 0 and wrap.
+/// Requests that were sent and have not timed out. Their ids count up from 0 and wrap around.
 #[derive(Debug, Default)]
 pub struct OutstandingRequests {
-    /// Requests in the order of their ids, in which they were sent.
+    /// Requests in the order in which they were sent, so that their ids are consecutive.
     entries: VecDeque<OutstandingEntry>,
     first_entry_id: u32,
-    /// Number of requests that were ever added.
     sent_count: u64,
     unanswered_count: usize,
 }
@@ -55,7 +54,7 @@ impl OutstandingRequests {
         id
     }
 
-    /// Records that part `part` (from 0) of the `parts` parts of the response to request `id` has arrived.
+    /// Records that part `part` (from 0) of the response to request `id` has arrived. The response has `parts` parts.
     pub fn record_part(&mut self, id: u32, part: u8, parts: u8) -> AnswerOutcome {
         let index = id.wrapping_sub(self.first_entry_id) as usize;
         let Some(entry) = self.entries.get_mut(index) else {
@@ -96,7 +95,7 @@ impl OutstandingRequests {
         }
     }
 
-    /// Returns the number of requests that have not timed out and have no complete response.
+    /// Returns the number of requests that have neither timed out nor received a complete response.
     pub fn unanswered_count(&self) -> usize {
         self.unanswered_count
     }

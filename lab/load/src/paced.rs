@@ -1,14 +1,15 @@
-//! Protocol of load generators and the testbed's paced server over TCP: 8 bytes each way, little-endian.
+//! TCP protocol between load generators and the testbed's paced server. Messages in both directions have 8 bytes, and
+//! their numbers are little-endian.
 //!
-//! A client may send a request before earlier ones are answered; responses arrive in the order of the requests.
+//! A client may send a request before earlier ones are answered. Responses arrive in the order of the requests.
 
 use zerocopy::byteorder::little_endian::U32;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Maximum service time of a request (us), which limits how long a corrupted request blocks a worker.
+/// Maximum service time of a request (us). It limits how long a corrupted request can block a worker.
 pub const MAX_SERVICE_US: u32 = 10_000_000;
 
-/// Request that makes one core of the server busy for a time.
+/// Request that keeps one of the server's cores busy for a given time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct PacedRequest {
@@ -22,7 +23,6 @@ pub struct PacedRequest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct PacedResponse {
-    /// Id of the request that is answered.
     pub id: U32,
     pub server: u8,
     /// Number of the core on which the worker runs.
@@ -34,7 +34,7 @@ pub struct PacedResponse {
 pub const MESSAGE_BYTES: usize = size_of::<PacedRequest>();
 const _: () = assert!(size_of::<PacedResponse>() == MESSAGE_BYTES);
 
-/// Buffer that cuts the bytes of a stream into messages of [`MESSAGE_BYTES`] bytes.
+/// Buffer that cuts a byte stream into messages of [`MESSAGE_BYTES`] bytes.
 #[derive(Debug, Default)]
 pub struct MessageBuffer {
     /// First bytes of an incomplete message.

@@ -1,4 +1,4 @@
-//! Receiving with the kernel's arrival time: a process that reads late does not make the packet older.
+//! Receives packets with the kernel's arrival times, which do not depend on how late the process reads a packet.
 
 use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, SocketAddrV4, SocketAddrV6};
@@ -12,20 +12,20 @@ use nix::time::{ClockId, clock_gettime};
 
 use crate::event_loop::now_ns;
 
-/// Length, arrival time and sender of what one call has received.
+/// Length, arrival time and sender of the data that one call has received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceivedBytes {
-    /// Number of bytes written to the buffer; 0 at the end of a stream.
+    /// Number of bytes written to the buffer, or 0 at the end of a stream.
     pub length: usize,
-    /// Time when the kernel received the bytes (CLOCK_MONOTONIC, ns). On a stream, that of the last segment.
+    /// Time when the kernel received the bytes (CLOCK_MONOTONIC, ns). On a stream, this is the last segment's time.
     pub arrived_ns: u64,
-    /// Address of the sender; `None` on a stream.
+    /// Address of the sender, or `None` on a stream.
     pub sender: Option<SocketAddr>,
     /// Whether the datagram was longer than the buffer.
     pub is_truncated: bool,
 }
 
-/// Receives from sockets whose arrival times [`TimestampedReceiver::enable_timestamps`] has enabled.
+/// Receiver for sockets on which [`TimestampedReceiver::enable_timestamps`] was called.
 #[derive(Debug)]
 pub struct TimestampedReceiver {
     control_buffer: Vec<u8>,
@@ -43,8 +43,8 @@ impl TimestampedReceiver {
         Ok(setsockopt(socket, ReceiveTimestampns, &true)?)
     }
 
-    /// Receives a datagram, or the available part of a stream. Blocks if the socket does. Fails like recvmsg(2):
-    /// WouldBlock when nothing is available, ConnectionRefused without a listener.
+    /// Receives a datagram, or the available part of a stream. Blocks if the socket is blocking. Fails like recvmsg(2),
+    /// with WouldBlock when nothing is available, and ConnectionRefused when the target has no listener.
     pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<ReceivedBytes> {
         let mut slices = [IoSliceMut::new(buffer)];
         let descriptor = socket.as_fd().as_raw_fd();
@@ -70,8 +70,8 @@ fn to_socket_address(address: &SockaddrStorage) -> Option<SocketAddr> {
     ipv4.or_else(|| address.as_sockaddr_in6().map(|address| SocketAddrV6::from(*address).into()))
 }
 
-/// Converts a past time of CLOCK_REALTIME, as in the kernel's time stamps, to CLOCK_MONOTONIC. The packet's age is
-/// computed immediately, so a step of the clock (NTP) only affects packets in transit at that time.
+/// Converts a past time of CLOCK_REALTIME, such as a kernel time stamp, to CLOCK_MONOTONIC. The packet's age is
+/// computed at once, so that a step of the clock (by NTP) only affects packets in transit at that time.
 fn realtime_to_monotonic_ns(realtime: TimeSpec) -> u64 {
     let to_ns = |time: TimeSpec| Duration::from(time).as_nanos() as u64;
     let realtime_now = clock_gettime(ClockId::CLOCK_REALTIME).expect("every kernel has this clock");
@@ -89,9 +89,9 @@ mod tests {
         let (receiver, sender) = (UdpSocket::bind("127.0.0.1:0").unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
         receiver.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         TimestampedReceiver::enable_timestamps(&receiver).unwrap();
-        // The kernel begins to stamp some time after the first socket requests it (net_enable_timestamp defers to a
-        // work queue); packets without a stamp get the time of reading. A pause of the machine between two clock reads
-        // also shifts the time.
+        // The kernel begins to stamp some time after the first socket requests it, because net_enable_timestamp defers
+        // the work to a queue. Packets without a stamp get the time of reading. A pause of the machine between two
+        // clock reads also shifts the time.
         let has_kernel_timestamp = (0..20).any(|_| is_arrival_time_near_send_time(&receiver, &sender));
         assert!(has_kernel_timestamp, "20 of 20 have the time of reading");
     }
@@ -106,7 +106,7 @@ mod tests {
         let received = TimestampedReceiver::default().receive(receiver, &mut buffer).unwrap();
         assert_eq!((received.length, received.is_truncated), (3, true));
         assert_eq!(received.sender, Some(sender.local_addr().unwrap()));
-        // Allows for a pause between the reads of the two clocks.
+        // The tolerance allows the machine to pause between the reads of the two clocks.
         let tolerance_ns = 100_000_000;
         println!("{before_ns}, {after_ns}: {received:?}");
         (before_ns - tolerance_ns..after_ns + tolerance_ns).contains(&received.arrived_ns)

@@ -1,4 +1,4 @@
-//! Report of a run, for people and for programs.
+//! Report of a load generator's run, for people and for programs.
 
 use coreward_sim::output::Printable;
 use hdrhistogram::Histogram;
@@ -8,18 +8,13 @@ use crate::request_type::RequestType;
 use crate::results::{ClassResults, Results};
 use crate::transport::{TransportErrorCounts, Worker};
 
-/// Quantiles of a number of times (us); `None` if there are none.
+/// Percentiles of measured times (us), which are `None` if nothing was measured.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
-    /// Median of the times.
     pub p50: Option<f64>,
-    /// 90th percentile of the times.
     pub p90: Option<f64>,
-    /// 99th percentile of the times.
     pub p99: Option<f64>,
-    /// 99.9th percentile of the times.
     pub p999: Option<f64>,
-    /// Maximum of the times.
     pub max: Option<f64>,
 }
 
@@ -42,13 +37,13 @@ pub struct ClassReport {
     pub class: RequestType,
     /// Number of requests that were due in the measured time.
     pub requests: u64,
-    /// Number of these requests that were answered before the time-out.
+    /// Number of measured requests that were answered before the time-out.
     pub completed: u64,
-    /// Number of these requests that were not answered before the time-out.
+    /// Number of measured requests that were not answered before the time-out.
     pub lost: u64,
     /// Number of responses that arrived in the measured time.
     pub arrived: u64,
-    /// Time from the due time of a request to its response.
+    /// Time from each request's due time to its response.
     pub latency_us: Latency,
 }
 
@@ -61,7 +56,7 @@ pub struct WorkerReport {
     pub completed: u64,
 }
 
-/// Report of a run. All fields but `measure` and `workers` cover only the load, without the measuring stream.
+/// Report of a run. Only `measure` and `workers` include the measuring stream (see the option `--measure`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Number of requests that were due per second.
@@ -70,19 +65,20 @@ pub struct Report {
     pub completed_rps: f64,
     /// Number of requests that were due in the measured time, and not answered before the time-out.
     pub lost: u64,
-    /// Time from the due time of a request to its response, for answered requests.
+    /// Time from each answered request's due time to its response.
     pub latency_us: Latency,
     /// Length of the measured time (s).
     pub seconds: f64,
     /// Number of requests that were due in the measured time.
     pub requests: u64,
-    /// Number of these requests that were answered before the time-out.
+    /// Number of measured requests that were answered before the time-out.
     pub completed: u64,
     pub classes: Vec<ClassReport>,
     pub measure: Option<ClassReport>,
-    /// Lateness of the generator's sends. If it is much more than the latencies of interest, the machine was too busy.
+    /// Time by which requests were sent after their due times. If it is much more than the latencies of interest, the
+    /// machine was too busy.
     pub lateness_us: Latency,
-    /// Number of answered requests by worker, those of the measuring stream included.
+    /// Number of requests that each worker answered, including those of the measuring stream.
     pub workers: Vec<WorkerReport>,
     /// Number of responses that repeat an earlier one.
     pub duplicates: u64,
@@ -95,7 +91,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Creates the report of `results`, whose classes are those of the load, then that of the measuring stream, if any.
+    /// Creates a report from `results`. Its classes are the types in `load`, followed by `measure` if the run has a
+    /// measuring stream.
     pub fn new(results: &Results, load: &[RequestType], measure: Option<RequestType>) -> Self {
         let class_report = |(of_class, class): (&ClassResults, &RequestType)| ClassReport {
             class: *class,

@@ -9,21 +9,19 @@ use serde::{Deserialize, Serialize};
 
 /// Type of a request, which is the first byte of every request and response.
 ///
-/// | byte | written | what |
+/// | byte | name | request for |
 /// |---|---|---|
 /// | 1 | `GET` | the value of a key |
-/// | 2 | `PUT` | a key's new value |
-/// | 16 to 31 | `WORK0` to `WORK15` | nothing but time, of a class: for synthetic distributions |
-/// | 129 to 255 | `SCAN1` to `SCAN127` | this many pairs in the order of the keys, from a key on |
+/// | 2 | `PUT` | storing a new value for a key |
+/// | 16 to 31 | `WORK0` to `WORK15` | service time without data, by class (for synthetic distributions) |
+/// | 129 to 255 | `SCAN1` to `SCAN127` | this many key-value pairs in key order, from a given key on |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestType(u8);
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum RequestTypeError {
-    /// Byte that is not a request type.
     #[error("request type {0}: expected 1 (GET), 2 (PUT), 16 to 31 (WORK) or 129 to 255 (SCAN)")]
     UnknownByte(u8),
-    /// Name that is not that of a request type.
     #[error("request type {0:?}: expected GET, PUT, SCAN1 to SCAN127 or WORK0 to WORK15")]
     UnknownName(String),
 }
@@ -32,7 +30,7 @@ const FIRST_WORK_BYTE: u8 = 16;
 /// Maximum number of key-value pairs that a SCAN can request.
 pub const MAX_SCAN_PAIRS: u8 = 127;
 const SCAN_BYTE_OFFSET: u8 = 128;
-/// Number of classes of [`RequestType::work`].
+/// Number of classes that [`RequestType::work`] distinguishes.
 pub const WORK_CLASS_COUNT: u8 = 16;
 
 impl RequestType {
@@ -41,22 +39,24 @@ impl RequestType {
     /// Request to store a value for a key.
     pub const PUT: Self = Self(2);
 
-    /// Returns the type of a SCAN of `pairs` keys and their values (1 to [`MAX_SCAN_PAIRS`]); `None` when out of range.
+    /// Returns the type of a SCAN that requests `pairs` key-value pairs. Returns `None` unless `pairs` is 1 to
+    /// [`MAX_SCAN_PAIRS`].
     pub const fn scan(pairs: u8) -> Option<Self> {
         if pairs >= 1 && pairs <= MAX_SCAN_PAIRS { Some(Self(SCAN_BYTE_OFFSET + pairs)) } else { None }
     }
 
-    /// Returns the type of requests that only take time, by class (below [`WORK_CLASS_COUNT`]); `None` if out of range.
+    /// Returns the type of requests that only take time, for a class below [`WORK_CLASS_COUNT`]. Returns `None` for
+    /// other classes.
     pub const fn work(class: u8) -> Option<Self> {
         if class < WORK_CLASS_COUNT { Some(Self(FIRST_WORK_BYTE + class)) } else { None }
     }
 
-    /// Returns the number of key-value pairs that a SCAN requests; `None` for other types.
+    /// Returns the number of key-value pairs that a SCAN requests, or `None` for other types.
     pub const fn scan_pairs(self) -> Option<u8> {
         if self.0 > SCAN_BYTE_OFFSET { Some(self.0 - SCAN_BYTE_OFFSET) } else { None }
     }
 
-    /// Returns the class of a WORK type; `None` for other types.
+    /// Returns the class of a WORK type, or `None` for other types.
     pub const fn work_class(self) -> Option<u8> {
         if self.0 >= FIRST_WORK_BYTE && self.0 < FIRST_WORK_BYTE + WORK_CLASS_COUNT {
             Some(self.0 - FIRST_WORK_BYTE)
@@ -124,8 +124,8 @@ const fn scan_request(pairs: u8) -> RequestType {
     RequestType::scan(pairs).expect("1 to 127")
 }
 
-/// Average service time of each query type (ns), measured for Masstree by Turbo (Seyedroudbari et al., HPCA 2023,
-/// caption of Figure 7).
+/// Average service time of each query type (ns), as Turbo measured it for the key-value store Masstree (Seyedroudbari
+/// et al., HPCA 2023, caption of Figure 7).
 pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] = [
     (RequestType::GET, 975),
     (RequestType::PUT, 1_350),
@@ -136,16 +136,12 @@ pub const TURBO_SERVICE_NS: [(RequestType, u32); 5] = [
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ServiceTimesError {
-    /// Part of the text that is not of the form `TYPE=TIME`.
     #[error("service time {0:?}: expected TYPE=MICROSECONDS, as in GET=200,SCAN46=2000")]
     MissingTime(String),
-    /// Name of a request type that does not exist.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
-    /// Text that is not a service time in the valid range.
     #[error("service time of {request_type}: {given:?}: expected microseconds, from 0 to 4294967")]
     InvalidTime { request_type: RequestType, given: String },
-    /// Multiplier outside the valid range.
     #[error("multiplier {0}: expected a number above 0, at most 100000")]
     InvalidMultiplier(f64),
 }
@@ -155,7 +151,7 @@ pub struct ServiceTimesByType(BTreeMap<RequestType, u32>);
 
 impl ServiceTimesByType {
     /// Returns [`TURBO_SERVICE_NS`] times `multiplier`, for machines on which the network takes longer than the paper's
-    /// requests. Fails when the multiplier is not above 0, or more than 100,000.
+    /// requests. Fails unless the multiplier is above 0 and at most 100,000.
     pub fn multiples_of_turbo(multiplier: f64) -> Result<Self, ServiceTimesError> {
         if !(multiplier > 0.0 && multiplier <= 100_000.0) {
             return Err(ServiceTimesError::InvalidMultiplier(multiplier));
@@ -165,23 +161,22 @@ impl ServiceTimesByType {
         Ok(Self(service_times_ns.into()))
     }
 
-    /// Returns these service times, but those of `other` for the types that it contains.
+    /// Returns these service times, with `other` taking precedence for the types that it contains.
     pub fn with_overrides(mut self, other: &Self) -> Self {
         self.0.extend(&other.0);
         self
     }
 
-    /// Returns the service time of a request type; `None` when it is not in the table.
+    /// Returns the service time of a request type, or `None` when it is not in the table.
     pub fn get(&self, request_type: RequestType) -> Option<Duration> {
         self.0.get(&request_type).map(|ns| Duration::from_nanos((*ns).into()))
     }
 
-    /// Returns the service time of a request type in ns, as requests contain it; `None` when it is not in the table.
+    /// Returns the service time of a request type in ns, as in requests, or `None` when it is not in the table.
     pub fn get_ns(&self, request_type: RequestType) -> Option<u32> {
         self.0.get(&request_type).copied()
     }
 
-    /// Returns whether the table has no service times.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Outcomes of the requests, by class.
+//! Outcomes of a run's requests, counted by request class.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,28 +8,27 @@ use hdrhistogram::Histogram;
 use crate::outstanding::SentRequest;
 use crate::transport::{TransportErrorCounts, Worker};
 
-/// Results of one class. All but `latency_ns` and `arrived_count` count requests that were due in the measured time.
+/// Results of the requests in one class.
 #[derive(Debug)]
 pub struct ClassResults {
     /// Number of requests that were due in the measured time.
     pub request_count: u64,
-    /// Number of these requests that were answered before the time-out.
+    /// Number of measured requests that were answered before the time-out.
     pub completed_count: u64,
-    /// Number of these requests that were not answered before the time-out.
+    /// Number of measured requests that were not answered before the time-out.
     pub lost_count: u64,
-    /// Times from the due times of the requests to their responses (ns).
+    /// Times from each request's due time to its response (ns).
     pub latency_ns: Histogram<u64>,
-    /// Number of responses that arrived in the measured time, to requests that were due before or in it.
+    /// Number of responses that arrived in the measured time, including those to requests that were due before it.
     pub arrived_count: u64,
 }
 
-/// Results of a run, for all classes of requests.
 #[derive(Debug)]
 pub struct Results {
     /// Start and end of the measured time (CLOCK_MONOTONIC, ns).
     pub measured_window_ns: Range<u64>,
     pub classes: Vec<ClassResults>,
-    /// Times from the due times of requests to their send times (ns), by which the generator was late.
+    /// Times by which the generator sent requests after their due times (ns).
     pub lateness_ns: Histogram<u64>,
     /// Number of measured requests that each worker answered.
     pub answers_by_worker: BTreeMap<Worker, u64>,
@@ -42,17 +41,19 @@ pub struct Results {
     pub transport_errors: TransportErrorCounts,
     /// Time when the last request was answered or lost (ns since the start).
     pub end_ns: u64,
-    /// Latencies of each class in the current interval; empty unless they were requested.
+    /// Latencies of each class in the current interval, which is empty unless the run records intervals.
     interval_latencies_ns: Vec<Histogram<u64>>,
 }
 
-/// Returns a histogram of times (1 ns to ten minutes, three significant digits). Longer times count as ten minutes.
+/// Returns an empty histogram for times from 1 ns to ten minutes, with three significant digits. Longer times count as
+/// ten minutes.
 fn new_time_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(600_000_000_000, 3)?)
 }
 
 impl Results {
-    /// Creates empty results. `intervals`: also record latencies by interval. Fails when memory is short.
+    /// Creates empty results. If `intervals` is true, latencies are also recorded by interval. Fails when memory is
+    /// short.
     pub fn new(classes: usize, measured_window_ns: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
         let empty_class = |_| {
             let latency_ns = new_time_histogram()?;
@@ -79,12 +80,11 @@ impl Results {
         self.measured_window_ns.end = self.measured_window_ns.end.min(now_ns.max(self.measured_window_ns.start));
     }
 
-    /// Returns the latencies of each class since they were last reset.
+    /// Returns the histogram of each class's latencies since it was last reset.
     pub fn interval_latencies(&mut self) -> impl Iterator<Item = &mut Histogram<u64>> {
         self.interval_latencies_ns.iter_mut()
     }
 
-    /// Records that a request was sent at `now_ns`.
     pub(crate) fn record_sent(&mut self, sent: SentRequest, now_ns: u64) {
         if let Some(class) = self.class_if_measured(sent) {
             class.request_count += 1;
@@ -92,7 +92,6 @@ impl Results {
         }
     }
 
-    /// Records that the response to a request arrived at `arrived_ns`.
     pub(crate) fn record_answer(&mut self, sent: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
         if self.measured_window_ns.contains(&arrived_ns) {
             self.classes[usize::from(sent.class)].arrived_count += 1;
@@ -110,7 +109,6 @@ impl Results {
         }
     }
 
-    /// Records that a request was lost.
     pub(crate) fn record_lost(&mut self, sent: SentRequest) {
         if let Some(class) = self.class_if_measured(sent) {
             class.lost_count += 1;

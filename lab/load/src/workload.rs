@@ -1,4 +1,4 @@
-//! Requests: request types by their shares, or service times of a distribution.
+//! Random requests, drawn from a mix of request types or from a distribution of service times.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,46 +11,41 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use crate::request_type::{RequestType, RequestTypeError, ServiceTimesByType, WORK_CLASS_COUNT};
 
-/// Parameters by which a request is made.
+/// Class, type and service time of one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestParameters {
     /// Index of the request's type in [`Workload::request_types`].
     pub class_index: u8,
     pub request_type: RequestType,
-    /// Service time that is requested (ns); 0 if the server chooses it.
+    /// Service time that the request asks for (ns), or 0 if the server chooses it.
     pub service_ns: u32,
 }
 
-/// Shares of request types, written as `GET=0.5,PUT=0.5` or as the name of a preset.
+/// Shares of request types, written as `GET=0.5,PUT=0.5` or as a preset's name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RequestMix(Vec<(RequestType, f64)>);
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MixError {
-    /// Text that is neither the name of a preset nor a list of shares.
     #[error("mix {0:?}: expected TYPE=SHARE,..., as in GET=0.9,SCAN46=0.1, or turbo-7a, turbo-7b, turbo-7c, turbo-7d")]
     UnknownMix(String),
-    /// Name of a request type that does not exist.
     #[error(transparent)]
     RequestType(#[from] RequestTypeError),
-    /// Request type that appears twice in the mix.
     #[error("mix: {0} is there twice")]
     DuplicateType(RequestType),
-    /// Text that is not a share in the valid range.
     #[error("share of {request_type}: {given:?}: expected a number above 0, at most 1")]
     InvalidShare { request_type: RequestType, given: String },
-    /// Sum of the shares, which is not 1.
     #[error("the shares of the mix add up to {0}: expected 1")]
     WrongSum(f64),
-    /// Number of request types that exceeds the maximum.
     #[error("mix of {0} types: expected at most 16")]
     TooManyTypes(usize),
 }
 
-/// Query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). (a) is YCSB-A: half GET, half PUT.
-/// The paper gives no shares for the other mixes. (b) and (c) "roughly match" the bimodal distributions of its Sect.
-/// VII-A: 10 % five times as long, and 40 % ten times as long. (d) is trimodal with a mean of 9.2 us, as a third each
-/// of GET, SCAN46 and SCAN105. The scenarios turbo-7a to turbo-7d simulate the same mixes.
+/// Query mixes of Turbo's Figure 7 (Seyedroudbari et al., HPCA 2023, Sect. VII-C). Mix (a) is YCSB-A, which is half GET
+/// and half PUT. The paper gives no shares for the other mixes. Mixes (b) and (c) "roughly match" the bimodal
+/// distributions in its Sect. VII-A. There, 10 % of requests take five times as long, and 40 % ten times as long. Mix
+/// (d) is trimodal with a mean of 9.2 us, so it has a third each of GET, SCAN46 and SCAN105. The scenarios turbo-7a to
+/// turbo-7d simulate the same mixes.
 const MIX_PRESETS: [(&str, &str); 4] = [
     ("turbo-7a", "GET=0.5,PUT=0.5"),
     ("turbo-7b", "GET=0.9,SCAN18=0.1"),
@@ -95,7 +90,8 @@ impl RequestMix {
         &self.0
     }
 
-    /// Returns the shortest service time of the types in [`TURBO_SERVICE_NS`] (us); `None` if it has not all of them.
+    /// Returns the shortest time in [`TURBO_SERVICE_NS`] among the mix's types (us), or `None` if a type is not listed
+    /// there.
     pub fn unit_us(&self) -> Option<f64> {
         let times = ServiceTimesByType::multiples_of_turbo(1.0).ok()?;
         let times: Option<Vec<u32>> = self.0.iter().map(|(request_type, _)| times.get_ns(*request_type)).collect();
@@ -113,16 +109,17 @@ impl fmt::Display for RequestMix {
     }
 }
 
-/// Distribution of service times, written with microseconds as `exp:3`, or as for `coreward-lab sim rpc`.
+/// Distribution of service times, written like `exp:3` with a mean in microseconds, or as for `coreward-lab sim rpc`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ServiceDistribution {
     unit_distribution: ServiceTimeDistribution,
-    /// Time that one unit of the distribution takes (us): the service time of the shortest class, or the mean.
+    /// Time that one unit of the distribution takes (us), which is the shortest class's service time, or the mean.
     unit_us: f64,
 }
 
-/// RingLeader's synthetic workloads (Lin et al., NSDI 2023, Table 2). Bimodal: 95 % take 5 us, 5 % take 100 us. High
-/// Bimodal: 99 % take 3 us, 1 % take 100 us. The short requests have high priority. Exp(3) is `exp:3`.
+/// RingLeader's synthetic workloads (Lin et al., NSDI 2023, Table 2). In Bimodal, 95 % of requests take 5 us and 5 %
+/// take 100 us. In High Bimodal, 99 % take 3 us and 1 % take 100 us. The short requests have high priority. The
+/// workload Exp(3) is written as `exp:3`.
 const RINGLEADER_DISTRIBUTIONS: [(&str, &str, f64); 2] =
     [("ringleader-bimodal", "bimodal:0.05:20", 5.0), ("ringleader-high-bimodal", "bimodal:0.01:33.333333", 3.0)];
 
@@ -159,9 +156,9 @@ impl ServiceDistribution {
 
 #[derive(Debug, Clone)]
 enum RequestSampler {
-    /// Mix of request types: type, cumulative share, and requested service time (ns; 0 if the server chooses it).
+    /// Request types, each with its cumulative share and requested service time (ns, or 0 if the server chooses it).
     Mix(Vec<(RequestType, f64, u32)>),
-    /// Distribution of service times, and length of its unit (ns).
+    /// Sampler of service times in a distribution's units, and the length of one unit (ns).
     ServiceTimeDistribution(ServiceTimeSampler, f64),
 }
 
@@ -173,7 +170,8 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// Creates a workload with the request types of `mix`. The server chooses service times that are not in `times`.
+    /// Creates a workload with the request types of `mix`. The server chooses the service times of types that are not
+    /// in `times`.
     pub fn from_mix(mix: &RequestMix, times: &ServiceTimesByType, seed: u64, purpose: u64) -> Self {
         let mut cumulative_share = 0.0;
         let mut mix_entry = |(request_type, share): &(RequestType, f64)| {
@@ -181,7 +179,7 @@ impl Workload {
             (*request_type, cumulative_share, times.get_ns(*request_type).unwrap_or(0))
         };
         let mut mix_entries: Vec<_> = mix.0.iter().map(&mut mix_entry).collect();
-        // The shares may add up to a little less than 1.
+        // The shares may add up to a little less than 1, so the last type takes the rest.
         mix_entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
         let request_types = mix.0.iter().map(|(request_type, _)| *request_type).collect();
         Self { sampler: RequestSampler::Mix(mix_entries), request_types, rng: seeded_rng(seed, purpose) }
@@ -201,8 +199,8 @@ impl Workload {
         }
     }
 
-    /// Restricts the workload of a measuring stream to its first type. For a distribution, that is the service time of
-    /// its shortest class, or its mean if it has no classes (Turbo's measuring client, Sect. VII-A).
+    /// Restricts the workload of a measuring stream to its first type. For a distribution, that is its shortest class's
+    /// service time, or its mean if it has no classes (as in Turbo's measuring client, Sect. VII-A).
     pub fn first_type_only(mut self) -> Self {
         match &mut self.sampler {
             RequestSampler::Mix(entries) => {
@@ -215,12 +213,11 @@ impl Workload {
         self
     }
 
-    /// Returns the request types, of which the shortest is the first if they come from a distribution.
+    /// Returns the request types. If they come from a distribution, the first one has the shortest service time.
     pub fn request_types(&self) -> &[RequestType] {
         &self.request_types
     }
 
-    /// Returns the parameters of the next request.
     pub fn next_request(&mut self) -> RequestParameters {
         match &self.sampler {
             RequestSampler::Mix(entries) => {
@@ -232,7 +229,7 @@ impl Workload {
             }
             RequestSampler::ServiceTimeDistribution(sampler, unit_ns) => {
                 let (class, service_ticks) = sampler.sample(&mut self.rng);
-                // At least 1, because the server chooses the time for 0. `as` limits longer times to 4.3 s.
+                // The minimum is 1, because 0 lets the server choose the time. `as` limits longer times to 4.3 s.
                 let service_ns = ((to_units(service_ticks) * unit_ns) as u32).max(1);
                 RequestParameters {
                     class_index: class,
@@ -260,7 +257,7 @@ mod tests {
     fn sampled_ringleader_service_times_have_the_published_means() {
         for (name, mean) in [("exp:3", 3.0), ("ringleader-bimodal", 9.75), ("ringleader-high-bimodal", 3.97)] {
             let sampled_mean = sampled_mean_us(name);
-            // Tolerance: three standard errors of 200,000 draws (0.05 us each).
+            // The tolerance is three standard errors, which are 0.05 us each for 200,000 draws.
             assert!((sampled_mean - mean).abs() < 0.15, "{name}: {sampled_mean} us");
             assert!((name.parse::<ServiceDistribution>().unwrap().mean_us() - mean).abs() < 1e-6);
         }
@@ -315,7 +312,7 @@ mod tests {
             }
             for (weight, drawn) in weights.iter().zip(&drawn) {
                 let (expected, drawn) = (share_of(weight), f64::from(*drawn) / f64::from(count));
-                // Tolerance: six standard deviations, exceeded once in 5e8 draws.
+                // The tolerance is six standard deviations, which is exceeded once in 5e8 draws.
                 let deviation = (expected * (1.0 - expected) / f64::from(count)).sqrt();
                 prop_assert!((drawn - expected).abs() <= 6.0 * deviation, "{drawn} of {expected}");
             }

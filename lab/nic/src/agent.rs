@@ -1,4 +1,4 @@
-//! The real agent in a guest: `coreward agent rss`, and the daemon with a controller.
+//! Runs the real agent in a guest, both as `coreward agent rss` and as the daemon with a controller.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -14,16 +14,16 @@ use crate::wire::{FLOW_COUNT, IPV4_DESTINATION, IPV6_DESTINATION};
 
 /// Maximum time until a daemon is ready. Under emulation, the BPF verifier alone takes seconds.
 pub const DAEMON_START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Maximum time until a daemon detects a change, for which it polls once a second.
+/// Maximum time until a daemon detects a change. Daemons poll for changes once a second.
 const CHANGE_DETECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// Id of the server in the fleet document, which is the seed of its balanced indirection table.
+/// Id of the server in the fleet document, which seeds the server's balanced indirection table.
 const SERVER_ID: u64 = 4711;
-/// RSS key of the fleet, which is in the controller's secret file.
+/// RSS key of the fleet, which is stored in the controller's secret file.
 const FLEET_RSS_KEY: &str = "c0:4e:3a:dd:00:11:22:33:44:55:66:77:88:99:aa:bb:cc:dd:ee:ff:\
                          10:32:54:76:98:ba:dc:fe:0f:1e:2d:3c:4b:5a:69:78:87:96:a5:b4";
 
-/// Returns the configuration files of the guest, as name (without leading slash) and content.
+/// Returns the guest's configuration files, as pairs of name (without leading slash) and content.
 pub fn guest_files() -> [(&'static str, String); 5] {
     let controller_config = "listen = \"127.0.0.1:7400\"\nstore = \"/run/controller.redb\"\nfleet = \"fleet.toml\"\n\
                       rss_key_file = \"rss.key\"\n";
@@ -45,8 +45,8 @@ pub fn guest_files() -> [(&'static str, String); 5] {
     ]
 }
 
-/// Returns the RSS settings that an agent with `manage_rss` makes in a NIC that has the settings `before`. A driver
-/// that does not show its key does not accept one either.
+/// Returns the RSS settings that an agent with `manage_rss` makes in a NIC with the settings `before`. A driver that
+/// does not show its key does not accept one either.
 pub fn expected_managed_rss(before: &RssConfig, accepts_key: bool, receive_queues: u16) -> Result<RssConfig> {
     let key = if accepts_key { FLEET_RSS_KEY.parse()? } else { before.key.clone() };
     let table_seed = ServerId::try_from(SERVER_ID)?.get().into();
@@ -54,7 +54,7 @@ pub fn expected_managed_rss(before: &RssConfig, accepts_key: bool, receive_queue
     Ok(RssConfig { key, indirection_table: IndirectionTable::balanced(table_seed, entry_count, receive_queues)? })
 }
 
-/// Line of the output of `coreward agent rss --json`.
+/// Line in the output of `coreward agent rss --json`.
 #[derive(Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 enum RssWatchLine {
@@ -67,9 +67,9 @@ enum RssWatchLine {
 pub struct RssWatchOutput {
     /// RSS key and indirection table that the agent read from the NIC.
     pub shown_rss: RssConfig,
-    /// Flow of each SYN, with its predicted and its actual queue.
+    /// Flow of each SYN, with the predicted queue and the actual one.
     pub syn_queues: Vec<(FourTuple, u16, u16)>,
-    /// Verdict on the shown settings: `in_force`, `not_in_force` or `undecided`.
+    /// Verdict on whether the NIC uses the shown settings, which is `in_force`, `not_in_force` or `undecided`.
     pub verdict: String,
 }
 
@@ -85,9 +85,10 @@ pub fn start_rss_watch(guest: &mut Guest) -> Result<()> {
     wait_result.with_context(|| format!("`coreward agent rss`: {}", log_tail(guest, "rss")))
 }
 
-/// Waits until the agent has received all SYNs, and returns its output. Fails when it fails or its output is invalid.
+/// Waits until the agent has received all SYNs, and returns its output. Fails when the agent fails or its output is
+/// invalid.
 pub fn finish_rss_watch(guest: &mut Guest) -> Result<RssWatchOutput> {
-    // The exit status depends on the verdict.
+    // The exit status is ignored, because it depends on the verdict.
     guest.try_run("finished rss", DAEMON_START_TIMEOUT + CHANGE_DETECTION_TIMEOUT)?;
     let (mut shown_rss, mut syn_queues, mut final_verdict) = (None, Vec::new(), None);
     for text in guest.run_successfully("cat /tmp/rss.out")?.lines().filter(|line| line.starts_with('{')) {
@@ -113,8 +114,8 @@ fn parse_rss(key: &str, table: &[u32]) -> Result<RssConfig> {
 pub struct ControllerAndAgent;
 
 impl ControllerAndAgent {
-    /// Starts the controller and the agent, and waits until the agent has reported `expected` as the NIC's RSS
-    /// settings. Fails after a time limit, with the ends of both logs.
+    /// Starts the controller and the agent, and waits until the agent has reported the RSS settings `expected`. Fails
+    /// after a time limit, with the ends of both logs.
     pub fn start(guest: &mut Guest, expected: &RssConfig) -> Result<Self> {
         guest.run_successfully("start controller coreward controller --config /etc/controller.toml")?;
         guest.run_successfully("start agent coreward agent --config /etc/agent.toml")?;
@@ -135,7 +136,7 @@ impl ControllerAndAgent {
         Ok((counter("rss_matched")?, counter("rss_mismatched")?))
     }
 
-    /// Waits until the agent has counted `syns` more SYNs than `before`. Returns how many of them arrived on the
+    /// Waits until the agent has counted `syns` more SYNs than in `before`. Returns how many of these arrived on the
     /// predicted queue. Fails after a time limit.
     pub fn count_new_matched_syns(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
         let new_matched_syns = poll_until_some(guest, CHANGE_DETECTION_TIMEOUT, |guest| {
@@ -145,7 +146,8 @@ impl ControllerAndAgent {
         new_matched_syns.with_context(|| agent_and_controller_logs(guest))
     }
 
-    /// Waits until the agent warns (or no longer warns) that the RSS table is not in force. Fails after a time limit.
+    /// Waits until the agent warns (or stops to warn) that the NIC does not use its RSS table. Fails after a time
+    /// limit.
     pub fn wait_for_rss_warning(&self, guest: &mut Guest, is_warning_expected: bool) -> Result<()> {
         let wait_result = poll_until_some(guest, CHANGE_DETECTION_TIMEOUT, |guest| {
             let Some(server) = only_server_status(guest)? else { return Ok(None) };
@@ -164,7 +166,7 @@ impl ControllerAndAgent {
     }
 }
 
-/// Runs a controller and a load balancer until the load balancer's table is in force, which needs RCU grace periods.
+/// Runs a controller and a load balancer until the load balancer has applied its table, which needs RCU grace periods.
 /// Fails after a time limit, with the ends of both logs.
 pub fn run_load_balancer_until_ready(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("ip addr add 10.2.0.1/24 dev eth0")?;
@@ -187,12 +189,12 @@ pub fn run_load_balancer_until_ready(guest: &mut Guest) -> Result<String> {
     Ok(format!("generation {generation}"))
 }
 
-/// Returns the status of the only server, as `coreward status` reports it; `None` if there is none yet.
+/// Returns the only server's status, as `coreward status` reports it, or `None` if there is no server yet.
 fn only_server_status(guest: &mut Guest) -> Result<Option<Value>> {
     Ok(fleet_status(guest)?.and_then(|answer| answer["servers"].get(0).cloned()))
 }
 
-/// Returns the output of `coreward status`; `None` while the controller does not answer. Fails when it is no JSON.
+/// Returns the output of `coreward status`, or `None` while the controller does not answer. Fails when it is not JSON.
 pub fn fleet_status(guest: &mut Guest) -> Result<Option<Value>> {
     let (status, answer) = guest.try_run(
         "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
@@ -226,7 +228,7 @@ pub fn poll_until_some<T>(
     }
 }
 
-/// Returns the last messages in the log of a program that was started in the guest.
+/// Returns the last log messages of a program that was started in the guest.
 pub fn log_tail(guest: &mut Guest, name: &str) -> String {
     guest
         .run_successfully(&format!("tail -n 5 /tmp/{name}.log"))

@@ -1,4 +1,4 @@
-//! Checks of each guest.
+//! Guests of `make test-nic`, and the checks in each of them.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -18,15 +18,15 @@ use crate::wire::{FLOW_COUNT, GuestTap, IPV4_DESTINATION};
 pub struct TestFiles {
     /// Fetched packages with QEMU and the kernels.
     pub packages: FetchedPackages,
-    /// Path of the `coreward` binary that is tested.
+    /// Path of the tested `coreward` binary.
     pub coreward_binary: PathBuf,
     /// Directory for the logs of the guests' consoles.
     pub log_directory: PathBuf,
 }
 
-/// Guest, and the checks that are made of its NIC.
+/// Guest, and the checks that are made with its NIC.
 pub struct GuestCase {
-    /// Version of the kernel: `6.1` (that of Debian 12) or `6.12`.
+    /// Version of the kernel, which is `6.1` (as in Debian 12) or `6.12`.
     pub kernel_version: &'static str,
     pub nic: NicModel,
     /// Additional arguments on the kernel's command line.
@@ -35,29 +35,28 @@ pub struct GuestCase {
 }
 
 enum CheckSelection {
-    /// Checks of RSS and of the agent, in each of these settings of the NIC.
+    /// Checks of RSS and of the agent, repeated in each of these settings of the NIC.
     RssSettings(&'static [NicSetting]),
-    /// Check of where new connections are placed while a core forwards packets. The guest has two NICs.
+    /// Check of the servers that get new connections while a core forwards packets. The guest has two NICs.
     Forwarding,
 }
 
 struct NicSetting {
     name: &'static str,
-    /// Shell command in the guest that makes the setting.
+    /// Shell command that makes the setting in the guest.
     set_up_command: &'static str,
-    /// Whether the NIC uses the RSS settings that it shows, as measured with the kernels of November 2026
+    /// Whether the NIC is expected to use the RSS settings that it shows, as measured with the kernels of November 2026
     /// (docs/results.md).
     is_in_force_expected: bool,
 }
 
-/// Maximum time that the BPF verifier takes for all programs, under emulation.
+/// Maximum time that the BPF verifier takes for all programs under emulation.
 const VERIFIER_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum time for a command that the user has given.
 const USER_COMMAND_TIMEOUT: Duration = Duration::from_secs(600);
 
 const DRIVER_DEFAULT_NAME: &str = "as the driver starts";
 
-/// All guests with their checks.
 pub const GUEST_CASES: [GuestCase; 7] = [
     GuestCase {
         kernel_version: "6.1",
@@ -97,7 +96,7 @@ pub const GUEST_CASES: [GuestCase; 7] = [
         kernel_arguments: "",
         checks: CheckSelection::Forwarding,
     },
-    // CPUs without a tick, on which membarrier(2) offers no grace periods.
+    // These CPUs have no timer tick, and membarrier(2) offers no grace periods on such CPUs.
     GuestCase {
         kernel_version: "6.12",
         nic: NicModel::Virtio,
@@ -138,7 +137,7 @@ const IGB_SETTINGS: &[NicSetting] = &[
 ];
 
 impl GuestCase {
-    /// Returns the name of the case, by which users see and select it.
+    /// Returns the name by which users see and select the case.
     pub fn name(&self) -> String {
         let arguments_suffix =
             if self.kernel_arguments.is_empty() { String::new() } else { format!(" and {}", self.kernel_arguments) };
@@ -146,12 +145,12 @@ impl GuestCase {
         format!("Linux {} with {}{arguments_suffix}{forwarding_suffix}", self.kernel_version, self.nic.driver_name())
     }
 
-    /// Returns whether the case is selected, because its name contains `text`.
+    /// Returns whether the case's name contains `text`, so that the case is selected.
     pub fn is_selected(&self, text: &str) -> bool {
         self.name().contains(text)
     }
 
-    /// Boots the guest and runs its checks. With a `command`, prints the output of that command instead. Fails when the
+    /// Boots the guest and runs its checks. If `command` is given, prints that command's output instead. Fails when the
     /// guest does not boot.
     pub fn boot_and_check(&self, parts: &TestFiles, command: Option<&str>, tally: &mut CheckTally) -> Result<()> {
         let start = Instant::now();
@@ -186,7 +185,7 @@ impl GuestCase {
         }
         for setting in nic_settings {
             self.check_setting(setting, &mut guest, &guest_link, tally)?;
-            // The check runs while the NIC still has the driver's own state: with the table that the agent will
+            // The check needs the NIC in the driver's own state, with the indirection table that the agent will
             // restore.
             if setting.name == DRIVER_DEFAULT_NAME && self.nic != NicModel::Vmxnet3 {
                 let managed_result = self.check_managed_rss(&mut guest, &guest_link, tally);
@@ -197,7 +196,7 @@ impl GuestCase {
         Ok(())
     }
 
-    /// Checks that the kernel uses its additional arguments, because kernels ignore unknown ones.
+    /// Checks that the kernel uses its additional arguments. Kernels ignore unknown arguments without an error.
     fn check_kernel_arguments(&self, guest: &mut Guest) -> Result<String> {
         let tickless_cpus = guest.run_successfully("cat /sys/devices/system/cpu/nohz_full")?.trim().to_owned();
         ensure!(
@@ -244,8 +243,8 @@ impl GuestCase {
                 &console_path,
             )
         };
-        // QEMU's emulation of several CPUs sometimes fails with an assertion while the guest sets up its PCI devices
-        // (system/physmem.c, iotlb_to_section), before the tested programs run.
+        // QEMU's emulation of several CPUs sometimes fails with an assertion (system/physmem.c, iotlb_to_section). This
+        // happens while the guest sets up its PCI devices, before the tested programs run, so a second attempt is made.
         let mut guest = boot_once().or_else(|error| match format!("{error:#}").contains("Assertion") {
             true => {
                 println!("{}: QEMU ended by an assertion of its own, once more: {error:#}", self.name());
@@ -280,7 +279,7 @@ impl GuestCase {
             (true, [true, true]) | (false, [false, false]) => {
                 tally.record_result(&setting_check_name(check_text), Ok(measurement_text))
             }
-            // A point release has fixed the driver, so the check has no meaning.
+            // A point release of the kernel has fixed the driver, so the check has no meaning.
             (false, [true, true]) => tally.record_skipped(&setting_check_name(check_text), "in this kernel it does"),
             _ => tally.record_result(&setting_check_name(check_text), Err(anyhow!(measurement_text))),
         }
@@ -296,10 +295,10 @@ impl GuestCase {
         Ok(())
     }
 
-    /// Checks that packets in GUE arrive on the queues that their outer headers predict.
+    /// Checks that GUE packets arrive on the queues that their outer headers predict.
     fn check_gue(&self, guest: &mut Guest, wire: &GuestTap) -> Result<String> {
         if self.nic == NicModel::Igb {
-            // The driver's default omits the ports of UDP.
+            // By default, the driver does not hash the ports of UDP.
             guest
                 .run_successfully("ethtool -N eth0 rx-flow-hash udp4 sdfn && ethtool -N eth0 rx-flow-hash udp6 sdfn")?;
         }
@@ -369,8 +368,8 @@ fn check_kernel(guest: &mut Guest) -> Result<String> {
     Ok(program_names.join(" "))
 }
 
-/// Checks that the agent agrees with a measurement on the key, the table, each flow's predicted and actual queue, and
-/// the verdict.
+/// Checks that the agent agrees with a measurement on the key, the table, the verdict, and each flow's predicted and
+/// actual queue.
 fn check_agreement(measured: &RssMeasurement, watched: &RssWatchOutput) -> Result<String> {
     ensure!(
         watched.shown_rss == measured.shown_rss,
@@ -395,7 +394,7 @@ fn check_agreement(measured: &RssMeasurement, watched: &RssWatchOutput) -> Resul
 fn set_up_guest_network(guest: &mut Guest) -> Result<()> {
     guest.run_successfully("ip link set eth0 up")?;
     guest.run_successfully(&format!("ip addr add {}/32 dev lo", IPV4_DESTINATION.ip()))?;
-    // The guest sends no answers: some drivers' interrupts count both directions, and only received packets should
+    // The guest sends no answers. Some drivers' interrupts count both directions, but only received packets should
     // count.
     guest.run_successfully("ip route add blackhole default")?;
     let deadline = Instant::now() + Duration::from_secs(20);

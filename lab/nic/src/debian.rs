@@ -1,4 +1,4 @@
-//! Guests with Debian's own root file system and systemd.
+//! Guests that boot Debian's own root file system with systemd.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt as _;
@@ -22,7 +22,7 @@ const KERNEL_MODULES: [&str; 17] = [
     "bridge",
     "sch_ingress",
     "cls_bpf",
-    // The guest has no /lib/modules from which the agent's first listing of sockets could load the module.
+    // The agent's first listing of sockets cannot load this module itself, because the guest has no /lib/modules.
     "tcp_diag",
     "ip_vs",
     "ip_vs_rr",
@@ -33,13 +33,13 @@ const KERNEL_MODULES: [&str; 17] = [
     "ipip",
     "fou",
 ];
-/// Packages that a minimal Debian lacks: for booting, as dependencies of the daemons' packages, and for the tests.
+/// Packages that a minimal Debian lacks, for booting, for the tests, and as dependencies of the daemons' packages.
 const DEBIAN_PACKAGES: &str =
     "systemd-sysv,adduser,iproute2,procps,ethtool,libelf1,zlib1g,nginx-light,ipvsadm,keepalived,tcpdump";
 /// Size of the root file system, which is twice the size of the installed programs.
 const ROOT_IMAGE_SIZE: &str = "1500M";
 
-/// Kernel arguments without gettys, because systemd would wait for udev, which the guest lacks, to report the lines.
+/// Kernel arguments that disable gettys. systemd would wait until udev, which the guest lacks, reports their lines.
 const KERNEL_ARGUMENTS: &str = "systemd.getty_auto=no systemd.firstboot=no systemd.show_status=no";
 const MULTI_USER_TARGET_DROP_IN: &str = "[Unit]\nRequires=test-network.service test-serial.service\n";
 const SERIAL_COMMANDS_UNIT: &str = "[Unit]\nDescription=Commands of the \
@@ -48,13 +48,11 @@ const SERIAL_COMMANDS_UNIT: &str = "[Unit]\nDescription=Commands of the \
 const NETWORK_UNIT: &str = "[Unit]\nDescription=Network of the test\nBefore=network-online.target nginx.service\n\
                             [Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/bin/sh -e /etc/test-network\n";
 
-/// File of the guest, as path (without leading slash) and content.
+/// File of the guest, as a pair of path (without leading slash) and content.
 pub type NamedGuestFile = (&'static str, String);
 
-/// Returns the path of an image with Debian's root file system. Creates it unless an earlier run has done so.
-///
-/// # Errors
-/// When debootstrap cannot fetch the packages.
+/// Returns the path of an image with Debian's root file system. Creates the image unless an earlier run has done so.
+/// Fails when debootstrap cannot fetch the packages.
 pub fn create_root_image(packages: &FetchedPackages, cache: &Path) -> Result<PathBuf> {
     let (mirror, release) = packages::debian_mirror()?;
     let image_description = format!("{release} {DEBIAN_PACKAGES} {ROOT_IMAGE_SIZE}\n");
@@ -63,7 +61,7 @@ pub fn create_root_image(packages: &FetchedPackages, cache: &Path) -> Result<Pat
         return Ok(image_path);
     }
     println!("packages: fetching Debian's {release} into {}", image_path.display());
-    // Readable for users other than root, who run daemons in it.
+    // Users other than root run daemons in this directory, so that they must be able to read it.
     let root_directory = tempfile::Builder::new().permissions(Permissions::from_mode(0o755)).tempdir_in(cache)?;
     let include_option = format!("--include={DEBIAN_PACKAGES}");
     let debootstrap_arguments = ["--variant=minbase", include_option.as_str(), release.as_str()];
@@ -86,7 +84,6 @@ pub fn create_root_image(packages: &FetchedPackages, cache: &Path) -> Result<Pat
     Ok(image_path)
 }
 
-/// Returns the last lines of debootstrap's log.
 fn debootstrap_log_tail(root: &Path) -> String {
     let log = fs::read_to_string(root.join("debootstrap/debootstrap.log")).unwrap_or_default();
     format!("debootstrap: {}", log.lines().rev().take(3).collect::<Vec<_>>().join(" < "))
@@ -102,11 +99,9 @@ pub struct DebianMachine<'a> {
 }
 
 impl<'a> DebianMachine<'a> {
-    /// Creates the machine. `files` are copied to its root file system; its script `/etc/test-network` runs before the
-    /// services. `/dev/vdb` is a tar archive of the directory `content`.
-    ///
-    /// # Errors
-    /// When Debian's packages cannot be fetched.
+    /// Creates the machine. `files` are copied to its root file system, and their script `/etc/test-network` runs
+    /// before the services. `/dev/vdb` is a tar archive of the directory `content`. Fails when Debian's packages cannot
+    /// be fetched.
     pub fn new(
         packages: &'a FetchedPackages,
         cache: &Path,

@@ -1,8 +1,8 @@
-//! A server whose cores also forward packets: `crossrss` must move new connections away from the loaded core.
+//! Checks that `crossrss` moves new connections away from a server's core that also forwards packets.
 //!
-//! The guest runs server `s1`, whose agent at `eth0` measures CPU load, and the load balancer in front of it. `s2` is a
-//! second agent at `eth1`, with a constant published load. New connections are SYNs from the tap; the destination MAC
-//! address with which each leaves the guest identifies its server.
+//! The guest runs the load balancer and server `s1`, whose agent measures the CPU load at `eth0`. Server `s2` is a
+//! second agent at `eth1`, which publishes a constant load. New connections are SYNs from the tap. The destination MAC
+//! address with which a SYN leaves the guest identifies its server.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -19,26 +19,26 @@ use crate::segment::{HostEmulator, host_mac};
 use crate::tally::CheckTally;
 use crate::wire::{FORWARDED_DESTINATION, GuestTap, IPV4_DESTINATION, flows_of_round};
 
-/// Last bytes of the IPv4 addresses of the servers `s1` and `s2`.
+/// Last byte of the IPv4 address of each server, `s1` and `s2`.
 const SERVER_HOST_BYTES: [u8; 2] = [11, 12];
-/// Published load of each core of `s2` (%), which is between that of the idle guest and that of a core that forwards.
+/// Load that `s2` publishes for each core (%). It is between the load of the idle guest and that of a forwarding core.
 const PUBLISHED_LOAD_PCT: u32 = 50;
-/// Minimum reported load of the forwarding core while SYNs are counted.
+/// Minimum load (0 to 1) that must be reported for the forwarding core while SYNs are counted.
 const MIN_FORWARDING_LOAD: f64 = 0.65;
-/// Initial and maximum rate of forwarded packets (per second). The rate that loads a core depends on QEMU's emulation.
+/// Initial and maximum rate of forwarded packets (per second). QEMU's emulation decides which rate loads a core.
 const PACKET_RATE_RANGE: std::ops::RangeInclusive<u32> = 1_000..=64_000;
-/// Time after which loads and tables have followed a new rate.
+/// Time until reported loads and placement tables have followed a new packet rate.
 const LOAD_SETTLE_TIME: Duration = Duration::from_secs(3);
-/// Interval between flushes of the receive queues, which QEMU may leave full ([`QemuMonitor::flush_receive_queues`]).
+/// Interval between two flushes of the receive queues, which QEMU may leave full
+/// ([`QemuMonitor::flush_receive_queues`]).
 const FLUSH_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of rounds of SYNs in each measurement.
 const ROUNDS_PER_MEASUREMENT: u8 = 4;
-/// Maximum number of transmissions of a SYN, because the loaded core drops some.
+/// Maximum number of transmissions of each SYN. The loaded core drops some.
 const MAX_TRANSMISSIONS: usize = 10;
 /// Maximum number of measurements, of which one must have the expected result.
 const MAX_MEASUREMENTS: u8 = 5;
 
-/// Returns the configuration files of the guest, as name (without leading slash) and content.
+/// Returns the guest's configuration files, as pairs of name (without leading slash) and content.
 pub fn guest_files() -> Vec<(&'static str, String)> {
     let controller_config = "listen = \"127.0.0.1:7400\"\nstore = \"/run/forwarding.redb\"\n\
                       fleet = \"forwarding-fleet.toml\"\n";
@@ -64,8 +64,8 @@ pub fn guest_files() -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Starts the daemons, and checks which servers get new connections before and while one core is loaded by forwarding.
-/// Fails when the daemons do not start.
+/// Starts the daemons, and checks which servers get new connections before and while forwarding loads one core. Fails
+/// when the daemons do not start.
 pub fn check_placement(guest: &mut Guest, wire: &GuestTap, name: &str, tally: &mut CheckTally) -> Result<()> {
     let host_emulator = HostEmulator::new(&SERVER_HOST_BYTES)?;
     start_daemons(guest)?;
@@ -108,13 +108,13 @@ pub fn check_placement(guest: &mut Guest, wire: &GuestTap, name: &str, tally: &m
     Ok(())
 }
 
-/// Starts a controller, both agents and the load balancer, and adds the route of the packets to forward.
+/// Starts a controller, both agents and the load balancer, and adds a route for the packets to forward.
 fn start_daemons(guest: &mut Guest) -> Result<()> {
     guest.run_successfully(
         "ip link set eth1 up && ip addr add 10.2.0.1/24 dev eth0 && echo 1 > /proc/sys/net/ipv4/ip_forward",
     )?;
     // The next hop is a device of the guest, because otherwise QEMU's network thread would be busy before a core is.
-    // The peer of a veth is `veth0`.
+    // The kernel names the other end of the veth pair `veth0`.
     let next_hop_mac = host_mac(254).map(|byte| format!("{byte:02x}")).join(":");
     let forwarded_address = FORWARDED_DESTINATION.ip();
     guest.run_successfully(&format!(
@@ -141,7 +141,7 @@ fn start_daemons(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Returns the loads of all cores of `s1` and `s2` that a status contains.
+/// Returns the loads of all cores at `s1` and at `s2`, if the status contains them.
 fn core_loads_in_status(status: &Value) -> Option<[Vec<f64>; 2]> {
     let loads_of_server = |name: &str| {
         let server = status["servers"].as_array()?.iter().find(|server| server["name"] == name)?;
@@ -161,8 +161,8 @@ fn format_loads(guest: &mut Guest) -> Result<String> {
     Ok(format!("loads {s1} % against {s2} %"))
 }
 
-/// Forwards packets of `flow`, which arrive at `queue`, at a growing rate until the queue's core is loaded. Then runs
-/// `measured`, and returns its result and the rate (packets per second).
+/// Forwards packets of `flow`, which arrive at `queue`, at a growing rate until the queue's core is loaded. Then calls
+/// `measure_placement`, and returns its result and the rate (packets per second).
 fn measure_under_load<T>(
     guest: &mut Guest,
     wire: &GuestTap,
@@ -177,13 +177,14 @@ fn measure_under_load<T>(
         let measurement_result =
             raise_rate_until_loaded(guest, queue, &packets_per_second).map(|()| measure_placement());
         should_stop.store(true, Ordering::Relaxed);
-        // An error of the sender explains one of the measurement.
+        // The sender's error is returned first, because it explains an error of the measurement.
         sender.join().map_err(|_| anyhow::anyhow!("the sender panicked"))??;
         Ok((measurement_result?, packets_per_second.load(Ordering::Relaxed)))
     })
 }
 
-/// Raises the rate until two readings show a loaded core for `queue`: a single one may be a burst of a daemon.
+/// Raises the rate until two readings show a loaded core for `queue`, because a single one may be a daemon's burst of
+/// work.
 fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
     let mut loaded_readings = 0;
     loop {
@@ -205,7 +206,7 @@ fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> R
     }
 }
 
-/// Sends `rate` packets per second in batches of one millisecond, until `ended` is set.
+/// Sends `rate` packets per second, in one batch per millisecond, until `ended` is set.
 fn send_at_rate(
     wire: &GuestTap,
     mut monitor: QemuMonitor,
@@ -220,19 +221,18 @@ fn send_at_rate(
             last_flush = Instant::now();
             monitor.flush_receive_queues()?;
         }
-        // A late sender skips packets, which would otherwise be a burst.
+        // A late sender skips packets, which would otherwise form a burst.
         next_batch = (next_batch + Duration::from_millis(1)).max(Instant::now());
         std::thread::sleep(next_batch.saturating_duration_since(Instant::now()));
     }
     Ok(())
 }
 
-/// Flow of each received SYN, and the last address byte of the server that received it.
+/// Flow of each received SYN, with the last address byte of the server that received it.
 type FlowPlacements = Vec<(FourTuple, u8)>;
 
 struct PlacementMeasurement {
     placements: FlowPlacements,
-    /// Whether the placement is as expected.
     is_expected: bool,
     next_round: u8,
 }
@@ -244,7 +244,8 @@ impl PlacementMeasurement {
     }
 }
 
-/// Measures until the placement is `good`, at most [`MAX_MEASUREMENTS`] times, because the daemons' own load varies.
+/// Measures until the placement is `good`, at most [`MAX_MEASUREMENTS`] times, because the daemons' own load can
+/// disturb it.
 fn measure_until_expected(
     wire: &GuestTap,
     segment: &HostEmulator,
@@ -264,8 +265,8 @@ fn measure_until_expected(
     Ok(measurement)
 }
 
-/// Sends the SYNs of [`ROUNDS_PER_MEASUREMENT`] rounds, beginning with round `first`, and retransmits lost ones.
-/// Returns the servers that received them. Fails when a SYN is still lost.
+/// Sends the SYNs of [`ROUNDS_PER_MEASUREMENT`] rounds from round `first` on, and retransmits lost ones. Returns the
+/// servers that received them. Fails when a SYN is still lost.
 fn measure_placements(wire: &GuestTap, segment: &HostEmulator, first: u8) -> Result<FlowPlacements> {
     segment.take_received_syns();
     let mut missing_flows: Vec<FourTuple> = (first..first + ROUNDS_PER_MEASUREMENT).flat_map(flows_of_round).collect();
@@ -293,7 +294,7 @@ fn measure_placements(wire: &GuestTap, segment: &HostEmulator, first: u8) -> Res
     bail!("{} of {sent_count} SYNs are lost after {MAX_TRANSMISSIONS} transmissions", missing_flows.len())
 }
 
-/// Returns how many of the SYNs selected by `is_selected` reached `s1`, and the number of all selected SYNs.
+/// Returns how many of the SYNs that `is_selected` selects reached `s1`, and how many SYNs it selects.
 fn count_at_first_server(placed: &FlowPlacements, is_selected: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
     let selected = placed.iter().filter(|(flow, _)| is_selected(flow));
     [selected.clone().filter(|(_, host)| *host == SERVER_HOST_BYTES[0]).count(), selected.count()]

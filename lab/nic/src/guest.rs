@@ -1,4 +1,4 @@
-//! Guest: a QEMU process with software emulation, controlled over its second serial line.
+//! Guest, which is a QEMU process with software emulation that is controlled over its second serial line.
 
 use std::fs;
 use std::io::{ErrorKind, Read as _, Write as _};
@@ -19,16 +19,15 @@ pub const FIRST_NIC_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x00, 0x01];
 /// Name of the tap device of the guest's `eth0`, in the network namespace of this process.
 pub const FIRST_TAP_NAME: &str = "nictest0";
 
-/// File name of the QEMU monitor's socket.
 const MONITOR_SOCKET_NAME: &str = "monitor";
 
-/// Maximum time for a start or a shutdown of a guest on a busy machine.
+/// Maximum time for the start or the shutdown of a guest on a busy machine.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(300);
 const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NicModel {
-    /// virtio-net with RSS, on a tap with one queue per receive queue.
+    /// virtio-net with RSS, on a tap device with one queue per receive queue.
     Virtio,
     /// Intel 82576, with the driver igb.
     Igb,
@@ -46,9 +45,9 @@ impl NicModel {
         }
     }
 
-    /// Returns a command that prints each receive queue's number, and counters whose sum grows with every packet.
+    /// Returns a command that prints each receive queue's number, with counters whose sum grows with every packet.
     ///
-    /// virtio on Linux 6.12 has no counters per queue in `ethtool -S`, so its interrupts are counted. igb raises
+    /// On Linux 6.12, virtio has no counters per queue in `ethtool -S`, so its interrupts are counted. igb raises
     /// interrupts of all queues every two seconds (igb_watchdog_task), so its packets are counted.
     pub fn queue_counters_command(self) -> &'static str {
         match self {
@@ -62,7 +61,7 @@ impl NicModel {
         let mut mac_address = FIRST_NIC_MAC;
         mac_address[5] += index;
         let mac_text = mac_address.map(|byte| format!("{byte:02x}")).join(":");
-        // Two interrupt vectors per queue, one for the configuration and one for the control queue.
+        // Each queue needs two interrupt vectors. The configuration and the control queue need one each.
         let vector_count = 2 * QUEUE_COUNT + 2;
         match self {
             NicModel::Virtio => {
@@ -87,7 +86,7 @@ impl NicModel {
 #[derive(Clone, Copy)]
 pub struct Hardware<'a> {
     pub nics: &'a [NicModel],
-    /// Paths of the images of `/dev/vda` and further disks.
+    /// Paths of the images for `/dev/vda` and further disks.
     pub disk_images: &'a [PathBuf],
     pub memory_size: &'a str,
 }
@@ -109,7 +108,7 @@ impl<'a> Hardware<'a> {
         }
         for (index, disk) in self.disk_images.iter().enumerate() {
             add_option("-drive", format!("file={},format=raw,if=none,id=disk{index}", disk.display()));
-            // MSI-X is off: QEMU 10.0 can end with an assertion about its table (msix_table_mmio_write).
+            // MSI-X is off, because QEMU 10.0 can end with an assertion about its table (msix_table_mmio_write).
             add_option("-device", format!("virtio-blk-pci,drive=disk{index},vectors=0"));
         }
         arguments
@@ -120,7 +119,7 @@ impl<'a> Hardware<'a> {
 pub struct Guest {
     qemu: Child,
     serial_line: UnixStream,
-    /// Output that was received from the serial line, but not processed yet.
+    /// Output that was received from the serial line, but not yet processed.
     pending_output: Vec<u8>,
     console_path: PathBuf,
     /// Directory with the socket of QEMU's monitor.
@@ -134,11 +133,12 @@ impl QemuMonitor {
     /// Makes QEMU deliver the packets that wait in its NICs' queues.
     ///
     /// With RSS, `virtio_net_receive_rcu` (hw/net/virtio-net.c) may give a packet to another queue than the tap's. If
-    /// that queue is full, the packet waits until the guest refills the tap's queue, which may never happen. `cont`
-    /// sets the device's status again, and `virtio_net_set_status` flushes all queues. Fails when QEMU has ended.
+    /// that queue is full, the packet waits until the guest refills the tap's queue, which may never happen. The
+    /// monitor's command `cont` sets the device's status again, so that `virtio_net_set_status` flushes all queues.
+    /// Fails when QEMU has ended.
     pub fn flush_receive_queues(&mut self) -> Result<()> {
         self.0.write_all(b"stop\ncont\n").context("QEMU's monitor")?;
-        // The output is discarded, because it must not fill the socket.
+        // The output is discarded, so that it does not fill the socket.
         let mut discarded_output = [0; 4096];
         match self.0.read(&mut discarded_output) {
             Err(error) if error.kind() != ErrorKind::WouldBlock => Err(error).context("QEMU's monitor"),
@@ -156,9 +156,9 @@ impl Guest {
         Ok(QemuMonitor(socket))
     }
 
-    /// Boots a guest, and waits until its init is ready. `arguments` are appended to the kernel's command line; its
-    /// output goes to the file `console`. Fails when QEMU ends or the guest is not ready within `BOOT_TIMEOUT`, with
-    /// the last lines of the console.
+    /// Boots a guest, and waits until its init is ready. `arguments` are appended to the kernel's command line, and the
+    /// kernel's output goes to the file `console`. Fails with the console's last lines when QEMU ends, or when the
+    /// guest is not ready within `BOOT_TIMEOUT`.
     pub fn boot(
         packages: &FetchedPackages,
         kernel: &Path,
@@ -192,7 +192,7 @@ impl Guest {
             .stderr(qemu_errors)
             .spawn()
             .context("QEMU does not start")?;
-        // Closes the other end of the serial line in `command`, so that QEMU's end closes the line.
+        // Closes the copy of QEMU's end of the serial line in `command`, so that the line closes when QEMU ends.
         drop(command);
         let mut guest = Self {
             qemu,
@@ -218,8 +218,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Runs a command (one line of shell) in the guest and returns its output. Fails when the command fails (with its
-    /// output), or does not end within a minute.
+    /// Runs a command (one line of shell) in the guest and returns its output. Fails with the output when the command
+    /// fails, or when it does not end within a minute.
     pub fn run_successfully(&mut self, command: &str) -> Result<String> {
         let (status, output) = self.try_run(command, COMMAND_TIMEOUT)?;
         if status != 0 {
@@ -228,8 +228,8 @@ impl Guest {
         Ok(output)
     }
 
-    /// Runs a command that may fail, like [`Guest::run_successfully`]. Returns its exit status and output. Fails when
-    /// the command does not end within `limit`, or the guest is gone.
+    /// Runs a command that may fail, and returns its exit status and output. Fails when the command does not end within
+    /// `limit`, or the guest is gone.
     pub fn try_run(&mut self, command: &str, limit: Duration) -> Result<(i32, String)> {
         assert!(!command.contains('\n'), "the guest reads one line a command");
         self.serial_line.write_all(format!("{command}\n").as_bytes()).context("the guest is gone")?;
@@ -239,7 +239,7 @@ impl Guest {
         Ok((exit_status, output))
     }
 
-    /// Returns the output up to a line that starts with `marker`, and that line. Fails after `limit`.
+    /// Returns the output before the next line that starts with `marker`, and that line. Fails after `limit`.
     fn read_until_marker(&mut self, marker: &str, limit: Duration) -> Result<(String, String)> {
         let deadline = Instant::now() + limit;
         let mut output = String::new();
@@ -268,7 +268,7 @@ impl Guest {
         }
     }
 
-    /// Returns the last output of QEMU and of the guest's kernel, as text for an error.
+    /// Returns the last output of QEMU and of the guest's kernel, as text for an error message.
     fn last_output(&self) -> String {
         let tail_of_file = |path: &Path| {
             let file_text =
@@ -283,7 +283,7 @@ impl Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // Errors mean that QEMU has already ended.
+        // An error means that QEMU has already ended.
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
     }

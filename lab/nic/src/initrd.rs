@@ -1,4 +1,5 @@
-//! File system of the guest: a cpio archive ("newc": Documentation/driver-api/early-userspace/buffer-format.rst).
+//! File system of a guest, as a cpio archive in the format "newc"
+//! (Documentation/driver-api/early-userspace/buffer-format.rst).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,7 +12,6 @@ use crate::packages::FetchedPackages;
 use crate::process::{command_tied_to_parent, run_to_end};
 
 const DIRECTORY_MODE: u32 = 0o040_755;
-/// Mode of an executable file.
 pub const EXECUTABLE_MODE: u32 = 0o100_755;
 /// Mode of a file that all users may read.
 pub const READABLE_MODE: u32 = 0o100_644;
@@ -26,7 +26,7 @@ struct CpioArchive {
 }
 
 impl CpioArchive {
-    /// Adds a file and its parent folders; `name` has no leading slash. A second file with the same name is ignored.
+    /// Adds a file and its parent folders. `name` has no leading slash. A second file with the same name is ignored.
     fn add_with_parents(&mut self, name: &str, mode: u32, content: &[u8]) {
         if let Some((parent, _)) = name.rsplit_once('/') {
             self.add_with_parents(parent, DIRECTORY_MODE, &[]);
@@ -40,7 +40,8 @@ impl CpioArchive {
         let inode_number = self.entry_names.len() as u32;
         let [content_size, name_size] = [content.len() as u32, name.len() as u32 + 1];
         self.bytes.extend_from_slice(b"070701");
-        // inode, mode, user, group, links, time, size, device (2), device of a node (2), size of the name, checksum
+        // Fields: inode, mode, user, group, links, time, size, device (2), device of a node (2), length of the name,
+        // checksum
         for field in [inode_number, mode, 0, 0, 1, 0, content_size, 0, 0, 0, 0, name_size, 0] {
             self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
         }
@@ -61,8 +62,8 @@ impl CpioArchive {
     }
 }
 
-/// Builds the file system of a guest: busybox, ethtool, the `coreward` binary with its libraries, the kernel modules
-/// and `files` (name without leading slash, content). Fails when a part is missing; the error names it.
+/// Builds the file system of a guest. It contains busybox, ethtool, the `coreward` binary with its libraries, the
+/// kernel modules and `files` (pairs of name without leading slash and content). Fails with the name of a missing part.
 pub fn build_guest_initrd(
     packages: &FetchedPackages,
     kernel_folder: &Path,
@@ -86,7 +87,7 @@ pub fn build_guest_initrd(
 }
 
 /// Builds an initial file system that loads the kernel modules, mounts the first disk, copies `files` onto it and
-/// starts its init. Fails when a part is missing; the error names it.
+/// starts its init. Fails with the name of a missing part.
 pub fn build_disk_boot_initrd(
     packages: &FetchedPackages,
     kernel_folder: &Path,
@@ -106,7 +107,7 @@ pub fn build_disk_boot_initrd(
     Ok(archive.append_trailer())
 }
 
-/// Adds the kernel modules and their dependencies, and the file `modules/order` with the order of loading.
+/// Adds the kernel modules with their dependencies, and the file `modules/order`, which has the order of loading.
 fn add_modules(archive: &mut CpioArchive, kernel_folder: &Path, modules: &[&str]) -> Result<()> {
     let mut loading_order = String::new();
     for (name, content) in kernel::modules_in_load_order(kernel_folder, modules)? {
@@ -117,8 +118,8 @@ fn add_modules(archive: &mut CpioArchive, kernel_folder: &Path, modules: &[&str]
     Ok(())
 }
 
-/// Adds ethtool and its libraries in a separate folder. It is from Debian's packages, and `coreward` from this machine
-/// has another C library.
+/// Adds ethtool and its libraries in a separate folder. They come from Debian's packages, whereas `coreward` comes from
+/// this machine and has another C library.
 fn add_ethtool(archive: &mut CpioArchive, packages: &FetchedPackages) -> Result<()> {
     let (program, libraries) = packages.ethtool_and_libraries();
     archive.add_with_parents("ethtool/ethtool", EXECUTABLE_MODE, &read_file(&program)?);
@@ -132,8 +133,8 @@ fn add_ethtool(archive: &mut CpioArchive, packages: &FetchedPackages) -> Result<
     Ok(())
 }
 
-/// Adds the `coreward` binary without its debug information (by way of the file `stripped`), and the libraries that
-/// `ldd` lists, at the same paths.
+/// Adds the `coreward` binary without its debug information, by way of the temporary file `stripped`. Also adds the
+/// libraries that `ldd` lists, at the same paths.
 fn add_coreward(archive: &mut CpioArchive, coreward: &Path, stripped: &Path) -> Result<()> {
     run_to_end(command_tied_to_parent("strip").arg("-o").arg(stripped).arg(coreward))
         .context("binutils' strip is needed")?;

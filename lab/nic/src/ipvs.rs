@@ -1,6 +1,7 @@
-//! Migration of a live pool from the kernel's IPVS, set up by keepalived, to coreward and back.
+//! Migration of a live pool from keepalived with the kernel's IPVS to coreward, and back.
 //!
-//! The checks follow docs/deployment.md. Director, load balancer, servers and client have a network namespace each.
+//! The checks follow docs/deployment.md. Director, load balancer, servers and client each have their own network
+//! namespace.
 
 use std::path::Path;
 
@@ -13,7 +14,7 @@ use crate::tally::CheckTally;
 use crate::units::{self, GuestCheck, SETTLE_TIMEOUT, retry_until_ok, run_apt_get, start_in_namespace};
 
 const GUEST_NAME: &str = "Debian with IPVS";
-/// Number of connections in each group of connections that are held open.
+/// Number of connections in each group that is held open.
 const OPEN_CONNECTION_COUNT: usize = 12;
 
 const NETWORK_SCRIPT: &str = "
@@ -55,9 +56,10 @@ virtual_server 10.200.0.1 80 {
 	}
 }
 ";
-/// Script that holds a group of connections. $1: name of the group; $2: number of its connections, of which every
-/// fourth has no TCP timestamps. For each line in its FIFO, it sends a request over each connection. It prints the
-/// slowest answer in ms, and the number of each connection that its first server did not answer.
+/// Script that holds a group of connections open. $1 is the name of the group, and $2 the number of its connections, of
+/// which every fourth has no TCP timestamps. For each line in its FIFO, the script sends a request over each
+/// connection. It then prints the slowest answer's time in ms, and the number of each connection that its first server
+/// did not answer.
 const HOLD_SCRIPT: &str = "
 connections=()
 first=()
@@ -92,7 +94,8 @@ while read -r _ < /run/test-$1.in; do
 	echo $slowest $broken > /run/test-$1.out
 done
 ";
-/// Script for late answers: prints the state of all hosts, and packets of connections with unacknowledged data.
+/// Script for the diagnosis of late answers. It prints all hosts' states, and packets of connections with
+/// unacknowledged data.
 const DIAGNOSIS_SCRIPT: &str = "
 date
 tcp=\"ss -Htn -o state established ( sport = :80 or dport = :80 )\"
@@ -173,10 +176,8 @@ fn guest_files() -> Vec<NamedGuestFile> {
     constant_files.into_iter().chain(server_files).collect()
 }
 
-/// Checks migration with the packages in the directory `old` of `debs`; with a `command`, only runs this.
-///
-/// # Errors
-/// When the guest does not boot.
+/// Checks the migration with the packages in the subdirectory `old` of `debs`. If `command` is given, only runs it.
+/// Fails when the guest does not boot.
 pub fn check_migration_from_ipvs(
     packages: &FetchedPackages,
     cache: &Path,
@@ -188,7 +189,7 @@ pub fn check_migration_from_ipvs(
     units::check_in_namespaces(GUEST_NAME, &debian, &MIGRATION_CHECKS, command, tally)
 }
 
-/// Checks and their names. Each check continues where the previous one ended.
+/// Names and functions of the checks. Each check continues where the previous one ended.
 const MIGRATION_CHECKS: [(&str, GuestCheck); 4] = [
     ("keepalived's virtual server balances", check_keepalived),
     ("coreward adopts the pool, and no connection breaks", check_adoption),
@@ -210,8 +211,8 @@ fn open_connections(guest: &mut Guest, group: &str) -> Result<()> {
         .map(drop)
 }
 
-/// Fails when a connection of the groups was broken, or a new connection failed. Returns the time of the slowest answer
-/// in ms.
+/// Fails when a connection of the groups was broken, or a new connection failed. Returns the slowest answer's time in
+/// ms.
 fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     let mut slowest_ms = 0;
     for group in groups {
@@ -291,12 +292,12 @@ fn check_adoption(guest: &mut Guest) -> Result<String> {
     check_and_summarize(guest, &["oldest", "older", "ours"])
 }
 
-/// Returns the output of `coreward status` or the error, for messages.
+/// Returns the output of `coreward status` or its error, for use in messages.
 fn status_for_messages(guest: &mut Guest) -> String {
     guest.run_successfully("ip netns exec controller coreward status").unwrap_or_else(|error| format!("{error:#}"))
 }
 
-/// Waits until the setting net.ipv4.tcp_timestamps of a server has this value.
+/// Waits until a server's setting net.ipv4.tcp_timestamps has this value.
 fn wait_for_timestamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
     let read_command = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
     retry_until_ok(SETTLE_TIMEOUT, || match guest.run_successfully(&read_command)?.trim() {
@@ -315,14 +316,14 @@ fn check_hand_back(guest: &mut Guest) -> Result<String> {
     check_held_connections(guest, &["oldest", "older", "ours"]).context("after `migrate_to`")?;
     open_connections(guest, "newest")?;
     check_held_connections(guest, &["oldest", "older", "ours", "newest"])?;
-    // Connections that coreward opened end before the VIP moves.
+    // Connections that coreward opened must end before the VIP moves.
     guest.run_successfully("systemctl stop test-ours")?;
     guest.run_successfully("ip -n client route replace 10.200.0.1 via 10.2.0.5")?;
     check_and_summarize(guest, &["oldest", "older", "newest"])
 }
 
 fn check_removal(guest: &mut Guest) -> Result<String> {
-    // Stamped connections end before the agents detach.
+    // Connections with stamped timestamps must end before the agents detach.
     guest.run_successfully("systemctl stop test-older coreward-lb coreward-s1 coreward-s2 coreward-controller")?;
     guest.run_successfully("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;
     for server in ["s1", "s2"] {

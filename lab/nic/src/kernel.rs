@@ -1,4 +1,4 @@
-//! Debian kernel: its image, and the guest's modules in the order of their dependencies.
+//! Kernel of a guest from a Debian package, with its image and the modules in the order of their dependencies.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -20,7 +20,7 @@ pub const GUEST_MODULES: [&str; 19] = [
     "bridge",
     "virtio_blk",
     "ext4",
-    // ext4 loads it by its alias (fs/ext4/super.c, crypto_alloc_shash), which is not a dependency.
+    // ext4 loads this module by its alias (fs/ext4/super.c, crypto_alloc_shash), which is not a dependency.
     "crc32c_generic",
     "tcp_diag",
     "ip_vs",
@@ -32,8 +32,7 @@ pub const GUEST_MODULES: [&str; 19] = [
     "fou",
 ];
 
-/// Extracts the image and the needed modules of a kernel package into `folder`. Fails when the package lacks one of
-/// them.
+/// Extracts the image and the needed modules of a kernel package into `folder`. Fails when one of them is missing.
 pub fn extract_kernel(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
     let unpacked_package = folder.join("unpacked");
     fs::create_dir_all(folder.join("modules"))?;
@@ -60,7 +59,7 @@ pub fn extract_kernel(archive: &Path, folder: &Path, busybox: &Path) -> Result<(
     Ok(())
 }
 
-/// Returns names and contents of these modules and their dependencies, in the order of loading. Fails on read errors.
+/// Returns the names and contents of these modules and their dependencies, in loading order. Fails on read errors.
 pub fn modules_in_load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
     let mut loaded_modules: Vec<(String, Vec<u8>)> = Vec::new();
     for name in names {
@@ -83,7 +82,8 @@ fn add_with_dependencies(folder: &Path, name: &str, order: &mut Vec<(String, Vec
     Ok(())
 }
 
-/// Adds the paths of all modules below `folder` by name (with underscores), and the contents of `modules.builtin`.
+/// Adds the paths of all modules below `folder` to `found`, by name (with underscores). Adds the contents of
+/// `modules.builtin` to `built_in`.
 fn collect_modules(folder: &Path, found: &mut BTreeMap<String, PathBuf>, built_in: &mut String) -> Result<()> {
     for entry in fs::read_dir(folder)? {
         let entry = entry?;
@@ -114,7 +114,7 @@ fn read_uncompressed_module(path: &Path, busybox: &Path) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// Returns the names of a module's dependencies, from the line `depends=a,b` of modpost in its section .modinfo.
+/// Returns the names of a module's dependencies. modpost writes them as `depends=a,b` into the section .modinfo.
 fn module_dependencies(module: &[u8]) -> Vec<String> {
     const DEPENDS_TAG: &[u8] = b"\0depends=";
     let Some(tag_offset) = module.windows(DEPENDS_TAG.len()).position(|window| window == DEPENDS_TAG) else {

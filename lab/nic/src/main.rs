@@ -1,17 +1,17 @@
 //! `make test-nic` boots QEMU guests with real NIC drivers and real RSS, and runs the real agent in them. It checks,
 //! flow by flow, that packets arrive on the receive queue that our Toeplitz hash and the indirection table predict.
 //!
-//! * [`packages`]: QEMU, busybox, ethtool and the kernels, fetched from Debian, not installed
+//! * [`packages`]: QEMU, busybox, ethtool and the kernels, which are fetched from Debian but not installed
 //! * [`kernel`], [`initrd`]: kernel and initial file system that a guest boots
 //! * [`guest`]: QEMU, and commands over the serial line
 //! * [`wire`]: the network namespace and the sender of SYNs
-//! * [`rss`]: settings that the NIC shows, and its behaviour
+//! * [`rss`]: settings that the NIC shows, and its actual behaviour
 //! * [`agent`]: the tested agent in the guest
 //! * [`forwarding`], [`segment`]: a server that forwards packets, and the other machines of its network
 //! * [`cases`]: guests and their checks
 //!
-//! `make test-units` (`--units`): [`units`], [`ipvs`] and [`networks`], in guests with Debian and
-//! systemd ([`debian`]).
+//! `make test-units` (option `--units`) runs [`units`], [`ipvs`] and [`networks`], in guests with Debian and systemd
+//! ([`debian`]).
 
 mod agent;
 mod cases;
@@ -89,7 +89,7 @@ fn main() -> ExitCode {
 
 type CheckDebianGuest = fn(&FetchedPackages, &Path, &Path, Option<&str>, &mut CheckTally) -> Result<()>;
 
-/// Names of the guests with Debian, and functions that make their checks.
+/// Names of the guests with Debian, with the functions that check them.
 const DEBIAN_GUESTS: [(&str, CheckDebianGuest); 3] = [
     ("Debian with systemd", units::check_packages),
     ("Debian with IPVS", ipvs::check_migration_from_ipvs),
@@ -112,7 +112,7 @@ fn check_debian_guests(arguments: &Arguments, debs: &Path, tally: &mut CheckTall
 }
 
 /// Returns the files that guests need, and a lock that prevents a second run with the same directory. Fails with one
-/// sentence about the missing part.
+/// sentence about a missing part.
 fn prepare_test_files(arguments: &Arguments) -> Result<(TestFiles, Flock<fs::File>)> {
     if !nix::unistd::geteuid().is_root() {
         bail!("root is needed for a network namespace and a tap");
@@ -125,7 +125,8 @@ fn prepare_test_files(arguments: &Arguments) -> Result<(TestFiles, Flock<fs::Fil
     let cache_directory = arguments.cache.canonicalize()?;
     let directory_lock = lock_exclusively(&cache_directory.join("lock"))?;
     let packages = FetchedPackages::load_or_fetch(&cache_directory.join("packages"))?;
-    // A guest with systemd has its network inside, and its root file system is fetched later.
+    // A guest with systemd has its network inside, so this process needs no namespace. The guest's root file system is
+    // fetched later.
     if arguments.units.is_none() {
         wire::enter_network_namespace()?;
     }
@@ -135,7 +136,8 @@ fn prepare_test_files(arguments: &Arguments) -> Result<(TestFiles, Flock<fs::Fil
     ))
 }
 
-/// Returns an exclusive lock on a file, which ends with this process, however it ends. Waits while another run has it.
+/// Returns an exclusive lock on a file, which the kernel releases however this process ends. Waits while another run
+/// has it.
 fn lock_exclusively(path: &Path) -> Result<Flock<fs::File>> {
     let lock_file = fs::File::create(path)?;
     let busy_file = match Flock::lock(lock_file, FlockArg::LockExclusiveNonblock) {

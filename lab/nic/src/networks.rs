@@ -1,6 +1,6 @@
-//! Networks that need drivers which development machines may lack: bonds, VLAN devices, the kernel's own tunnels.
+//! Checks of networks whose drivers development machines may lack: bonds, VLAN devices and the kernel's own tunnels.
 //!
-//! Load balancer, servers, client and controller have a network namespace each.
+//! Load balancer, servers, client and controller each have their own network namespace.
 
 use std::path::Path;
 
@@ -16,8 +16,8 @@ const GUEST_NAME: &str = "Debian with bonds, VLANs and tunnels";
 /// Number of connections that are opened in each check.
 const CONNECTION_COUNT: usize = 20;
 
-/// Script that sets up the network. s1 and second devices of client and controller are in VLAN 20. s2 decapsulates by
-/// devices of its kernel.
+/// Script that sets up the network. Server s1 is in VLAN 20, and so are the second devices of client and controller.
+/// Server s2 decapsulates by devices of its kernel.
 const NETWORK_SCRIPT: &str = "
 mkdir -p /var/lib/coreward
 ip netns add switch
@@ -133,7 +133,7 @@ fn nginx_config(server: &str) -> String {
     )
 }
 
-/// Script that opens connections one by one, with two requests each. $1: the VIP; $2: number of connections.
+/// Script that opens connections one by one, with two requests each. $1 is the VIP, and $2 the number of connections.
 const REQUEST_SCRIPT: &str = "
 for ((number = 0; number < $2; number++)); do
 	exec 3<>/dev/tcp/$1/80 || exit 1
@@ -163,10 +163,8 @@ fn guest_files() -> Vec<NamedGuestFile> {
     .into()
 }
 
-/// Checks networks with the packages in the directory `old` of `debs`; with a `command`, only runs this.
-///
-/// # Errors
-/// When the guest does not boot.
+/// Checks networks with the packages in the subdirectory `old` of `debs`. If `command` is given, only runs it. Fails
+/// when the guest does not boot.
 pub fn check_networks(
     packages: &FetchedPackages,
     cache: &Path,
@@ -178,7 +176,7 @@ pub fn check_networks(
     units::check_in_namespaces(GUEST_NAME, &debian, &NETWORK_CHECKS, command, tally)
 }
 
-/// Checks and their names. Each check continues where the previous one ended.
+/// Names and functions of the checks. Each check continues where the previous one ended.
 const NETWORK_CHECKS: [(&str, GuestCheck); 5] = [
     ("the daemons start, with native XDP on a bond by LACP", start_daemons),
     ("a server with a VLAN device serves, and stamps its packets", check_vlan_server),
@@ -218,7 +216,7 @@ fn fleet_status(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("ip netns exec controller coreward status")
 }
 
-/// Opens connections to a VIP and sends requests. Fails unless the server with this name answers.
+/// Opens connections to a VIP and sends requests. Fails unless the server with the name `server` answers.
 fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()> {
     let command = format!("ip netns exec client timeout 60 bash /etc/test-request {vip} {CONNECTION_COUNT}");
     let last_answer = retry_until_ok(SETTLE_TIMEOUT, || guest.run_successfully(&command))
@@ -237,7 +235,7 @@ fn packets_by_decision(guest: &mut Guest, name: &str) -> Result<u64> {
 
 fn check_vlan_server(guest: &mut Guest) -> Result<String> {
     request_from_server(guest, "10.200.0.1", "s1")?;
-    // A daemon reports its counters once a second. Cookies show that the agent's programs see the VLAN's packets.
+    // A daemon reports its counters only once a second. Cookies show that the agent's programs see the VLAN's packets.
     let cookie_packets = retry_until_ok(SETTLE_TIMEOUT, || match packets_by_decision(guest, "established")? {
         count if count >= CONNECTION_COUNT as u64 => Ok(count),
         count => bail!("{count} packets by their cookie"),

@@ -1,8 +1,8 @@
-//! Contents of the guests: Debian packages, fetched at run time into a separate directory, never installed.
+//! Debian packages for the guests, which are fetched at run time into a separate directory and never installed.
 //!
-//! apt-get gets a private configuration: the machine's own Debian mirrors plus their backports (igb needs QEMU 8), its
-//! own lists, and an empty package status. So QEMU has all its libraries down to libc (37 MB) and runs from the
-//! directory, independent of the machine's packages. Nothing of the system changes.
+//! apt-get gets a private configuration with its own lists and an empty package status. The sources are the machine's
+//! own Debian mirrors and their backports, because igb needs QEMU 8. In this way, QEMU gets all its libraries down to
+//! libc (37 MB). It runs from the directory, independently of the machine's packages. The system is not changed.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result};
 use crate::kernel;
 use crate::process::{command_tied_to_parent, run_to_end};
 
-/// Kernel versions, each with the metapackage that depends on the package of its current point release.
+/// Kernel versions, each with the metapackage that depends on the current point release's package.
 const KERNEL_PACKAGES: [(&str, &str); 2] = [("6.1", "linux-image-amd64"), ("6.12", "linux-image-6.12-amd64")];
 /// Maximum duration of a download in seconds.
 const DOWNLOAD_TIMEOUT_SECONDS: &str = "300";
@@ -27,7 +27,7 @@ pub struct FetchedPackages {
 }
 
 impl FetchedPackages {
-    /// Uses the complete contents that an earlier run has left in `folder`, or fetches everything. Fails with one
+    /// Uses the complete packages that an earlier run has left in `folder`, or fetches everything. Fails with one
     /// sentence that names the missing part.
     pub fn load_or_fetch(folder: &Path) -> Result<Self> {
         let packages = Self { package_directory: folder.to_path_buf() };
@@ -68,7 +68,7 @@ impl FetchedPackages {
         Ok(packages)
     }
 
-    /// Returns a command that runs a program of the packages with the libraries of the packages.
+    /// Returns a command that runs one of the packages' programs with the packages' own libraries.
     pub fn program_command(&self, program: &str) -> Command {
         let root_directory = self.package_directory.join("root");
         let mut command = command_tied_to_parent(root_directory.join("lib64/ld-linux-x86-64.so.2"));
@@ -76,7 +76,7 @@ impl FetchedPackages {
         command
     }
 
-    /// Returns the directories in which QEMU searches its firmware.
+    /// Returns the directories in which QEMU searches for its firmware.
     pub fn firmware_directories(&self) -> [PathBuf; 3] {
         ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.package_directory.join("root/usr/share").join(part))
     }
@@ -86,7 +86,7 @@ impl FetchedPackages {
         self.package_directory.join("root/bin/busybox")
     }
 
-    /// Returns the path of the ethtool program, and those of its loader and libraries.
+    /// Returns the path of the ethtool program, and the paths of its loader and libraries.
     pub fn ethtool_and_libraries(&self) -> (PathBuf, Vec<PathBuf>) {
         let root_directory = self.package_directory.join("root");
         let library_directory = root_directory.join("lib").join(LIBRARY_ARCHITECTURE);
@@ -98,23 +98,22 @@ impl FetchedPackages {
         (root_directory.join("sbin/ethtool"), library_paths)
     }
 
-    /// Returns a command that runs debootstrap, without arguments.
     pub fn debootstrap_command(&self) -> Command {
         let root_directory = self.package_directory.join("root");
-        // debootstrap mounts file systems in its target, which end with the mount namespace.
+        // debootstrap mounts file systems in its target directory, which disappear with the mount namespace.
         let mut command = command_tied_to_parent("unshare");
         command.args(["--mount", "sh"]).arg(root_directory.join("usr/sbin/debootstrap"));
         command.env("DEBOOTSTRAP_DIR", root_directory.join("usr/share/debootstrap"));
         command
     }
 
-    /// Returns the path for the tested binary without its debug information. It is fixed, so that a run overwrites the
-    /// file of an earlier run.
+    /// Returns the path for a copy of the tested binary without its debug information. The path is fixed, so that a run
+    /// overwrites an earlier run's file.
     pub fn stripped_binary_path(&self) -> PathBuf {
         self.package_directory.join("coreward")
     }
 
-    /// Returns the directory of the kernel with this version in `KERNELS`.
+    /// Returns the directory of the kernel with this version in `KERNEL_PACKAGES`.
     pub fn kernel_directory(&self, name: &str) -> PathBuf {
         self.package_directory.join("kernels").join(name)
     }
@@ -125,7 +124,7 @@ impl FetchedPackages {
     }
 }
 
-/// apt-get of this machine, with a private configuration.
+/// This machine's apt-get, with a private configuration.
 struct PrivateApt {
     state: PathBuf,
     /// Name of the Debian release, such as `bookworm`.
@@ -166,7 +165,7 @@ impl PrivateApt {
         run_to_end(self.apt_command("apt-get").arg("-q").args(arguments)).map(drop)
     }
 
-    /// Returns the name of the current kernel package, on which a metapackage depends.
+    /// Returns the name of the current kernel package, on which the metapackage `package` depends.
     fn kernel_package(&self, package: &str) -> Result<String> {
         let package_description =
             run_to_end(self.apt_command("apt-cache").args(["show", "--no-all-versions", package]))?;
@@ -184,7 +183,7 @@ impl PrivateApt {
     }
 }
 
-/// Returns this machine's Debian sources and their backports, as lines of sources.list, and the name of the release.
+/// Returns this machine's Debian sources and their backports as lines of sources.list, and the name of the release.
 fn apt_sources() -> Result<(String, String)> {
     let mut source_lines = BTreeSet::new();
     let mut release = None;
@@ -198,15 +197,13 @@ fn apt_sources() -> Result<(String, String)> {
     Ok((source_lines.into_iter().collect(), release.context(NO_MIRROR_MESSAGE)?))
 }
 
-/// Returns the URI of this machine's Debian mirror and the name of its release, for debootstrap.
-///
-/// # Errors
-/// Without a Debian source of apt-get.
+/// Returns the URI of this machine's Debian mirror and the name of its release, for debootstrap. Fails when apt-get has
+/// no Debian source.
 pub fn debian_mirror() -> Result<(String, String)> {
     debian_repositories()?.into_iter().find(|(_, suite)| !suite.contains('-')).context(NO_MIRROR_MESSAGE)
 }
 
-/// Returns the URIs and suites of this machine's Debian sources of programs.
+/// Returns the URIs and suites of the Debian sources from which this machine gets programs.
 fn debian_repositories() -> Result<Vec<(String, String)>> {
     let mut index_targets = debian_index_targets()?;
     if index_targets.is_empty() {

@@ -1,4 +1,4 @@
-//! Commands of the host.
+//! Commands that run on the host.
 
 use std::process::{Command, Stdio};
 

@@ -1,4 +1,4 @@
-//! RSS settings that the guest shows, and the behaviour of its NIC, measured without coreward in the guest.
+//! RSS settings that the guest's NIC shows, and its actual behaviour, which is measured without coreward in the guest.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -14,8 +14,8 @@ use crate::wire::{FLOWS_PER_FAMILY, GuestTap, gue_flows, measured_flows};
 /// Maximum time until a SYN appears in the guest's counters.
 const SYN_ARRIVAL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Returns the RSS key and table that the guest's ethtool shows. Some drivers (igb) do not show their key, which is
-/// that of the kernel. Fails without a table, or when it cannot be read.
+/// Returns the RSS key and indirection table that the guest's ethtool shows. Some drivers (igb) do not show their key,
+/// which is then the kernel's. Fails when there is no table or it cannot be read.
 pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
     let ethtool_output = guest.run_successfully("ethtool -x eth0")?;
     let key = match parse_rss_key(&ethtool_output)? {
@@ -25,7 +25,8 @@ pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
     Ok(RssConfig { key, indirection_table: parse_indirection_table(&ethtool_output)? })
 }
 
-/// Parses the indirection table in the output of `ethtool -x`: lines of the form `first entry: queue queue ...`.
+/// Parses the indirection table in the output of `ethtool -x`, whose lines have the form `first entry: queue queue
+/// ...`.
 fn parse_indirection_table(text: &str) -> Result<IndirectionTable> {
     let mut queues = Vec::new();
     for line in text.lines() {
@@ -39,13 +40,15 @@ fn parse_indirection_table(text: &str) -> Result<IndirectionTable> {
     IndirectionTable::new(&queues).with_context(|| format!("`ethtool -x` shows no usable table: {text:?}"))
 }
 
-/// Parses the line after `RSS hash key:` in the output of `ethtool -x`; `None` if the driver does not show its key.
+/// Parses the line after `RSS hash key:` in the output of `ethtool -x`. Returns `None` if the driver does not show its
+/// key.
 fn parse_rss_key(text: &str) -> Result<Option<RssKey>> {
     let key_line = text.lines().skip_while(|line| !line.starts_with("RSS hash key:")).nth(1).unwrap_or_default();
     if key_line.contains(':') { Ok(Some(key_line.trim().parse()?)) } else { Ok(None) }
 }
 
-/// Returns the first 40 of 52 bytes of the kernel's RSS key (Documentation/admin-guide/sysctl/net.rst, netdev_rss_key).
+/// Returns the first 40 bytes of the kernel's RSS key, which has 52 (Documentation/admin-guide/sysctl/net.rst,
+/// netdev_rss_key).
 fn parse_kernel_rss_key(text: &str) -> Result<RssKey> {
     let key: RssKey = text.trim().parse()?;
     Ok(RssKey::new(&key.bytes()[..40])?)
@@ -55,7 +58,7 @@ fn parse_kernel_rss_key(text: &str) -> Result<RssKey> {
 pub struct RssMeasurement {
     /// RSS key and indirection table that the NIC shows.
     pub shown_rss: RssConfig,
-    /// Measured flows, each with the queue that received its SYN.
+    /// Measured flows, each with the queue on which its SYN arrived.
     pub flow_queues: Vec<(FourTuple, u16)>,
 }
 
@@ -98,7 +101,6 @@ impl fmt::Display for RssMeasurement {
     }
 }
 
-/// Returns the receive queue that the RSS settings predict for a flow.
 pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
     rss.indirection_table.queue_of_hash(rss.key.toeplitz_hash(&flow.bytes()))
 }
@@ -109,7 +111,7 @@ pub fn measure_flow_queues(guest: &mut Guest, nic: NicModel, wire: &GuestTap) ->
     measure_flows(guest, nic, measured_flows(), |flow| wire.send_syn(flow))
 }
 
-/// As [`measure_flow_queues`], with SYNs in the outer headers of a load balancer that forwards by GUE.
+/// Measures like [`measure_flow_queues`], but with SYNs in the outer headers of a load balancer that forwards by GUE.
 pub fn measure_gue(guest: &mut Guest, nic: NicModel, wire: &GuestTap) -> Result<RssMeasurement> {
     measure_flows(guest, nic, gue_flows(), |outer| wire.send_gue_syn(outer))
 }
@@ -135,7 +137,7 @@ fn measure_flows(
 
 type CountersByQueue = BTreeMap<u16, u64>;
 
-/// Waits until the counter of one queue changes. Returns that queue, and the new counters.
+/// Waits until one queue's counter changes. Returns that queue, and the new counters.
 fn wait_for_counted_packet(
     guest: &mut Guest,
     nic: NicModel,
@@ -154,7 +156,7 @@ fn wait_for_counted_packet(
     }
 }
 
-/// Returns a counter of each receive queue, which grows with every packet on that queue.
+/// Returns a counter for each receive queue, which grows with every packet on that queue.
 fn read_queue_counters(guest: &mut Guest, nic: NicModel) -> Result<CountersByQueue> {
     let mut counters = CountersByQueue::new();
     for line in guest.run_successfully(nic.queue_counters_command())?.lines().filter(|line| !line.trim().is_empty()) {

@@ -1,4 +1,4 @@
-//! Other machines of the guest's network, which answer ARP requests and record received frames.
+//! Emulates other machines in the guest's network, which answer ARP requests and record received SYNs.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -13,10 +13,10 @@ use anyhow::{Context as _, Result};
 use nix::sys::socket::{LinkAddr, MsgFlags, recvfrom, sendto};
 use socket2::{Domain, Protocol, SockFilter, Socket, Type};
 
-/// Protocol `ETH_P_ALL` of if_ether.h for packet(7) sockets, in network byte order.
+/// Protocol number `ETH_P_ALL` (if_ether.h) for packet(7) sockets, in network byte order.
 const ETH_P_ALL_BIG_ENDIAN: i32 = (0x0003_u16.to_be()) as i32;
-/// Returns a socket filter for ARP, and for IPv4 packets without options that have only the TCP flag SYN. Packets that
-/// the guest forwards would fill the socket's buffer. Classic BPF: Documentation/networking/filter.rst.
+/// Returns a socket filter (classic BPF, Documentation/networking/filter.rst). It accepts ARP, and IPv4 packets without
+/// options whose only TCP flag is SYN. Without it, packets that the guest forwards would fill the socket's buffer.
 fn arp_or_syn_filter() -> [SockFilter; 6] {
     let filter_instruction =
         |code: u32, if_true, if_false, operand| SockFilter::new(code as u16, if_true, if_false, operand);
@@ -30,10 +30,10 @@ fn arp_or_syn_filter() -> [SockFilter; 6] {
     ]
 }
 
-/// Offset of the TCP flags in an Ethernet frame with an IPv4 header without options.
+/// Offset of the TCP flags in an Ethernet frame whose IPv4 header has no options.
 const TCP_FLAGS_OFFSET: usize = 14 + 20 + 13;
 
-/// First bytes of the addresses of all emulated machines: 10.2.0.0/24.
+/// First bytes of all emulated machines' addresses, which are in 10.2.0.0/24.
 const NETWORK_PREFIX: [u8; 3] = [10, 2, 0];
 
 /// Returns the MAC address of an emulated machine, whose last byte equals that of its IPv4 address.
@@ -41,10 +41,10 @@ pub fn host_mac(host: u8) -> [u8; 6] {
     [0x02, 0xc0, 0x4e, 0x00, 0x01, host]
 }
 
-/// Clients of received SYNs, with the last address byte of the machine that received each SYN.
+/// Clients whose SYNs were received, each with the last address byte of the machine that received its SYN.
 type ReceiversByClient = BTreeMap<SocketAddrV4, u8>;
 
-/// Emulated machines with the addresses 10.2.0.`hosts`, which stop when this value is dropped.
+/// Emulated machines with the addresses 10.2.0.`hosts`, which stop to answer when this value is dropped.
 pub struct HostEmulator {
     received_syns: Arc<Mutex<ReceiversByClient>>,
     should_stop: Arc<AtomicBool>,
@@ -90,7 +90,7 @@ fn answer_until_stopped(socket: &Socket, hosts: &[u8], syns: &Mutex<ReceiversByC
             Err(_) => return,
         };
         if let Some(reply) = arp_reply_to(&frame[..length], hosts) {
-            // Errors are ignored, because the ARP request is repeated.
+            // Errors are ignored, because the guest repeats its ARP request.
             if let Some(from) = from {
                 let _ = sendto(socket.as_raw_fd(), &reply, &from, MsgFlags::empty());
             }
@@ -100,11 +100,11 @@ fn answer_until_stopped(socket: &Socket, hosts: &[u8], syns: &Mutex<ReceiversByC
     }
 }
 
-/// Returns the reply to an ARP request (RFC 826) for one of `hosts`; `None` for other frames.
+/// Returns the reply to an ARP request (RFC 826) for one of `hosts`, or `None` for other frames.
 fn arp_reply_to(frame: &[u8], hosts: &[u8]) -> Option<[u8; 42]> {
     let arp_request: &[u8; 42] = frame.get(..42)?.try_into().ok()?;
     let (target_prefix, host) = (&arp_request[38..41], arp_request[41]);
-    // The request has ethertype ARP, then Ethernet, IPv4, the lengths of their addresses, and the operation "request".
+    // The bytes are ethertype ARP, then Ethernet, IPv4, the lengths of their addresses, and the operation "request".
     if arp_request[12..22] != [0x08, 0x06, 0, 1, 0x08, 0, 6, 4, 0, 1]
         || target_prefix != NETWORK_PREFIX
         || !hosts.contains(&host)

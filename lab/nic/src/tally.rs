@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-/// Numbers of passed, failed and skipped checks, each of which is printed as it ends.
+/// Numbers of passed, failed and skipped checks. Each check is printed as it ends.
 #[derive(Default)]
 pub struct CheckTally {
     passed_count: usize,
@@ -13,7 +13,7 @@ pub struct CheckTally {
 }
 
 impl CheckTally {
-    /// Counts a check, and prints its measured values or the reason of its failure.
+    /// Counts a check, and prints its measured values or the reason for its failure.
     pub fn record_result(&mut self, name: &str, result: Result<String>) {
         match result {
             Ok(measured) => {
@@ -33,7 +33,7 @@ impl CheckTally {
         println!("skipped  {name}: {reason}");
     }
 
-    /// Prints the numbers of checks. Returns failure if a check has failed.
+    /// Prints the numbers of checks. Returns a failure status if a check has failed.
     pub fn print_summary(self) -> ExitCode {
         println!("{} passed, {} failed, {} skipped", self.passed_count, self.failed_count, self.skipped_count);
         if self.failed_count == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -1,4 +1,5 @@
-//! The Debian packages under a booted systemd: installed, started, reloaded, upgraded, killed by the watchdog, removed.
+//! Checks of the Debian packages under systemd: installed, started, reloaded, upgraded, killed by the watchdog,
+//! removed.
 //!
 //! The load balancer has a separate network namespace, because it forwards to a server on the same machine.
 
@@ -14,7 +15,7 @@ use crate::packages::FetchedPackages;
 use crate::tally::CheckTally;
 
 const GUEST_NAME: &str = "Debian with systemd";
-/// Names of the daemons, in the order of their start.
+/// Names of the daemons, in the order in which they start.
 const DAEMONS: [&str; 5] = ["controller", "rack", "agent", "lb", "orchestrate"];
 /// Maximum time for a package installation, a start or a reboot, under emulation.
 const INSTALL_TIMEOUT: Duration = Duration::from_secs(300);
@@ -24,7 +25,7 @@ pub const SETTLE_TIMEOUT: Duration = Duration::from_secs(90);
 const OPEN_CONNECTION_COUNT: usize = 8;
 /// Number of new connections that are opened before the first change.
 const NEW_CONNECTION_COUNT: usize = 20;
-/// Pattern of errors that a confined process gets, as strerror(3) words them.
+/// Pattern for the errors that a confined process gets, in the words of strerror(3).
 const PERMISSION_ERRORS: &str = "Operation not permitted|Permission denied|Read-only file system";
 
 const NETWORK_SCRIPT: &str = "
@@ -54,7 +55,7 @@ ip address add 10.200.0.1/32 dev lo
 ip link set srv0 up
 ip -n client route add 10.200.0.1 via 10.2.0.1
 ";
-/// Script that sends a request to port $1 over a new connection.
+/// Script that sends a request over a new connection to port $1.
 pub const REQUEST_SCRIPT: &str = "
 exec 3<>/dev/tcp/10.200.0.1/$1 || exit 1
 printf 'GET / HTTP/1.0\\r\\n\\r\\n' >&3
@@ -66,8 +67,8 @@ while sleep 0.1; do
 	if timeout 10 bash /etc/test-request 80; then echo served; else echo failed; fi
 done
 ";
-/// Script that holds $1 connections. For each line in its FIFO, it sends a request over each connection, and prints the
-/// number of answers.
+/// Script that holds $1 connections open. For each line in its FIFO, it sends a request over each connection, and
+/// prints the number of answers.
 const HOLD_SCRIPT: &str = "
 connections=()
 for ((number = 0; number < $1; number++)); do
@@ -136,7 +137,7 @@ metrics = \"127.0.0.1:7440\"
 listen = \"10.2.0.11:400\"
 ";
 
-/// Returns the configuration file of a controller that listens on an address.
+/// Returns the configuration file for a controller that listens on this address.
 pub fn controller_config(address: &str) -> String {
     format!(
         "listen = \"{address}:7400\"\napi = \"127.0.0.1:7401\"\nstore = \"/var/lib/coreward/controller.redb\"\n\
@@ -163,10 +164,8 @@ fn guest_files() -> Vec<NamedGuestFile> {
     .to_vec()
 }
 
-/// Checks the Debian packages in the directories `old` and `new` of `debs`. With a `command`, only runs this.
-///
-/// # Errors
-/// When the guest does not boot.
+/// Checks the Debian packages in the subdirectories `old` and `new` of `debs`. If `command` is given, only runs it.
+/// Fails when the guest does not boot.
 pub fn check_packages(
     packages: &FetchedPackages,
     cache: &Path,
@@ -196,8 +195,8 @@ pub fn check_packages(
     Ok(())
 }
 
-/// Makes the checks in a guest whose hosts are network namespaces, without Debian's nginx unit. With a `command`, only
-/// runs this.
+/// Runs the checks in a guest whose hosts are network namespaces, and which does not run Debian's nginx unit. If
+/// `command` is given, only runs it.
 pub fn check_in_namespaces(
     name: &str,
     debian: &DebianMachine<'_>,
@@ -214,7 +213,7 @@ pub fn check_in_namespaces(
     Ok(())
 }
 
-/// Makes the checks until one fails. Returns whether all have passed.
+/// Runs the checks until one fails. Returns whether all have passed.
 pub fn run_checks_until_failure(
     name: &str,
     checks: &[(&str, GuestCheck)],
@@ -234,10 +233,10 @@ pub fn run_checks_until_failure(
     true
 }
 
-/// Function that makes a check in a guest, and returns the measured values as text.
+/// Function that makes one check in a guest and returns the measured values as text.
 pub type GuestCheck = fn(&mut Guest) -> Result<String>;
 
-/// Checks and their names. Each check continues where the previous one ended.
+/// Names and functions of the checks. Each check continues where the previous one ended.
 const FIRST_BOOT_CHECKS: [(&str, GuestCheck); 9] = [
     ("installing starts nothing", check_installation),
     ("the units start", check_start),
@@ -260,7 +259,7 @@ fn unit_name(daemon: &str) -> String {
     format!("coreward-{daemon}.service")
 }
 
-/// Returns the values of a unit's properties, in the order of `properties`.
+/// Returns the values of a daemon unit's properties, in the order of `properties`.
 fn read_unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, properties: [&str; N]) -> Result<[String; N]> {
     let mut values = Vec::new();
     for property in properties {
@@ -304,7 +303,7 @@ pub fn retry_until_ok<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) 
     }
 }
 
-/// Returns the states of the daemons' units, and the latest messages of the journal about them.
+/// Returns the states of the daemons' units, and the journal's latest messages about them.
 fn unit_states_and_journal(guest: &mut Guest) -> String {
     const UNIT_COMMANDS: [&str; 3] = [
         "systemctl show -p Id,ActiveState,SubState,Result,NRestarts,MainPID,ExecMainStatus 'coreward-*'",
@@ -316,7 +315,6 @@ fn unit_states_and_journal(guest: &mut Guest) -> String {
         .join("\n")
 }
 
-/// Runs `apt-get` with these arguments in the guest and returns its output.
 pub fn run_apt_get(guest: &mut Guest, arguments: &str) -> Result<String> {
     let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
     let (status, output) = guest.try_run(&command, INSTALL_TIMEOUT)?;
@@ -348,12 +346,11 @@ fn check_start(guest: &mut Guest) -> Result<String> {
     Ok(format!("processes {pids:?}"))
 }
 
-/// Sends one request to a port of the service over a new connection.
 fn send_request(guest: &mut Guest, port: u16) -> Result<()> {
     guest.run_successfully(&format!("ip netns exec client timeout 10 bash /etc/test-request {port}")).map(drop)
 }
 
-/// Checks the confinement of each daemon's process in the kernel, not in the unit's file.
+/// Checks how the kernel confines each daemon's process, independently of what the unit's file demands.
 fn check_confinement(guest: &mut Guest) -> Result<String> {
     let systemd_warnings =
         guest.run_successfully("journalctl --no-pager -q -b _PID=1 -p warning -o cat | grep coreward || true")?;
@@ -404,14 +401,14 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
         let (status, output) =
             guest.try_run(&format!("nsenter -t {pid} -m {forbidden_command} 2>&1"), SETTLE_TIMEOUT)?;
         ensure!(status != 0, "process {pid} may {forbidden_command}: {output}");
-        // A process that has ended has no namespace to enter.
+        // nsenter also fails if the process has ended, because there is no namespace to enter then.
         let current_pid = main_pid(guest, daemon)?;
         ensure!(current_pid == pid, "process {pid} became {current_pid} meanwhile");
     }
     Ok(bounding_count)
 }
 
-/// Sends a request that no worker takes, to a service whose port is below 1024.
+/// Sends a request to a service whose port is below 1024. No worker takes the request.
 fn check_orchestrator(guest: &mut Guest) -> Result<String> {
     guest.run_successfully("printf request > /dev/udp/10.2.0.11/400")?;
     wait_for_orchestrator_metric(guest, "coreward_orchestrate_waiting_requests{service=\"0\"}")
@@ -430,7 +427,7 @@ fn wait_for_orchestrator_metric(guest: &mut Guest, metric: &str) -> Result<Strin
     })
 }
 
-/// Checks that requests are received by AF_XDP, with the drop-in of the package's examples.
+/// Checks that the orchestrator receives requests by AF_XDP, with the drop-in from the package's examples.
 fn check_orchestrator_by_af_xdp(guest: &mut Guest) -> Result<String> {
     guest.run_successfully(
         "directory=/etc/systemd/system/coreward-orchestrate.service.d; mkdir -p $directory && \
@@ -460,7 +457,7 @@ fn check_new_connections(guest: &mut Guest) -> Result<String> {
     check_connections(guest)
 }
 
-/// Sends requests over the held connections. Fails unless all of these, and all new connections so far, were served.
+/// Sends requests over the held connections. Fails unless these requests, and all new connections so far, were served.
 fn check_connections(guest: &mut Guest) -> Result<String> {
     let answered_count =
         guest.run_successfully("timeout 50 sh -c 'echo > /run/test-hold.in; cat /run/test-hold.out'")?;

@@ -1,4 +1,4 @@
-//! The test's end of the tap: an unnamed network namespace, and a packet socket that sends frames into it.
+//! The test's end of the tap device: an unnamed network namespace, and a packet socket that sends frames to the guest.
 
 use std::fs;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
@@ -18,17 +18,16 @@ use crate::process::{command_tied_to_parent, run_to_end};
 
 /// Destination of IPv4 SYNs, which is an address on the guest's loopback.
 pub const IPV4_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 200, 0, 1), 80);
-/// Destination of IPv6 SYNs. The guest has no such address, because its IPv6 is off.
+/// Destination of IPv6 SYNs. The guest does not have this address, because its IPv6 is off.
 pub const IPV6_DESTINATION: SocketAddrV6 =
     SocketAddrV6::new(ipv6_for_ipv4(IPV4_DESTINATION.ip().to_bits()), IPV4_DESTINATION.port(), 0, 0);
-/// Destination of packets that a guest forwards by a route.
+/// Destination of packets that a guest forwards along a route.
 pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
-/// Load balancer that encapsulates, and the server's address in its outer headers.
+/// Source address in outer headers, which is the load balancer's. The destination is `SERVER`.
 const LOAD_BALANCER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
 const SERVER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
-/// Number of flows in a measurement for each of IPv4 and IPv6.
+/// Number of IPv4 flows in a measurement, and also the number of its IPv6 flows.
 pub const FLOWS_PER_FAMILY: u16 = 64;
-/// Number of all flows in a measurement.
 pub const FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
 
 /// MAC address of the host's end of the link to the guest.
@@ -40,17 +39,18 @@ const UDP: u8 = 17;
 const TCP_FLAG_SYN: u8 = 0x02;
 const TCP_FLAG_ACK: u8 = 0x10;
 
-/// Returns the IPv6 address whose last bits are those of an IPv4 address.
+/// Returns the IPv6 address whose last 32 bits are those of an IPv4 address.
 const fn ipv6_for_ipv4(ipv4: u32) -> Ipv6Addr {
     Ipv6Addr::from_bits(0x2001_0db8 << 96 | ipv4 as u128)
 }
 
-/// Returns the flows of a measurement, each with another client address and port: all IPv4 flows, then all IPv6 flows.
+/// Returns the flows of a measurement, each with another client address and port. The IPv4 flows precede the IPv6
+/// flows.
 pub fn measured_flows() -> impl Iterator<Item = FourTuple> {
     flows_of_round(0).chain(flows_of_round(0).map(|flow| in_ipv6(&flow)))
 }
 
-/// Returns outer headers of a measurement, which differ in the source port only: first all of IPv4.
+/// Returns the outer headers of a measurement, which differ only in the source port. The IPv4 headers come first.
 pub fn gue_flows() -> impl Iterator<Item = FourTuple> {
     let flows = flows_of_round(0)
         .map(|flow| FourTuple::ipv4((LOAD_BALANCER, flow.client().port()), (SERVER, intf::GUE_PORT as u16)));
@@ -66,7 +66,7 @@ fn in_ipv6(flow: &FourTuple) -> FourTuple {
 /// Returns IPv4 flows whose client addresses differ from those of all other rounds (up to 250).
 pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> + Clone {
     (0..FLOWS_PER_FAMILY).map(move |flow| {
-        // Steps coprime to 250 and 60,000, so that no address or port repeats.
+        // The steps are coprime to 250 and 60,000, so that no address or port repeats.
         let [third_byte, fourth_byte] = [flow * 91 % 250, 1 + flow * 37 % 250].map(|byte| byte as u8);
         let client_endpoint = (
             Ipv4Addr::new(10, 1, ((u16::from(third_byte) + u16::from(round)) % 250) as u8, fourth_byte),
@@ -79,14 +79,14 @@ pub fn flows_of_round(round: u8) -> impl Iterator<Item = FourTuple> + Clone {
 /// Moves this process into a new network namespace, which ends with the process. Call it before starting threads.
 pub fn enter_network_namespace() -> Result<()> {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).context("a network namespace cannot be made")?;
-    // Without IPv6 no neighbour discovery disturbs the counted packets.
+    // Without IPv6, no neighbour discovery disturbs the counts of packets.
     match fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1") {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
         _ => Ok(()),
     }
 }
 
-/// Packet socket on the tap device of a guest, by which frames are sent to it.
+/// Packet socket on a guest's tap device, through which frames are sent to the guest.
 pub struct GuestTap {
     packet_socket: Socket,
     tap_address: LinkAddr,
@@ -123,7 +123,7 @@ impl GuestTap {
         self.send(flow, &build_tcp_frame(flow, TCP_FLAG_SYN)?, 1)
     }
 
-    /// Sends a SYN with an outer header by GUE. Fails when the kernel rejects it.
+    /// Sends a SYN with an outer GUE header. Fails when the kernel rejects it.
     pub fn send_gue_syn(&self, outer: &FourTuple) -> Result<()> {
         let inner = flows_of_round(0).next().context("a flow")?;
         self.send(outer, &gue_frame(outer, &packet(&inner, TCP_FLAG_SYN)?.1)?, 1)
@@ -137,7 +137,7 @@ impl GuestTap {
     fn send(&self, flow: &FourTuple, frame: &[u8], count: u32) -> Result<()> {
         for _ in 0..count {
             match sendto(self.packet_socket.as_raw_fd(), frame, &self.tap_address, MsgFlags::empty()) {
-                // The tap's queue is full: a lost packet.
+                // If the tap's queue is full, the packet counts as lost.
                 Ok(_) | Err(Errno::ENOBUFS) => {}
                 Err(errno) => return Err(errno).with_context(|| format!("a packet of {flow:?}")),
             }
@@ -146,13 +146,13 @@ impl GuestTap {
     }
 }
 
-/// Returns a frame to the guest with a TCP segment like a Linux client's, except for options other than timestamps.
+/// Returns a frame to the guest with a TCP segment like a Linux client's, except that its only option is timestamps.
 fn build_tcp_frame(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
     let (ethertype, packet) = packet(flow, flags)?;
     Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &packet].concat())
 }
 
-/// Returns ethertype and IP packet of a TCP segment.
+/// Returns the ethertype and the IP packet of a TCP segment.
 fn packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
     let mut tcp_segment = segment_without_checksum(flow, flags);
     let segment_bytes = tcp_segment.len() as u8;
@@ -163,7 +163,8 @@ fn packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
     Ok((ethertype, [header, tcp_segment].concat()))
 }
 
-/// Returns a frame with an IP packet in an outer header, without outer UDP checksum (docs/design.md).
+/// Returns a frame in which an outer header encloses an IP packet. The outer UDP header has no checksum
+/// (docs/design.md).
 fn gue_frame(outer: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
     let length = 8 + packet.len() as u8;
     let (ethertype, header, _) = ip_header(outer, UDP, length)?;
@@ -171,7 +172,7 @@ fn gue_frame(outer: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
     Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &header, &ports, &[0, length, 0, 0], packet].concat())
 }
 
-/// Returns ethertype, header, and the offset of the addresses in the header.
+/// Returns the ethertype, the IP header, and the offset of the addresses in that header.
 fn ip_header(flow: &FourTuple, protocol: u8, payload: u8) -> Result<([u8; 2], Vec<u8>, usize)> {
     Ok(match (flow.client(), flow.vip()) {
         (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
@@ -208,7 +209,8 @@ fn ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload: u8) -> Vec<u8> {
     [&fields[..], &addresses.map(|address| address.octets()).concat()].concat()
 }
 
-/// Returns the Internet checksum of an even number of bytes: the complement of their ones' complement sum (RFC 1071).
+/// Returns the Internet checksum of an even number of bytes, which is the complement of their ones' complement sum (RFC
+/// 1071).
 fn internet_checksum(bytes: &[u8]) -> u16 {
     let word_sum: u32 = bytes.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
     let folded_sum = (word_sum & 0xffff) + (word_sum >> 16);

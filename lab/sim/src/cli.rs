@@ -1,4 +1,4 @@
-//! `coreward-lab sim`: one sub-command per kind of simulation. Each has its arguments next to its code.
+//! Command `coreward-lab sim`, with a sub-command per kind of simulation. Its arguments are defined next to its code.
 
 /// Arguments of `coreward-lab sim`.
 #[derive(Debug, clap::Args)]

@@ -1,7 +1,8 @@
-//! Simulator: runs the policies of `coreward-model`, which the daemons use too, on traces and random arrivals.
+//! Simulator that runs the daemons' policies (`coreward-model`) on traces and random arrivals.
 //!
-//! A simulation is single-threaded and deterministic: the same configuration and seed give the same bytes. Seeds,
-//! policies and points of a sweep run in parallel, and their results are in the requested order ([`par_map_ordered`]).
+//! A simulation is single-threaded and deterministic, so the same configuration and seed yield the same bytes. Seeds,
+//! policies and the points of a sweep run in parallel, and their results are in the requested order
+//! ([`par_map_ordered`]).
 
 pub mod cli;
 pub mod figure;
@@ -18,7 +19,7 @@ pub mod trace;
 
 use rayon::prelude::*;
 
-/// Runs `simulate` for every input, on all CPUs. Returns the results in the order of the inputs.
+/// Runs `simulate` for every input on all CPUs, and returns the results in the order of the inputs.
 pub fn par_map_ordered<I: Sync, O: Send>(inputs: &[I], simulate: impl Fn(&I) -> O + Sync + Send) -> Vec<O> {
     inputs.par_iter().map(simulate).collect()
 }

@@ -1,22 +1,20 @@
 //! Errors for unknown names, with a suggestion of the most similar known name.
 
-/// Error for a name that does not exist, with the known names of its kind.
+/// Error for a name that does not exist, together with the names that do.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{kind} {given:?} does not exist: {hint}expected one of {list}", hint = self.hint(), list = known.join(", "))]
 pub struct UnknownName {
-    /// Kind of thing that has such names: "policy", "figure" ...
+    /// Kind of thing that has such names, for instance "policy" or "figure".
     pub kind: &'static str,
     pub given: String,
-    /// All names of this kind that exist.
     pub known: Vec<String>,
 }
 
-/// Minimum similarity of a suggested name (0 to 1, Jaro-Winkler).
+/// Minimum Jaro-Winkler similarity (0 to 1) of a name to be suggested.
 const MIN_SIMILARITY: f64 = 0.7;
 const MAX_SUGGESTIONS: usize = 3;
 
 impl UnknownName {
-    /// Returns the error for `given`, which is not one of `known`.
     pub fn new<N: Into<String>>(kind: &'static str, given: &str, known: impl IntoIterator<Item = N>) -> Self {
         Self { kind, given: given.to_owned(), known: known.into_iter().map(Into::into).collect() }
     }

@@ -1,9 +1,9 @@
-//! Output formats of results.
+//! Formats in which results are printed.
 
 use comfy_table::Table;
 use serde::Serialize;
 
-/// Output format.
+/// Format of a result on standard output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Format {
     /// Text for people
@@ -14,14 +14,14 @@ pub enum Format {
     Csv,
 }
 
-/// Result that can be printed in every [`Format`]: JSON serializes it, text and CSV show its rows.
+/// Result that can be printed in every [`Format`]. JSON contains the serialized value, text and CSV contain its rows.
 pub trait Printable: Serialize {
     fn columns(&self) -> Vec<&'static str>;
 
     /// Returns the rows of the table, each with as many cells as [`Printable::columns`].
     fn rows(&self) -> Vec<Vec<String>>;
 
-    /// Returns the remarks to print below the table, such as omitted parts or the run time.
+    /// Returns the remarks that text output has below the table, such as omitted parts or the run time.
     fn remarks(&self) -> Vec<String> {
         Vec::new()
     }
@@ -43,7 +43,7 @@ pub trait Printable: Serialize {
     }
 }
 
-/// Returns comma-separated values with a header line (RFC 4180, but with line feeds as line ends).
+/// Returns comma-separated values with a header line. The format is that of RFC 4180, but lines end with line feeds.
 pub fn format_csv<C: AsRef<str>>(columns: &[C], rows: &[Vec<String>]) -> String {
     let csv_line = |cells: &mut dyn Iterator<Item = &str>| cells.map(csv_cell).collect::<Vec<_>>().join(",") + "\n";
     let header = csv_line(&mut columns.iter().map(AsRef::as_ref));

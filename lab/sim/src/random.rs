@@ -1,7 +1,7 @@
-//! Random numbers of given distributions: fast, and identical on every machine.
+//! Fast random number generators for several distributions, with identical results on every machine.
 //!
-//! `rand_distr` uses exp and ln of the C library as soon as any crate of the build enables the `std` feature of
-//! `num-traits`, and C libraries differ in the last bit. This module uses `libm`, which is written in Rust.
+//! If any crate in the build enables the `std` feature of `num-traits`, `rand_distr` uses the C library's exp and ln. C
+//! libraries differ in the last bit, so this module uses `libm`, which is written in Rust.
 
 use std::sync::LazyLock;
 
@@ -9,19 +9,19 @@ use rand::Rng;
 
 const LAYER_COUNT: usize = 256;
 
-/// Decreasing density on x >= 0, cut into layers of equal area (Marsaglia and Tsang, "The ziggurat method for
-/// generating random variables", J. Stat. Softw. 5, 2000). Nearly always one draw, one multiplication and one
-/// comparison suffice.
+/// Sampler for a decreasing density on x >= 0, which is cut into layers of equal area (Marsaglia and Tsang, "The
+/// ziggurat method for generating random variables", J. Stat. Softw. 5, 2000). Nearly always, one draw, one
+/// multiplication and one comparison suffice.
 #[derive(Debug)]
 struct Ziggurat {
-    /// Right ends of the layers, from the lowest layer up, whose end includes the tail's area; the last value is 0.
+    /// Right ends of the layers, beginning with the lowest, whose end includes the tail's area. The last value is 0.
     layer_ends: [f64; LAYER_COUNT + 1],
-    /// Density at the right ends of the layers.
+    /// Density at the right end of each layer.
     layer_heights: [f64; LAYER_COUNT + 1],
 }
 
 impl Ziggurat {
-    /// Computes the layers from the start of the tail and the area of each layer, which are given in the paper.
+    /// Computes the layers. The paper gives the start of the tail and the area of each layer.
     fn new(tail_start: f64, layer_area: f64, density: fn(f64) -> f64, inverse: fn(f64) -> f64) -> Self {
         let mut layer_ends = [0.0; LAYER_COUNT + 1];
         (layer_ends[0], layer_ends[1]) = (layer_area / density(tail_start), tail_start);
@@ -31,7 +31,7 @@ impl Ziggurat {
         Self { layer_ends, layer_heights: layer_ends.map(density) }
     }
 
-    /// Returns whether a point at `x`, at a random height within the layer, is below the density.
+    /// Returns whether a point at `x`, whose height within the layer is drawn at random, is below the density.
     #[cold]
     fn is_below_density(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
         let (low, high) = (self.layer_heights[layer], self.layer_heights[layer + 1]);
@@ -50,13 +50,13 @@ static NORMAL_ZIGGURAT: LazyLock<Ziggurat> = LazyLock::new(|| {
     Ziggurat::new(NORMAL_TAIL_START, 4.928_673_233_974_655e-3, |x| libm::exp(-x * x / 2.0), inverse_density)
 });
 
-/// Returns a uniform number in [0, 1) with 53 random bits.
+/// Returns a uniformly distributed number in [0, 1) with 53 random bits.
 #[inline]
 pub fn uniform_unit(rng: &mut impl Rng) -> f64 {
     (rng.next_u64() >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 }
 }
 
-/// Returns a uniform number in (0, 1], whose logarithm is finite.
+/// Returns a uniformly distributed number in (0, 1], whose logarithm is finite.
 fn uniform_above_zero(rng: &mut impl Rng) -> f64 {
     1.0 - uniform_unit(rng)
 }
@@ -67,14 +67,14 @@ pub fn exponential(rng: &mut impl Rng) -> f64 {
     let ziggurat = &*EXPONENTIAL_ZIGGURAT;
     loop {
         let random_bits = rng.next_u64();
-        // The lowest bits select the layer, the highest 53 bits the position in the layer.
+        // The lowest bits select the layer, and the highest 53 bits the position in the layer.
         let layer = random_bits as usize % LAYER_COUNT;
         let x = (random_bits >> 11) as f64 * const { 1.0 / (1u64 << 53) as f64 } * ziggurat.layer_ends[layer];
         if x < ziggurat.layer_ends[layer + 1] {
             return x;
         }
         if layer == 0 {
-            // The tail of an exponential is an exponential.
+            // The tail of an exponential distribution is itself exponentially distributed.
             return EXPONENTIAL_TAIL_START - libm::log(uniform_above_zero(rng));
         }
         if ziggurat.is_below_density(rng, layer, libm::exp(-x)) {
@@ -104,8 +104,8 @@ pub fn standard_normal(rng: &mut impl Rng) -> f64 {
     }
 }
 
-/// Returns a number from the normal distribution's tail: Marsaglia, "Generating a variable from the tail of the normal
-/// distribution", Technometrics 6, 1964.
+/// Returns a number from the tail of the normal distribution (Marsaglia, "Generating a variable from the tail of the
+/// normal distribution", Technometrics 6, 1964).
 #[cold]
 fn normal_tail(rng: &mut impl Rng) -> f64 {
     loop {
@@ -116,7 +116,7 @@ fn normal_tail(rng: &mut impl Rng) -> f64 {
     }
 }
 
-/// Returns a log-normal number: the exponential of a normal number with this mean and standard deviation.
+/// Returns a log-normally distributed number, whose logarithm has this mean and standard deviation.
 pub fn log_normal(rng: &mut impl Rng, mean: f64, standard_deviation: f64) -> f64 {
     libm::exp(mean + standard_deviation * standard_normal(rng))
 }
@@ -129,7 +129,7 @@ mod tests {
 
     const DRAW_COUNT: usize = 1_000_000;
 
-    /// Returns the Kolmogorov-Smirnov distance between random draws and a distribution function.
+    /// Returns the Kolmogorov-Smirnov distance between random draws and a cumulative distribution function.
     fn kolmogorov_smirnov_distance(draw: impl FnMut() -> f64, distribution: impl Fn(f64) -> f64) -> f64 {
         let mut draws: Vec<f64> = std::iter::repeat_with(draw).take(DRAW_COUNT).collect();
         draws.sort_by(f64::total_cmp);
@@ -137,7 +137,7 @@ mod tests {
         draws.iter().enumerate().map(difference).fold(0.0, f64::max)
     }
 
-    /// Distance that only one in a thousand samples exceeds: 1.95 / sqrt(n).
+    /// Distance that only one sample in a thousand exceeds, which is 1.95 / sqrt(n).
     const MAX_DISTANCE: f64 = 1.95e-3;
 
     #[test]

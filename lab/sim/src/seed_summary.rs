@@ -1,9 +1,9 @@
-//! Summary of a value over several seeds.
+//! Summary of a result over several seeds.
 
 use coreward_model::statistics::{mean, median};
 use serde::Serialize;
 
-/// Median and range of a value over several seeds.
+/// Median, mean and range of a result over several seeds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, serde::Deserialize)]
 pub struct SeedSummary {
     pub median: f64,
@@ -13,7 +13,7 @@ pub struct SeedSummary {
 }
 
 impl SeedSummary {
-    /// Returns the summary of `values`; `None` without values.
+    /// Returns the summary of `values`, or `None` if there are none.
     pub fn from_values(values: &[f64]) -> Option<Self> {
         Some(Self {
             median: median(values)?,

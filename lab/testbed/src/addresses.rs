@@ -2,41 +2,41 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddrV4};
 
-/// Name of the network device in the namespace of every host.
+/// Name of the network device in every host's namespace.
 pub const HOST_DEVICE: &str = "eth0";
-/// First IPv4 VIP; the other VIPs follow it.
+/// First IPv4 VIP, which all other IPv4 VIPs follow.
 pub const FIRST_VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// Address and port of the service that the demo balances.
 pub const SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_VIP, 80);
 /// Prefix that contains all IPv6 VIPs.
 pub(crate) const IPV6_VIP_PREFIX: &str = "2001:db8:c8::/64";
-/// First IPv6 VIP; the other IPv6 VIPs follow it.
+/// First IPv6 VIP, which all other IPv6 VIPs follow.
 pub const FIRST_IPV6_VIP: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1);
 pub const CONTROLLER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 2);
 /// Minimum MTU of an IPv4 link (RFC 791).
 pub(crate) const IPV4_MTU_MIN: u16 = 68;
 /// Minimum MTU of an IPv6 link (RFC 8200, Sect. 5).
 pub(crate) const IPV6_MTU_MIN: u16 = 1280;
-/// Length of the IPv4 prefix of the segment that connects servers and load balancers.
+/// Length of the IPv4 prefix on the segment that connects servers and load balancers.
 pub(crate) const SEGMENT_PREFIX_LENGTH: u8 = 16;
-/// MTU of Ethernet; all devices of the testbed have it.
+/// MTU of Ethernet, which all devices of the testbed use.
 pub(crate) const ETHERNET_MTU: u16 = 1500;
 pub(crate) const ROUTER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 3);
 
-/// Address family of the services. Every host has an IPv4 address, whatever the family.
+/// Address family of the VIPs. Every host also has an IPv4 address, whatever the family.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum AddressFamily {
-    /// VIPs from 10.200.0.1 on.
+    /// VIPs count up from 10.200.0.1.
     #[default]
     #[value(name = "4")]
     Ipv4,
-    /// VIPs from 2001:db8:c8::1 on. Hosts also have an address in 2001:db8::/64, as with routed servers.
+    /// VIPs count up from 2001:db8:c8::1. Hosts also have an address in 2001:db8::/64, as with routed servers.
     #[value(name = "6")]
     Ipv6,
 }
 
 impl AddressFamily {
-    /// Returns the address in this family of the host with the IPv4 address `host`.
+    /// Returns the address in this family of the host whose IPv4 address is `host`.
     pub fn address(self, host: Ipv4Addr) -> IpAddr {
         match self {
             AddressFamily::Ipv4 => host.into(),
@@ -53,7 +53,7 @@ impl AddressFamily {
     }
 }
 
-/// Returns the IPv6 address of the host with this IPv4 address: 2001:db8:: with the IPv4 address in its last bytes.
+/// Returns a host's IPv6 address, which is 2001:db8:: with the host's IPv4 address in the last four bytes.
 pub fn ipv6_address(host: Ipv4Addr) -> Ipv6Addr {
     let network = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0);
     Ipv6Addr::from_bits(network.to_bits() | u128::from(host.to_bits()))
@@ -69,7 +69,7 @@ pub fn load_balancer_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 2, number as u8)
 }
 
-/// Returns the name of load balancer `number`, which its namespace, its port and its daemon share.
+/// Returns the name of load balancer `number`, which is also the name of its namespace, switch port and daemon.
 pub fn load_balancer_name(number: u16) -> String {
     format!("lb{number}")
 }
@@ -79,20 +79,20 @@ pub fn rack_controller_address(number: u16) -> Ipv4Addr {
     Ipv4Addr::new(10, 1, 3, number as u8)
 }
 
-/// Returns the name of rack controller `number`, which its namespace, its port and its daemon share.
+/// Returns the name of rack controller `number`, which is also the name of its namespace, switch port and daemon.
 pub fn rack_controller_name(number: u16) -> String {
     format!("rack{number}")
 }
 
-/// IPv4 prefix as (address, length in bits); [`ipv6_prefix`] returns its IPv6 counterpart.
+/// IPv4 prefix as (address, length in bits). [`ipv6_prefix`] returns the corresponding IPv6 prefix.
 pub(crate) type Ipv4Prefix = (Ipv4Addr, u8);
 
 /// IPv4 prefix of the default route, which contains all addresses.
 pub(crate) const DEFAULT_ROUTE_PREFIX: Ipv4Prefix = (Ipv4Addr::UNSPECIFIED, 0);
-/// IPv4 prefix of the clients behind a router.
+/// IPv4 prefix of clients that reach the testbed through the router.
 pub(crate) const ROUTED_CLIENTS_PREFIX: Ipv4Prefix = (Ipv4Addr::new(10, 2, 0, 0), 16);
 
-/// Returns the IPv6 prefix of the hosts in an IPv4 prefix, as an argument of the command `ip`.
+/// Returns the IPv6 prefix of the hosts in an IPv4 prefix, in the notation of the `ip` command.
 pub(crate) fn ipv6_prefix((network, length): Ipv4Prefix) -> String {
     match length {
         0 => "::/0".to_owned(),

@@ -1,11 +1,10 @@
-//! Load balancers other than coreward in front of the testbed's servers, for tests that migrate a service to coreward
-//! and back.
+//! Other load balancers in front of the testbed's servers, for tests that migrate a service to coreward and back.
 //!
-//! * [`BaselineKind::DirectServerReturn`]: IPVS with direct routing where the kernel has it (as LVS and keepalived use
-//!   it). Elsewhere nftables does the same to packets: a SYN picks a server and an entry of a table, later packets
-//!   follow the entry to the server's MAC address, and answers go straight to the client. The host, which holds the
-//!   VIP, refuses packets without an entry.
-//! * [`BaselineKind::TcpProxy`]: HAProxy. It ends clients' connections itself and opens its own to the servers' own
+//! * [`BaselineKind::DirectServerReturn`] is IPVS with direct routing where the kernel has it (as LVS and keepalived
+//!   use it). Elsewhere nftables treats packets in the same way. A SYN picks a server and creates a table entry. Later
+//!   packets follow the entry to the server's MAC address, and answers go straight to the client. The host itself has
+//!   the VIP, and refuses packets without an entry.
+//! * [`BaselineKind::TcpProxy`] is HAProxy. It ends clients' connections itself and opens its own to the servers'
 //!   addresses.
 
 use std::fmt::Write as _;
@@ -22,19 +21,19 @@ use crate::namespace::{Namespace, run_ip_batch};
 use crate::process::{self, Process, TIMEOUT};
 use crate::topology::{Testbed, create_namespaces};
 
-/// IPv4 address of the baseline load balancer, in the servers' segment.
+/// IPv4 address of the baseline load balancer on the servers' segment.
 pub const BASELINE_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 5);
 const IPVS_PROC_PATH: &str = "/proc/net/ip_vs";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BaselineKind {
-    /// Forwarding at layer 2; the servers' answers bypass the load balancer.
+    /// Forwarding at layer 2, with answers that go from the servers to the client directly.
     DirectServerReturn,
-    /// TCP proxy with one connection to the client and one to the server.
+    /// TCP proxy, which has one connection to the client and another one to the server.
     TcpProxy,
 }
 
-/// Running baseline load balancer; dropping it ends its processes and removes its namespace.
+/// Running baseline load balancer. Dropping it ends its processes and removes its namespace.
 #[derive(Debug)]
 pub struct BaselineLoadBalancer {
     namespace: Namespace,
@@ -42,13 +41,13 @@ pub struct BaselineLoadBalancer {
 }
 
 impl Testbed {
-    /// Starts a baseline load balancer, which gets packets after [`Testbed::route_vips_to_baseline`]. Fails when a
-    /// program is missing or a command fails.
+    /// Starts a baseline load balancer. It gets no packets until [`Testbed::route_vips_to_baseline`] is called. Fails
+    /// when a program is missing or a command fails.
     pub fn start_baseline_load_balancer(&self, kind: BaselineKind) -> anyhow::Result<BaselineLoadBalancer> {
         let namespace = self.instance_namespace("director");
         create_namespaces(&[&namespace])?;
         self.connect_to_switch(&namespace, "director", 1, 1)?;
-        // The host has the VIP without answering ARP for it; only the router's route directs packets to the host.
+        // The host has the VIP without answering ARP for it, so only the router's route directs packets to it.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         let prefix_length_and_flags = if self.options().family == AddressFamily::Ipv4 { "32" } else { "128 nodad" };
         let vip_address_command = format!("address add {}/{prefix_length_and_flags} dev lo\n", self.service().ip());
@@ -158,7 +157,6 @@ impl Testbed {
 }
 
 impl BaselineLoadBalancer {
-    /// Returns the network namespace of the load balancer's host.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
@@ -166,7 +164,7 @@ impl BaselineLoadBalancer {
 
 impl Drop for BaselineLoadBalancer {
     fn drop(&mut self) {
-        // A namespace's devices exist for some milliseconds after it, and occupy the name of the switch's port.
+        // The namespace's devices outlive it by some milliseconds, during which the switch's port name stays occupied.
         let link_deletion = run_ip_batch(Some(&self.namespace), &format!("link delete {HOST_DEVICE}\n"));
         if let Err(error) = link_deletion.and(self.namespace.remove()) {
             tracing::warn!(

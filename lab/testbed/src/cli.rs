@@ -45,7 +45,7 @@ enum TestbedCommand {
     },
 }
 
-/// Runs a sub-command of `coreward-lab testbed`. Call it before any thread is started: some servers fork.
+/// Runs a sub-command of `coreward-lab testbed`. Call it before any thread is started, because some servers fork.
 pub fn run(args: &TestbedArgs) -> anyhow::Result<()> {
     match &args.command {
         TestbedCommand::PacedServer(args) => paced_server::run(args),

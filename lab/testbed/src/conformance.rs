@@ -1,8 +1,8 @@
-//! Stock clients and servers through the load balancer while tables and pool change. No connection may break, no packet
-//! may be dropped for its timestamp, and retransmissions must be as few as without coreward.
+//! Conformance test of stock clients and servers through the load balancer, while tables and pool change. No connection
+//! may break, and no packet may be dropped for its timestamp. Retransmissions must be as few as without coreward.
 //!
-//! Tables change with the cores' loads: a thread writes random core load files ten times a second. The pool changes
-//! because servers drain and return in turn.
+//! The tables change with the cores' loads, because a thread writes random core load files ten times a second. The pool
+//! changes because servers drain and return in turn.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -49,52 +49,49 @@ pub struct ConformanceArgs {
 /// Results of the conformance test.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct ConformanceOutcome {
-    /// Number of requests of wrk that were answered.
+    /// Number of wrk's requests that were answered.
     pub wrk_requests: u64,
-    /// Number of errors of wrk: connect, read, write, timeout, and responses other than 200.
+    /// Number of wrk's errors, which are connect, read, write and timeout errors and responses other than 200.
     pub wrk_errors: u64,
-    /// Number of complete downloads.
     pub downloads: u64,
-    /// Failed downloads, with the errors of curl for the first few.
+    /// Failed downloads. The first few contain curl's error.
     pub failed_downloads: Vec<String>,
-    /// Response time of the idle connection after its pause (ms); `Err`: the reason why the connection broke.
+    /// Response time of the idle connection after its pause (ms), or `Err` with the reason why the connection broke.
     pub idle: Result<u64, String>,
-    /// Number of bytes that the busy connection received; `Err`: the reason why it broke or stalled.
+    /// Number of bytes that the busy connection received, or `Err` with the reason why it broke or stalled.
     pub busy: Result<u64, String>,
-    /// Number of tables that were in force during the run.
+    /// Number of tables that the load balancer used during the run.
     pub tables: u64,
-    /// Number of drains and undrains during the run.
     pub pool_changes: u64,
     /// Counters of the load balancer that are above 0, by name.
     pub load_balancer: BTreeMap<String, u64>,
     /// TCP counters of the run with coreward.
     pub tcp: TcpCounters,
-    /// TCP counters under the same load when the load balancer's kernel only routes; `None`: servers are behind a
-    /// router, where the kernel cannot route packets for a VIP to them.
+    /// TCP counters of a run under the same load in which the load balancer's kernel only routes packets. `None` if
+    /// servers are behind a router, because the kernel cannot route packets for a VIP to them.
     pub tcp_without: Option<TcpCounters>,
 }
 
-/// Growth of TCP counters during a run, as the sum over client and servers.
+/// Growth of TCP counters during a run, summed over the client and all servers.
 #[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
 pub struct TcpCounters {
-    /// Number of segments sent.
     pub sent: u64,
-    /// Number of retransmitted segments.
     pub retransmitted: u64,
     /// Number of retransmitted segments per million segments sent.
     pub retransmitted_ppm: f64,
-    /// Number of retransmitted segments that the receiver already had (DSACK, RFC 2883): delayed, not lost.
+    /// Number of retransmitted segments that the receiver already had (DSACK, RFC 2883). They were delayed but not
+    /// lost.
     pub retransmitted_needlessly: u64,
-    /// Numbers of segments that servers dropped because of their timestamps, by counter (if above 0).
+    /// Numbers of segments that servers dropped because of their timestamps, by counter (only counters above 0).
     pub timestamp_drops_at_servers: BTreeMap<String, u64>,
-    /// Numbers of segments that PAWS dropped at the client, by counter (if above 0).
+    /// Numbers of segments that PAWS dropped at the client, by counter (only counters above 0).
     pub timestamp_drops_at_client: BTreeMap<String, u64>,
     /// Number of pure acknowledgements that arrived after a newer segment.
     pub overtaken_acks: u64,
 }
 
 impl ConformanceOutcome {
-    /// Returns whether no connection broke. Retransmissions do not count; they are reported with and without coreward.
+    /// Returns whether no connection broke. Retransmissions do not count, but are reported with and without coreward.
     pub fn is_clean(&self) -> bool {
         self.wrk_errors == 0
             && self.failed_downloads.is_empty()
@@ -105,9 +102,10 @@ impl ConformanceOutcome {
 }
 
 impl TcpCounters {
-    /// Returns whether reordering explains the drops. Servers get TSvals of their own kernels, clients those of
-    /// coreward, with 65,536 ticks per ms; Linux accepts one tick less. So a reordered segment is sometimes dropped and
-    /// retransmitted (docs/limits.md). A wrong stamp would affect far more than one segment in a million.
+    /// Returns whether reordering alone explains the segments dropped for their timestamps. A server gets TSvals that
+    /// clients' kernels made. A client gets those that coreward made, with 65,536 ticks per ms, while Linux accepts
+    /// segments at most one tick late. So a reordered segment is sometimes dropped and retransmitted (docs/limits.md).
+    /// A wrong stamp would affect far more than one segment in a million.
     fn has_right_timestamps(&self) -> bool {
         let client_drop_count = |(name, count): (&String, &u64)| {
             name == PAWS_ESTABLISHED_DROP_COUNTER && *count <= 1 + self.sent / 1_000_000
@@ -124,14 +122,14 @@ pub fn main(options: ConformanceArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Read timeout of [`measure_busy_connection`]: at 4 kB/s, data arrives about once a second.
+/// Read timeout of [`measure_busy_connection`]. It is sufficient because data arrives about once a second at 4 kB/s.
 const BUSY_CONNECTION_READ_TIMEOUT: Duration = Duration::from_secs(5);
 const SERVER_COUNT: u16 = 4;
 const DOWNLOADER_COUNT: u32 = 4;
 /// Interval at which a server is drained or undrained.
 const POOL_CHANGE_INTERVAL: Duration = Duration::from_millis(700);
 
-/// Runs all parts of the test in a new testbed named `instance`. Fails when the setup fails; broken connections are
+/// Runs all parts of the test in a new testbed named `instance`. Fails when the setup fails. Broken connections are
 /// part of the outcome.
 pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<ConformanceOutcome> {
     let testbed = Testbed::create(TestbedOptions {
@@ -151,7 +149,7 @@ pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<Conforman
 }
 
 /// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). The
-/// counters then show the losses and retransmissions of the machine itself.
+/// counters then show the losses and retransmissions that the machine itself causes.
 fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounters> {
     let forwarding_sysctl = |on: &str| match options.network.family {
         AddressFamily::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
@@ -179,7 +177,7 @@ fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::
     Ok(tcp_counters)
 }
 
-/// Adds or deletes (`verb`) the load balancer's route to the VIP.
+/// Adds or deletes the load balancer's route to the VIP. `verb` is `add` or `delete`.
 fn change_vip_route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
     command.args(["route", verb, &testbed.service().ip().to_string()]).args(hops);
@@ -241,7 +239,7 @@ fn run_with_coreward(
     })
 }
 
-/// Flag that is set when this value is dropped, so that other threads end even when one part fails.
+/// Sets a flag when it is dropped, so that other threads end even when one part of the test fails.
 pub(crate) struct SetOnDrop<'a>(pub(crate) &'a AtomicBool);
 
 impl Drop for SetOnDrop<'_> {
@@ -260,7 +258,7 @@ fn query_table_generation(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<u6
 }
 
 fn query_load_balancer_counters(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<BTreeMap<String, u64>> {
-    // The load balancer reports once a second.
+    // Wait, because the load balancer reports its counters only once a second.
     std::thread::sleep(Duration::from_millis(1_500));
     let status = fleet.status(testbed)?;
     let counters = status["load_balancers"][0]["state"]["counters"].as_object();
@@ -276,7 +274,6 @@ fn client_and_server_namespaces(testbed: &Testbed) -> anyhow::Result<Vec<&Namesp
         .collect()
 }
 
-/// Reads the kernel counters of the client, followed by those of the servers.
 fn read_all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
     client_and_server_namespaces(testbed)?.into_iter().map(counters::read).collect()
 }
@@ -309,12 +306,12 @@ fn timestamp_drop_growth(before: &[KernelCounters], after: &[KernelCounters]) ->
 /// Writes the busy times of a paced server's cores (ns) into its core load file. Fails when the file cannot be written.
 pub fn write_busy_times(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
     let file_bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
-    // Written in place as one block, because readers have the file open.
+    // Write in place and as one block, because readers have the file open.
     let mut busy_file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
     busy_file.write_all(&file_bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Writes a random busy time of every core ten times a second, until `done` is set.
+/// Writes a random busy time for every core ten times a second, until `done` is set.
 pub(crate) fn write_random_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
     const INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().seed, 5);
@@ -355,13 +352,13 @@ fn drain_servers_in_turn(
     Ok(())
 }
 
-/// Returns the response time of a connection after it was idle for `quiet` (ms).
+/// Returns the response time of a connection after an idle time of `quiet` (ms).
 fn measure_idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> {
     let mut connection = HttpConnection::open_to(service, None)?;
     let worker_before = connection.query_worker().context("before the silence")?;
     std::thread::sleep(quiet);
     let start = Instant::now();
-    // Several requests, because the PAWS clamp limits the first steps of TSval.
+    // Send several requests, because the PAWS clamp limits the first steps of TSval.
     for _ in 0..5 {
         let worker_after = connection.query_worker().with_context(|| format!("after {quiet:?} of silence"))?;
         ensure!(
@@ -388,7 +385,7 @@ fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::R
     Ok(received)
 }
 
-/// Runs wrk. Returns its numbers of requests and errors.
+/// Runs wrk. Returns its number of requests and its number of errors.
 fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
@@ -410,7 +407,7 @@ pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
     Ok((request_count.with_context(|| format!("wrk printed no requests: {text}"))?, error_counts.sum()))
 }
 
-/// Downloads `count` times. Returns the number of complete downloads, and the errors of the others.
+/// Downloads a file `count` times. Returns the number of complete downloads, and the errors of the others.
 fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
     let (left, whole) = (AtomicU64::new(count.into()), AtomicU64::new(0));
     let failures = std::sync::Mutex::new(Vec::new());
@@ -431,7 +428,7 @@ fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<Stri
     Ok((whole.into_inner(), failures))
 }
 
-/// Downloads a file once with curl and further `options`. Fails when the download is incomplete.
+/// Downloads a file once with curl and additional `options`. Fails when the download is incomplete.
 pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Result<()> {
     let mut command = Command::new("curl");
     command.args(options);

@@ -5,33 +5,34 @@ use std::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
-/// Time without due bytes after which a client counts its connection as timed out (ns). TCP has then retransmitted them
-/// at least seven times. On one busy CPU, bursts of broadcasts delayed connections by more than 10 s (docs/limits.md).
+/// Time without expected data after which a client counts its connection as timed out (ns). TCP has retransmitted at
+/// least seven times by then. The time is long, because bursts of broadcasts on one busy CPU delayed connections by
+/// more than 10 s (docs/limits.md).
 pub const DATA_TIMEOUT_NS: u64 = 30_000_000_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct BrokenConnections {
-    /// Number of refused connections: the server that got the SYN has no such socket.
+    /// Number of refused connections. The server that got their SYN had no listening socket.
     pub refused: u64,
     /// Number of established connections that ended with an RST, for example after a packet to a wrong server.
     pub reset: u64,
-    /// Number of connections without data for [`DATA_TIMEOUT_NS`] when data was due, or on which TCP gave up.
+    /// Number of connections that expected data but got none for [`DATA_TIMEOUT_NS`], or on which TCP gave up.
     pub timed_out: u64,
     /// Number of connections that ended with a FIN before the last response.
     pub closed_early: u64,
-    /// Number of connections with a response to another request, or from another server or core than before.
+    /// Number of connections whose response belonged to another request, or came from another server or core than
+    /// before.
     pub wrong_answer: u64,
     /// Number of connections with other errors, such as a missing route.
     pub other: u64,
 }
 
 impl BrokenConnections {
-    /// Returns the number of broken connections of all kinds.
     pub fn total_count(&self) -> u64 {
         let Self { refused, reset, timed_out, closed_early, wrong_answer, other } = self;
         refused + reset + timed_out + closed_early + wrong_answer + other
     }
-    /// Counts a failed connection; `index` identifies it in the log of unexpected failures.
+    /// Counts a failed connection. `index` identifies the connection in the log of unexpected failures.
     pub(crate) fn count_failure(&mut self, failure: &ConnectionFailure, index: usize) {
         let failure_count = match failure {
             ConnectionFailure::ClosedEarly => &mut self.closed_early,
@@ -66,7 +67,6 @@ impl AddAssign for BrokenConnections {
     }
 }
 
-/// Failure of a connection.
 #[derive(Debug)]
 pub(crate) enum ConnectionFailure {
     Io(io::Error),

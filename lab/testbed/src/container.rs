@@ -1,4 +1,4 @@
-//! nginx in its own network namespace behind a bridge and nftables' DNAT, like containers of Docker and Kubernetes.
+//! nginx in its own network namespace behind a bridge and nftables' DNAT, like a container of Docker or Kubernetes.
 
 use std::net::Ipv4Addr;
 use std::process::{Command, Stdio};
@@ -14,10 +14,10 @@ use crate::topology::Testbed;
 
 const CONTAINER_ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 2);
 const CONTAINER_PORT: u16 = 8080;
-/// Body of every response of the container.
+/// Body of each response that the container sends.
 pub const CONTAINER_RESPONSE_BODY: &str = "contained";
 
-/// Container that serves the testbed's service on one server. Its network namespace ends with the process.
+/// Container that serves the testbed's service on one server. Its network namespace ends with its process.
 #[derive(Debug)]
 pub struct Container {
     server_number: u16,
@@ -25,7 +25,7 @@ pub struct Container {
 }
 
 impl Testbed {
-    /// Starts a container at a server and forwards the service to it. Fails when the server does not exist, or a
+    /// Starts a container at a server and forwards the service to it. Fails when the server does not exist, or when a
     /// command fails.
     pub fn start_container(&self, server: u16) -> anyhow::Result<Container> {
         let directory = self.directory().join(format!("container-s{server}"));
@@ -35,9 +35,9 @@ impl Testbed {
             .map(|kind| format!("{kind}_temp_path {at}/{kind}; "))
             .concat();
         let text = format!(
-            "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; lock_file \
-             {at}/lock; events {{ }} http {{ access_log off; {temporary_path_options} server {{ listen \
-             {CONTAINER_PORT}; location / {{ return 200 \"{CONTAINER_RESPONSE_BODY}\"; }} }} }}"
+            "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; \
+             lock_file {at}/lock; events {{ }} http {{ access_log off; {temporary_path_options} \
+             server {{ listen {CONTAINER_PORT}; location / {{ return 200 \"{CONTAINER_RESPONSE_BODY}\"; }} }} }}"
         );
         fs::write(directory.join("nginx.conf"), text)?;
         let mut command = Command::new("unshare");
@@ -69,7 +69,6 @@ impl Container {
         Ok(())
     }
 
-    /// Returns a shell script that connects the container to the server's bridge.
     fn connect_script(&self) -> String {
         let (pid, vip, port) = (self.nginx_process.pid(), SERVICE_ADDRESS.ip(), SERVICE_ADDRESS.port());
         format!(

@@ -1,5 +1,4 @@
-//! Emulated cores: their busy time in virtual time, and the file in which servers publish it or other counts of
-//! workers.
+//! Emulated cores with their busy times, and the file in which servers publish these times or other worker counters.
 
 use std::fs::{self, File};
 use std::io;
@@ -8,10 +7,10 @@ use std::sync::atomic::AtomicU64;
 
 use anyhow::{Context as _, bail};
 
-/// Queue of an emulated core, in virtual time.
+/// Queue of an emulated core, which computes when each request ends and executes none.
 #[derive(Debug, Default)]
 pub(crate) struct VirtualCore {
-    /// Total service time of all accepted requests (ns).
+    /// Total service time of all requests accepted so far (ns).
     accepted_service_ns: u64,
     /// Time when the last accepted request will end (ns).
     busy_until_ns: u64,
@@ -25,19 +24,19 @@ impl VirtualCore {
         self.busy_until_ns
     }
 
-    /// Returns whether the core serves a request at this time.
+    /// Returns whether the core serves a request at `now_ns`.
     pub(crate) fn is_busy(&self, now_ns: u64) -> bool {
         self.busy_until_ns > now_ns
     }
 
-    /// Returns the time that the core has been busy until `now_ns` (ns): the accepted service time, less the time until
-    /// the last request ends. A core with work is never idle in between.
+    /// Returns for how long the core has been busy until `now_ns` (ns). This is the accepted service time minus the
+    /// time until the last request ends, because a core with queued requests is never idle.
     pub(crate) fn busy_ns(&self, now_ns: u64) -> u64 {
         self.accepted_service_ns - self.busy_until_ns.saturating_sub(now_ns)
     }
 }
 
-/// File of counters, mapped by all workers; a paced server's file contains the busy time of each core (ns).
+/// File of counters that all workers have mapped. A paced server's file contains the busy time of each core (ns).
 pub(crate) struct CounterFile {
     counters: &'static [AtomicU64],
     temporary_path: PathBuf,
@@ -61,13 +60,13 @@ impl CounterFile {
         self.counters
     }
 
-    /// Unlinks the file, which only the workers use.
+    /// Removes the file's name. Only the workers, which have mapped the file, can use it afterwards.
     pub(crate) fn unlink(&self) -> anyhow::Result<()> {
         fs::remove_file(&self.temporary_path)
             .with_context(|| format!("cannot remove {}", self.temporary_path.display()))
     }
 
-    /// Moves the file to its final path; its existence shows that the sockets listen.
+    /// Moves the file to its final path, where its existence shows that the sockets listen.
     pub(crate) fn publish(&self, path: &Path) -> anyhow::Result<()> {
         fs::rename(&self.temporary_path, path)
             .with_context(|| format!("cannot make the core load file {}", path.display()))
@@ -104,9 +103,9 @@ mod tests {
     fn core_serves_requests_one_after_the_other() {
         let mut core = VirtualCore::default();
         assert_eq!(core.enqueue(1_000, 50), 1_050);
-        // Arrives while the first is served: waits.
+        // This request arrives while the core serves the first one, so it waits.
         assert_eq!(core.enqueue(1_020, 50), 1_100);
-        // Arrives after a gap: starts at once.
+        // This request arrives at an idle core, so it starts at once.
         assert_eq!(core.enqueue(1_200, 10), 1_210);
     }
 

@@ -1,4 +1,4 @@
-//! Kernel counters of a namespace, as `nstat` prints them.
+//! Kernel counters of a network namespace, with the names that `nstat` prints.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,24 +10,26 @@ use crate::namespace::Namespace;
 /// Absolute values of the kernel's network counters, by nstat's names (`TcpRetransSegs`, `TcpExtPAWSEstab` ...).
 pub type KernelCounters = BTreeMap<String, u64>;
 
-/// Names of the counters of segments dropped for their timestamps; a wrong cookie layout increases them.
+/// Counters of segments that the kernel dropped for their timestamps. They grow if coreward stamps cookies wrongly.
 pub const TIMESTAMP_DROP_COUNTERS: [&str; 4] =
     ["TcpExtPAWSActive", PAWS_ESTABLISHED_DROP_COUNTER, "TcpExtPAWSTimewait", "TcpExtTSEcrRejected"];
 
-/// Name of the counter of dropped data segments of established connections. It includes data older than a newer segment
-/// by more than a tick.
+/// Counter of data segments of established connections that failed PAWS. It includes segments older than an earlier
+/// received one by more than a tick.
 pub const PAWS_ESTABLISHED_DROP_COUNTER: &str = "TcpExtPAWSEstab";
 
-/// Name of the counter of pure acknowledgements that arrived after a newer segment. The kernel counts them separately
-/// since 6.14, because PAWS has not failed (net/ipv4/tcp_input.c, tcp_disordered_ack_check); veth reorders under load.
+/// Counter of pure acknowledgements that arrived after a newer segment, which happens because veth reorders packets
+/// under load. Since 6.14 the kernel counts them separately, because PAWS has not failed (net/ipv4/tcp_input.c,
+/// tcp_disordered_ack_check).
 pub const PAWS_OLD_ACK_COUNTER: &str = "TcpExtPAWSOldAck";
 
-/// Reads the counters of a namespace. Fails when it cannot be entered, or the kernel's files have another format.
+/// Reads a namespace's counters. Fails when the namespace cannot be entered, or when the kernel's files have another
+/// format.
 pub fn read(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
     namespace.run_within(|| {
         let mut counters = KernelCounters::new();
         for file in ["snmp", "netstat"] {
-            // Not /proc/net: that is the namespace of the process's first thread.
+            // Do not read /proc/net, because it belongs to the namespace of the process's first thread.
             let text = fs::read_to_string(format!("/proc/thread-self/net/{file}"))?;
             parse_counters(&text, &mut counters)?;
         }
@@ -35,12 +37,13 @@ pub fn read(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
     })
 }
 
-/// Returns the sum of a counter over several namespaces; a counter that the kernel lacks counts as 0.
+/// Returns the sum of a counter over several namespaces. A counter that the kernel lacks counts as 0.
 pub fn total_over_namespaces(all: &[KernelCounters], name: &str) -> u64 {
     all.iter().filter_map(|counters| counters.get(name)).sum()
 }
 
-/// Parses pairs of lines with names and values: `Tcp: Name Name ...`, `Tcp: 1 2 ...`.
+/// Parses pairs of lines, of which the first has the names and the second the values (`Tcp: Name Name ...`, `Tcp: 1 2
+/// ...`).
 fn parse_counters(text: &str, counters: &mut KernelCounters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
     for pair in lines.chunks(2) {
@@ -49,7 +52,7 @@ fn parse_counters(text: &str, counters: &mut KernelCounters) -> anyhow::Result<(
         let (same, values) = pair[1].split_once(": ").context("a line without a prefix")?;
         ensure!(prefix == same, "values of {same} after names of {prefix}");
         for (name, value) in names.split_whitespace().zip(values.split_whitespace()) {
-            // Some values are signed (Tcp MaxConn is -1), but no counter is.
+            // Some values are signed (Tcp MaxConn is -1), but none of them is a counter.
             counters.insert(format!("{prefix}{name}"), value.parse().unwrap_or(0));
         }
     }

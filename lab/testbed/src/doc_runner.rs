@@ -1,6 +1,6 @@
-//! Runs the commands of documents as written. A shell block lists its machines after the language (` ```sh lb1 lb2 `).
-//! Each machine is a namespace of the testbed with its own `/etc`, `/var` and `/sys/fs/bpf`, and with substitutes for
-//! systemd and for copying over ssh.
+//! Runs the commands in documents as written. A shell block names its machines after the language (` ```sh lb1 lb2 `).
+//! Each machine is a network namespace of the testbed with its own `/etc`, `/var` and `/sys/fs/bpf`. Substitutes
+//! replace systemd and copying over ssh.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,24 +16,22 @@ use crate::topology::Testbed;
 
 /// Maximum run time of a block (s).
 const BLOCK_TIMEOUT_S: &str = "90";
-/// Path of the testbed's directory on a machine, which has a `/run` of its own.
+/// Path at which a machine mounts the testbed's directory, because the machine has its own `/run`.
 const MACHINE_MOUNT_PATH: &str = "/mnt";
-/// Id of the user `coreward`, whom the packages create.
+/// Id of the user `coreward`, which the packages create.
 const COREWARD_USER_ID: u32 = 64_007;
 const MACHINE_LIFETIME_SECONDS: &str = "600";
 
-/// Shell block of a document.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ShellBlock {
     /// Line number of the block in the document, counted from 1.
     pub line: usize,
     /// Names of the machines on which the block runs, one after the other.
     pub machines: Vec<String>,
-    /// Shell commands of the block.
     pub commands: String,
 }
 
-/// Returns the shell blocks of a Markdown document that name a machine. Fails when a block has no end.
+/// Returns the shell blocks in a Markdown document that name a machine. Fails when a block has no end.
 pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
     let mut blocks = Vec::new();
     let mut lines = (1..).zip(document.lines());
@@ -49,7 +47,7 @@ pub fn parse_shell_blocks(document: &str) -> anyhow::Result<Vec<ShellBlock>> {
     Ok(blocks)
 }
 
-/// Machine of the document: a namespace of the testbed with its own mounts, which a sleeping process keeps.
+/// Machine of a document. It is a network namespace of the testbed with its own mounts, which a sleeping process keeps.
 #[derive(Debug)]
 pub struct DocumentMachine {
     name: String,
@@ -112,7 +110,7 @@ impl DocumentMachine {
         Ok(Self { name: name.to_owned(), namespace_holder })
     }
 
-    /// Runs the commands of a block and returns their output. Fails with the output when a command fails.
+    /// Runs the commands of a block and returns their output. Fails with that output when a command fails.
     pub fn run_block(&self, block: &ShellBlock, log: &Path) -> anyhow::Result<String> {
         let mut command = Command::new("timeout");
         command.args([
@@ -124,9 +122,9 @@ impl DocumentMachine {
             "--net",
             "--uts",
         ]);
-        // A login shell, with the settings of /etc/profile.d.
+        // Use a login shell, which applies the settings in /etc/profile.d.
         command.args(["sh", "-l", "-c", &format!("set -eu\n{}", block.commands)]);
-        // Output to a file: a background process of the block would keep a pipe open.
+        // Write the output to a file, because a background process of the block would keep a pipe open.
         let log_file = fs::File::create(log)?;
         command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
         let status = command.status().context("timeout (Debian package coreutils)")?;

@@ -1,7 +1,8 @@
-//! Common parts of servers with emulated cores: worker processes, and an event loop that emulates service times.
+//! Common parts of servers with emulated cores, which are worker processes and an event loop that emulates service
+//! times.
 //!
-//! A core's queue is a virtual clock: a request that arrives at t completes at max(t, busy until) + its service time,
-//! and the core is busy until then. The response is sent at that time. A late wake-up (some 50 us) delays responses but
+//! The queue of a core is a clock. A request that arrives at t completes at max(t, busy until) + its service time, and
+//! the core is busy until then. The response is sent at that time. A late wake-up (some 50 us) delays responses but
 //! does not reduce the core's capacity.
 
 use std::cmp::Reverse;
@@ -21,7 +22,7 @@ use socket2::{Domain, Socket, Type};
 
 use crate::core_load_file::VirtualCore;
 
-/// Length of each accept queue: enough for a burst of connections to one core (limit: net.core.somaxconn, 4096).
+/// Length of each accept queue, enough for a burst of connections to one core. Its limit is net.core.somaxconn (4096).
 const ACCEPT_QUEUE_LENGTH: i32 = 4096;
 
 /// Returns a listening socket. With `reuse_port`, other sockets may listen on the same address.
@@ -40,33 +41,33 @@ pub(crate) fn listen(address: SocketAddr, reuse_port: bool) -> anyhow::Result<Tc
 
 /// Protocol that an emulated server speaks.
 pub(crate) trait ServerProtocol {
-    /// Protocol state of a connection.
     type ConnectionState: Default;
-    /// Whether a connection ends when the client stops sending or the response is complete.
+    /// Whether the server closes a connection when the client stops sending or the response is complete.
     const CLOSES_AFTER_RESPONSE: bool;
-    /// Service time of accepting a connection (ns).
+    /// Service time for accepting a connection (ns).
     const ACCEPT_NS: u64;
-    /// Maximum age of the published busy time of a busy core (ns). Each publication costs a wake-up.
+    /// Maximum age of the busy time that a busy core has published (ns). Each publication costs a wake-up.
     const PUBLISH_INTERVAL_NS: u64;
 
-    /// Parses received bytes and queues packets of responses. Returns whether the bytes are (part of) a request.
+    /// Parses received bytes and queues the packets of responses. Returns whether the bytes are a request or part of
+    /// one.
     fn receive(&self, state: &mut Self::ConnectionState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool;
 
-    /// Appends the contents of packet `id` of the response to `packet`.
+    /// Appends the contents of the response's packet `id` to `packet`.
     fn write(&self, state: &Self::ConnectionState, id: u32, packet: &mut Vec<u8>, queue: &mut ResponseQueue<'_>);
 }
 
-/// Packet of a response that is due later; packets are ordered by due time.
+/// Packet of a response that will be sent later. Packets are ordered by due time.
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct ResponsePacket {
     due_ns: u64,
-    /// Number of the packet in the order of queueing, which orders packets that are due at the same time.
+    /// Position of the packet in the order of queueing, which orders packets that are due at the same time.
     queue_sequence: u64,
     connection_id: u64,
     packet_id: u32,
 }
 
-/// Access of a connection to its core's queue of work, and to the packets that are due later.
+/// View of a core for one connection, through which it queues work at the core and packets to be sent later.
 pub(crate) struct ResponseQueue<'a> {
     pub(crate) now_ns: u64,
     virtual_core: &'a mut VirtualCore,
@@ -95,11 +96,10 @@ impl ResponseQueue<'_> {
     }
 }
 
-/// Emulated core with its own listening socket.
 pub(crate) struct EmulatedCore<'a> {
     listener: &'a TcpListener,
     virtual_core: VirtualCore,
-    /// Busy time of the core (ns), as published in the core load file.
+    /// Busy time of the core (ns) in the core load file.
     published_busy_ns: &'a AtomicU64,
 }
 
@@ -113,13 +113,11 @@ struct ServedConnection<S> {
     core_index: usize,
     stream: TcpStream,
     protocol_state: S,
-    /// Number of packets that are queued for the connection.
     pending_packets: u32,
     /// Whether the client has closed its sending direction.
     is_client_done: bool,
 }
 
-/// Event loop that serves several emulated cores.
 pub(crate) struct EventLoop<'a, P: ServerProtocol> {
     protocol: P,
     cores: Vec<EmulatedCore<'a>>,
@@ -142,7 +140,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
         Ok(Self { protocol, cores, epoll, connections, next_connection_id, packets, next_sequence: 0 })
     }
 
-    /// Serves connections; returns only after an error.
+    /// Serves connections and returns only after an error.
     pub(crate) fn run(mut self) -> anyhow::Result<Infallible> {
         loop {
             self.process_due_events()?;
@@ -153,7 +151,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
     fn process_due_events(&mut self) -> anyhow::Result<()> {
         let before_ns = now_ns();
         let next_packet_ns = self.packets.peek().map(|Reverse(packet)| packet.due_ns);
-        // A busy core publishes its busy time during a request, as a real core does.
+        // A busy core must publish its busy time during a request, as a real core does.
         let is_busy = self.cores.iter().any(|core| core.virtual_core.is_busy(before_ns));
         let next_publication_ns = is_busy.then_some(before_ns + P::PUBLISH_INTERVAL_NS);
         let events: Vec<_> =
@@ -170,7 +168,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
             self.send_packet(&packet, now_ns);
         }
         for core in &self.cores {
-            // One writer; readers need no order with other memory.
+            // There is one writer, and readers need no ordering with other memory.
             core.published_busy_ns.store(core.virtual_core.busy_ns(now_ns).to_le(), Ordering::Relaxed);
         }
         Ok(())
@@ -221,7 +219,8 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
         {
             self.connections.remove(&number);
         } else if connection.is_client_done {
-            // Level-triggered: an unread end of stream would wake the loop until the last packet is sent.
+            // Stop polling the stream. Epoll is level-triggered, so an unread end of stream would wake the loop until
+            // the last packet is sent.
             self.epoll.remove(connection.stream.as_fd())?;
         }
         Ok(())
@@ -245,7 +244,7 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
         self.protocol.write(&connection.protocol_state, packet.packet_id, &mut packet_bytes, &mut queue);
         let is_fully_written =
             matches!(connection.stream.write(&packet_bytes), Ok(length) if length == packet_bytes.len());
-        // Closes the connection of a client that does not read a full buffer.
+        // A short write means that the client does not read, so close its connection.
         if !is_fully_written
             || (connection.pending_packets == 0 && (P::CLOSES_AFTER_RESPONSE || connection.is_client_done))
         {
@@ -254,8 +253,8 @@ impl<'a, P: ServerProtocol> EventLoop<'a, P> {
     }
 }
 
-/// Forks worker `number` of a server, named `coreN`, which runs `work` and ends with its master. Fails when the process
-/// has several threads.
+/// Forks worker `number` of a server, which is named `coreN`, runs `work` and ends with its master. Fails when the
+/// process has several threads.
 pub(crate) fn fork_worker(
     server: &str,
     number: u8,

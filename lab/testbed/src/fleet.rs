@@ -1,5 +1,5 @@
-//! Processes of coreward in a testbed: a controller, load balancers, and an agent per server. Each is the real daemon
-//! with its own configuration file, in the namespace of its host.
+//! Processes of coreward in a testbed, which are controllers, rack controllers, load balancers, and an agent per
+//! server. Each is the real daemon with its own configuration file, in its host's namespace.
 //!
 //! Names of daemons: `controller`, `rack1` ..., `lb1`, `lb2` ..., `agent-s1`, `agent-s2` ...
 
@@ -39,7 +39,7 @@ use files::{
 };
 use names::DaemonName;
 
-/// Running daemons of a fleet, all of which end when it is dropped.
+/// Running daemons of a fleet. Dropping it ends all of them.
 #[derive(Debug)]
 pub struct Fleet {
     options: FleetOptions,
@@ -48,14 +48,14 @@ pub struct Fleet {
     rack_controllers: BTreeMap<u16, Process>,
     load_balancers: BTreeMap<u16, Process>,
     agents: BTreeMap<u16, Process>,
-    /// Path of the command of each daemon that does not run [`coreward_command`], by daemon.
+    /// Path of each daemon's command that is not [`coreward_command`], by name of the daemon.
     replaced_commands: BTreeMap<String, PathBuf>,
 }
 
 impl Fleet {
-    /// Starts the controllers, rack controllers, load balancers and, if enabled, an agent for each server of the
-    /// testbed. All servers are in the pool. Waits until every agent reports and a table is in force. Fails when a
-    /// daemon cannot be started or is not ready in time; the error contains the last lines of its log.
+    /// Starts the controllers, rack controllers, load balancers and, if enabled, an agent for each server in the
+    /// testbed. All servers are in the pool. Waits until every agent reports and load balancers use a table. Fails with
+    /// the last lines of the logs when a daemon cannot be started or is not ready in time.
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
@@ -86,7 +86,7 @@ impl Fleet {
             fleet.start_load_balancer(testbed, number)?;
         }
         if fleet.options.runs_agents {
-            // An agent whose first rack has no controller connects to its next rack.
+            // Wait first, because an agent would connect to its next rack if its first rack had no controller.
             fleet.wait_until_ok(testbed, || fleet.check_rack_controllers(testbed))?;
             for number in testbed.server_numbers() {
                 fleet.start_agent(testbed, number)?;
@@ -96,8 +96,8 @@ impl Fleet {
         Ok(fleet)
     }
 
-    /// Starts the daemon of a load balancer, or restarts it after it was killed. Fails when the load balancer does not
-    /// exist or the daemon cannot be started.
+    /// Starts a load balancer's daemon, or restarts it after it was killed. Fails when the load balancer does not exist
+    /// or the daemon cannot be started.
     pub fn start_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.issue_certificate(testbed, Role::Lb, &load_balancer_name(number))?;
         write_load_balancer_file(testbed, &self.options, number)?;
@@ -117,8 +117,8 @@ impl Fleet {
         Ok(number)
     }
 
-    /// Simulates a power failure of a load balancer: removes its daemon, data plane and pins. The routers notice it
-    /// after `noticed`; until then its packets are lost. Fails when the load balancer does not exist.
+    /// Simulates a power failure of a load balancer by removing its daemon, data plane and pins. The routers notice it
+    /// after `noticed`, and packets to the load balancer are lost until then. Fails when it does not exist.
     pub fn kill_load_balancer(&mut self, testbed: &mut Testbed, number: u16, noticed: Duration) -> anyhow::Result<()> {
         testbed.remove_load_balancer(number)?;
         self.load_balancers.remove(&number);
@@ -143,8 +143,8 @@ impl Fleet {
         self.restart_daemon(testbed, name)
     }
 
-    /// Starts the agent of a server, or restarts it after it was killed. Fails when the server does not exist or the
-    /// daemon cannot be started.
+    /// Starts a server's agent, or restarts it after it was killed. Fails when the server does not exist or the agent
+    /// cannot be started.
     pub fn start_agent(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
         self.issue_certificate(testbed, Role::Agent, &format!("s{number}"))?;
         write_agent_file(testbed, &self.options, number)?;
@@ -161,7 +161,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Writes a new pool into the controller's file and lets the controller reload it. Fails when the file cannot be
+    /// Writes a new pool into the controller's file and makes the controller reload it. Fails when the file cannot be
     /// written or the controller has ended.
     pub fn set_pool(&mut self, testbed: &Testbed, pool: BTreeMap<u16, AdminState>) -> anyhow::Result<()> {
         write_controller_files(testbed, &self.options, &pool)?;
@@ -169,8 +169,8 @@ impl Fleet {
         self.daemon(&controller_name(1))?.send_signal(Signal::SIGHUP)
     }
 
-    /// Restarts a daemon with another binary of coreward, which later restarts use as well; `None`: the default binary.
-    /// Fails when the daemon does not exist, stop or start.
+    /// Restarts a daemon with another coreward binary, which later restarts use as well, or with the default one if
+    /// `None`. Fails when the daemon does not exist, stop or start.
     pub fn replace_binary(&mut self, testbed: &Testbed, name: &str, binary: Option<&Path>) -> anyhow::Result<()> {
         self.set_daemon_command(name, binary.map_or_else(coreward_command, |binary| Ok(binary.to_owned()))?);
         self.upgrade_daemon(testbed, name)
@@ -226,7 +226,7 @@ impl Fleet {
         start_daemon(testbed, namespace, daemon, name, &self.options, &command)
     }
 
-    /// Returns the names of all daemons: controllers, rack controllers, load balancers, agents.
+    /// Returns the names of all daemons (controllers, rack controllers, load balancers and agents).
     pub fn daemon_names(&self) -> Vec<String> {
         let load_balancer_names = self.load_balancers.keys().map(|number| load_balancer_name(*number));
         let agent_names = self.agents.keys().map(|number| agent_name(*number));
@@ -239,15 +239,15 @@ impl Fleet {
         &self.options
     }
 
-    /// Writes the controller's file with other options and lets the controller reload it. Fails when the file cannot be
-    /// written or the controller has ended.
+    /// Writes the controller's file with other options and makes the controller reload it. Fails when the file cannot
+    /// be written or the controller has ended.
     pub fn set_options(&mut self, testbed: &Testbed, options: FleetOptions) -> anyhow::Result<()> {
         self.options = options;
         self.set_pool(testbed, self.server_pool.clone())
     }
 
-    /// Replaces [`FleetOptions::fleet_text`] in the fleet's file and lets the controller reload it. Fails when the file
-    /// cannot be written or the controller has ended.
+    /// Replaces [`FleetOptions::fleet_text`] in the fleet's file and makes the controller reload it. Fails when the
+    /// file cannot be written or the controller has ended.
     pub fn set_fleet_text(&mut self, testbed: &Testbed, more: &str) -> anyhow::Result<()> {
         self.set_options(testbed, FleetOptions { fleet_text: more.to_owned(), ..self.options.clone() })
     }
@@ -290,9 +290,8 @@ impl Fleet {
         Ok(serde_json::from_slice(&self.query_controller(testbed, &["status", "--format", "json"])?)?)
     }
 
-    /// Waits until every active server of the pool with an agent reports, and the load balancers' tables have all
-    /// servers that take new connections. Fails after [`TIMEOUT`]; the error contains the last lines of the daemons'
-    /// logs.
+    /// Waits until every active server in the pool with an agent reports, and until the load balancers' tables have all
+    /// servers that accept new connections. Fails after [`TIMEOUT`] with the last lines of the daemons' logs.
     pub fn wait_until_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
         self.wait_until_ok(testbed, || self.check_ready(testbed))
     }

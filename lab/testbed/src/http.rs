@@ -1,4 +1,4 @@
-//! HTTP client of the testbed's nginx, with a persistent connection; it queries which worker answers.
+//! HTTP client of the testbed's nginx, which has a persistent connection and queries which worker answers.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{SocketAddr, SocketAddrV4, TcpStream};
@@ -9,30 +9,29 @@ use anyhow::{Context as _, ensure};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::nginx::WORKER_IDENTITY_PATH;
 
-/// Timeout for opening a connection, and for a response.
+/// Timeout for opening a connection, and for each response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerIdentity {
     pub server: u16,
-    /// Process id of the worker that answered.
     pub worker_pid: u32,
 }
 
-/// HTTP connection to the service, with keep-alive.
+/// Persistent HTTP connection to the service.
 #[derive(Debug)]
 pub struct HttpConnection {
     stream: BufReader<TcpStream>,
 }
 
 impl HttpConnection {
-    /// Opens a connection to the service, from `source` if given; call it inside the client's namespace. Fails when the
+    /// Opens a connection to the service, from `source` if given. Call it inside the client's namespace. Fails when the
     /// connection is not accepted in time.
     pub fn open(source: Option<SocketAddrV4>) -> anyhow::Result<Self> {
         Self::open_to(SERVICE_ADDRESS.into(), source.map(Into::into))
     }
 
-    /// Opens a connection to another address than the service. Fails when the connection is not accepted in time.
+    /// Opens a connection to an address other than the service. Fails when the connection is not accepted in time.
     pub fn open_to(address: SocketAddr, source: Option<SocketAddr>) -> anyhow::Result<Self> {
         let socket = socket2::Socket::new(socket2::Domain::for_address(address), socket2::Type::STREAM, None)?;
         if let Some(source) = source {
@@ -47,7 +46,8 @@ impl HttpConnection {
         Ok(Self { stream: BufReader::new(socket.into()) })
     }
 
-    /// Sends a request. Returns the worker that answers. Fails when the connection is broken or no response is in time.
+    /// Sends a request. Returns the worker that answers. Fails when the connection is broken or no response arrives in
+    /// time.
     pub fn query_worker(&mut self) -> anyhow::Result<WorkerIdentity> {
         self.send_request(WORKER_IDENTITY_PATH)?;
         let (mut line, mut length) = (String::new(), 0);
@@ -100,7 +100,7 @@ impl HttpConnection {
     }
 
     fn send_request(&mut self, path: &str) -> anyhow::Result<()> {
-        // One write: small segments would wait for acknowledgements (RFC 896).
+        // Write once, because further small segments would wait for acknowledgements (RFC 896).
         let request = format!("GET {path} HTTP/1.1\r\nHost: coreward\r\n\r\n");
         Ok(self.stream.get_mut().write_all(request.as_bytes())?)
     }

@@ -1,4 +1,4 @@
-//! Instances: named testbeds of a machine, with owner, directories, and removal of their remains.
+//! Instances, which are the named testbeds of a machine. Each has an owner and directories, and remains are removed.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,23 +13,24 @@ use crate::namespace::{self, Namespace};
 const RUN_DIRECTORY: &str = "/run/coreward-testbed";
 const BPF_FILESYSTEM: &str = "/sys/fs/bpf";
 const PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward-testbed";
-/// Name of the file in the testbed's directory that the owner locks; the file contains the owner's process id.
+/// Name of the file in the testbed's directory that the owner locks. The file contains the owner's process id.
 const OWNER_FILE_NAME: &str = "owner";
-/// Maximum length of a name, which keeps namespace names readable and socket paths below their limit of 107 bytes.
+/// Maximum length of a name. It keeps namespace names readable, and socket paths below their limit of 107 bytes.
 const NAME_LENGTH_MAX: usize = 40;
 /// Environment variable with a prefix of all testbed names, so that two checkouts can run tests on one machine.
 const NAME_PREFIX_VARIABLE: &str = "COREWARD_TESTBED_PREFIX";
 
-/// Ownership of a testbed's name: a lock on its owner file, which the kernel releases when the process ends.
+/// Ownership of a testbed's name. It is a lock on the testbed's owner file, which the kernel releases when the process
+/// ends.
 #[derive(Debug)]
 pub(crate) struct Instance {
-    /// Full name of the testbed, with the prefix.
+    /// Full name of the testbed, which includes the prefix.
     name: String,
     _owner_file_lock: File,
 }
 
 impl Instance {
-    /// Acquires a testbed name, and removes the remains of a killed testbed of this name.
+    /// Acquires a testbed name, and removes the remains of a killed testbed with this name.
     pub(crate) fn acquire(name: &str) -> anyhow::Result<Self> {
         if name.is_empty() {
             bail!("testbed instance \"\": expected a name");
@@ -55,12 +56,12 @@ impl Instance {
         &self.name
     }
 
-    /// Returns the directory for configurations, logs and results of this testbed.
+    /// Returns the directory for the testbed's configurations, logs and results.
     pub(crate) fn directory(&self) -> PathBuf {
         directory_of(&self.name)
     }
 
-    /// Returns the directory for pinned BPF objects of this testbed.
+    /// Returns the directory for the testbed's pinned BPF objects.
     pub(crate) fn pin_directory(&self) -> PathBuf {
         pin_directory_of(&self.name)
     }
@@ -81,7 +82,7 @@ impl Instance {
                 continue;
             }
             let path = entry.path();
-            // Unmounts a file system that a killed testbed has mounted; fails for all other paths.
+            // Unmount a file system that a killed testbed has mounted here. This fails for all other paths.
             let _ = nix::mount::umount2(&path, nix::mount::MntFlags::MNT_DETACH);
             let removal = if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) };
             first_failure = first_failure.and(ok_if_not_found(removal));
@@ -100,14 +101,14 @@ impl Drop for Instance {
                 "cannot remove a testbed"
             );
         }
-        // The parent directories stay: another testbed may be creating its directory in them.
+        // The parent directories stay, because another testbed may be creating its directory in them.
         let _ = fs::remove_file(self.directory().join(OWNER_FILE_NAME));
         let _ = fs::remove_dir(self.directory());
     }
 }
 
-/// Returns a testbed name that is unique to this process, so that two processes can run `command` at a time. Removes
-/// the remains of killed processes of the same command. Fails when something cannot be removed.
+/// Returns a testbed name that is unique to this process, so that two processes can run `command` at the same time.
+/// Removes the remains of killed processes of the same command. Fails when something cannot be removed.
 pub fn unique_name(command: &str) -> anyhow::Result<String> {
     let has_pid_after_command = |name: &String| {
         let pid_text = name.strip_prefix(&with_name_prefix(command)).unwrap_or_default();
@@ -127,7 +128,7 @@ pub fn clean_up(names: &[String]) -> anyhow::Result<Vec<String>> {
     remove_unowned_testbeds(all_testbed_names().filter(|name| full_names.contains(name)))
 }
 
-/// Returns the paths of a testbed's directories and namespaces, whether it runs or was killed.
+/// Returns the paths of a testbed's directories and namespaces, whether it still runs or was killed.
 pub fn find_remains(name: &str) -> Vec<PathBuf> {
     let full_name = with_name_prefix(name);
     let directories = [directory_of(&full_name), pin_directory_of(&full_name)].into_iter().filter(|path| path.exists());
@@ -143,7 +144,7 @@ fn remove_unowned_testbeds(names: impl Iterator<Item = String>) -> anyhow::Resul
         }
         match Instance::lock_name(&name) {
             Ok(instance) => drop(instance),
-            // Another process has acquired the name meanwhile.
+            // Another process has acquired the name in the meantime.
             Err(_) if running_owner_pid(&name).is_some() => continue,
             Err(error) => return Err(error),
         }
@@ -152,7 +153,7 @@ fn remove_unowned_testbeds(names: impl Iterator<Item = String>) -> anyhow::Resul
     Ok(removed_names)
 }
 
-/// Returns the full names of all testbeds whose names start with the prefix, running or killed.
+/// Returns the full names of all running or killed testbeds whose names start with this process's prefix.
 fn all_testbed_names() -> impl Iterator<Item = String> {
     let directory_entries = fs::read_dir(RUN_DIRECTORY).into_iter().flatten().flatten();
     let name_prefix = with_name_prefix("");
@@ -178,8 +179,8 @@ fn namespace_prefix(name: &str) -> String {
     format!("cw{name}-")
 }
 
-/// Returns the process id of the owner of testbed `name`; `None`: it has no running owner. Does not lock the file, so
-/// that another process can acquire the name.
+/// Returns the process id of the owner of testbed `name`, or `None` if it has no running owner. Does not lock the file,
+/// so that another process can acquire the name.
 fn running_owner_pid(name: &str) -> Option<String> {
     let owner_file_path = directory_of(name).join(OWNER_FILE_NAME);
     let owner_file = File::open(&owner_file_path).ok()?;
@@ -237,7 +238,7 @@ fn ok_if_not_found(outcome: io::Result<()>) -> anyhow::Result<()> {
     }
 }
 
-/// Mounts bpffs, as Debian does at boot; in containers and rescue systems it may be missing.
+/// Mounts bpffs, as Debian does at boot. It may be missing in containers and rescue systems.
 fn mount_bpf_filesystem() -> anyhow::Result<()> {
     let filesystem_type = nix::sys::statfs::statfs(BPF_FILESYSTEM).map(|status| status.filesystem_type());
     if filesystem_type == Ok(nix::sys::statfs::BPF_FS_MAGIC) {
@@ -275,7 +276,6 @@ mod tests {
         drop(instance);
         assert_eq!(find_remains(&short_name), Vec::<PathBuf>::new());
 
-        // Remains of a killed testbed.
         fs::create_dir_all(directory_of(&full_name)).unwrap();
         fs::write(directory_of(&full_name).join(OWNER_FILE_NAME), "1\n").unwrap();
         fs::write(directory_of(&full_name).join("log"), "").unwrap();

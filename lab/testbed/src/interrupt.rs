@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM set a flag, so that a testbed is removed before the process ends.
+//! SIGINT and SIGTERM set a flag, so that a testbed can be removed before the process ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -19,7 +19,7 @@ pub fn request() {
     IS_INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// Installs handlers of SIGINT and SIGTERM, after which [`ensure_not_interrupted`] fails.
+/// Installs handlers for SIGINT and SIGTERM, which make [`ensure_not_interrupted`] fail.
 pub fn catch_signals() -> anyhow::Result<()> {
     for signal in [Signal::SIGINT, Signal::SIGTERM] {
         set_handler(signal, SigHandler::Handler(record_signal))?;
@@ -27,7 +27,7 @@ pub fn catch_signals() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// For a child of a process that catches signals: ignores SIGINT, which the parent handles; SIGTERM ends the child.
+/// Makes a forked child ignore SIGINT, which its parent handles, and end at SIGTERM.
 pub fn reset_signals_in_child() -> anyhow::Result<()> {
     set_handler(Signal::SIGINT, SigHandler::SigIgn)?;
     set_handler(Signal::SIGTERM, SigHandler::SigDfl)
@@ -40,7 +40,7 @@ fn set_handler(signal: Signal, handler: SigHandler) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Fails if SIGINT or SIGTERM has arrived, or an interruption was requested.
+/// Fails if SIGINT or SIGTERM has arrived, or if an interruption was requested.
 pub fn ensure_not_interrupted() -> anyhow::Result<()> {
     if IS_INTERRUPTED.load(Ordering::Relaxed) {
         bail!("interrupted");
@@ -56,7 +56,7 @@ pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
         if remaining_time.is_zero() {
             return Ok(());
         }
-        // Short sleeps: a signal between check and sleep would otherwise not be noticed for long.
+        // Sleep briefly, because a signal between check and sleep would otherwise not be noticed for a long time.
         std::thread::sleep(remaining_time.min(Duration::from_millis(200)));
     }
 }

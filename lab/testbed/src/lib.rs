@@ -1,7 +1,8 @@
-//! A datacentre in network namespaces, for the demo and all end-to-end tests.
+//! Datacentre in network namespaces, for the demo and all end-to-end tests.
 //!
-//! Two parts are emulated, which all output states: RSS, because virtual Ethernet has none, and cores, because two CPUs
-//! run sixteen. Packets, TCP, the load balancer, the agents and the controller are real.
+//! Two parts are emulated, and all output mentions this. RSS is emulated because virtual Ethernet has none, and cores
+//! are emulated because two CPUs must run sixteen of them. Packets, TCP, the load balancer, the agents and the
+//! controller are real.
 //!
 //! * [`addresses`]: addresses and names of the hosts
 //! * [`topology`]: [`Testbed`], the hosts and the switch between them; [`uplink`]: the client's side of it; [`vlans`]
@@ -18,7 +19,7 @@
 //! * [`chaos`]: faults while clients connect; [`preload`]: a wall clock and a disk for each daemon
 //! * [`dispatch_soak`]: `coreward dispatch` under faults
 //! * [`dispatch_figure`]: figures of `coreward dispatch` with real servers
-//! * [`doc_runner`]: runs the commands of documents
+//! * [`doc_runner`]: runs the commands in documents
 //! * [`process`], [`namespace`]: processes and network namespaces
 //! * [`demo`]: `coreward-lab demo`; [`network_options`]; [`cli`]: `coreward-lab testbed`
 

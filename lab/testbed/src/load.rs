@@ -1,8 +1,8 @@
-//! Load generator: replays an arrival log to a VIP, open loop, from the client's host.
+//! Load generator that replays an arrival log to a VIP from the client's host. It is an open loop.
 //!
-//! Every request has a due time, independent of earlier requests, and its latency starts then: a stalled server cannot
-//! hide requests that were not sent ("coordinated omission"). Source addresses and ports come from the log, so that
-//! every policy gets the same 4-tuples.
+//! Every request has a due time, which does not depend on earlier requests, and its latency starts at that time. So a
+//! stalled server cannot hide the latency of requests that it kept from being sent ("coordinated omission"). Source
+//! addresses and ports come from the log, so that every policy gets the same 4-tuples.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -24,7 +24,7 @@ use coreward_load::paced::{MESSAGE_BYTES, MessageBuffer, PacedRequest, PacedResp
 
 /// Interval between searches for timed-out connections (ns).
 const TIMEOUT_CHECK_INTERVAL_NS: u64 = 500_000_000;
-/// Time from the start to time 0 of the arrival log, when no start time is given (ns).
+/// Time from the start of the replay to time 0 of the arrival log, if no start time is given (ns).
 const START_DELAY_NS: u64 = 50_000_000;
 
 /// Options of `coreward-lab testbed load`.
@@ -44,36 +44,30 @@ pub struct LoadArgs {
     pub start_at: Option<u64>,
 }
 
-/// Results of the replay of an arrival log, printed as JSON.
+/// Results of an arrival log's replay, printed as JSON.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// Number of opened connections.
     pub opened: u64,
-    /// Number of connections with a response to every request.
+    /// Number of connections that got a response to every request.
     pub completed: u64,
     /// Numbers of broken connections, by kind.
     pub broken: BrokenConnections,
-    /// Number of answered requests.
     pub answered: u64,
-    /// Latency of requests: time from the due time of a request to its response.
+    /// Latency of requests, from the due time to the response.
     pub latency_us: Latency,
-    /// Lateness of the load generator: time from a request's due time to its send time, on open connections. Above a
+    /// Lateness of the load generator, from a request's due time to its send time, on open connections. If it exceeds a
     /// millisecond, the machine is too busy for a measurement.
     pub lateness_us: Latency,
-    /// Numbers of connections by the server and core that answered.
+    /// Number of connections that each server and core answered.
     pub placed: Vec<CoreConnections>,
 }
 
 /// Percentiles, maximum and mean of times (us).
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Latency {
-    /// Median time.
     pub p50: u64,
-    /// 99th percentile.
     pub p99: u64,
-    /// Longest time.
     pub max: u64,
-    /// Mean time.
     pub mean: f64,
 }
 
@@ -88,13 +82,13 @@ impl From<&Histogram<u64>> for Latency {
 pub struct CoreConnections {
     /// Number of the server, as in its responses.
     pub server: u8,
-    /// Number of the core in the server.
+    /// Number of the core within the server.
     pub core: u8,
     pub connections: u64,
 }
 
-/// Replays the arrival log and prints the report as one line of JSON. Fails when the log cannot be read or parsed, or a
-/// source address and port cannot be bound.
+/// Replays the arrival log and prints the report as one line of JSON. Fails when the log cannot be read or parsed, or
+/// when a source address and port cannot be bound.
 pub fn run(args: &LoadArgs) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(&args.log);
     let text = text.with_context(|| format!("cannot read the arrival log {}", args.log.display()))?;
@@ -139,7 +133,7 @@ pub(crate) fn nth_address(first: IpAddr, index: u16) -> IpAddr {
     }
 }
 
-/// Returns an empty histogram with three significant digits, from 1 us to a minute; longer times count as a minute.
+/// Returns an empty histogram with three significant digits, from 1 us to a minute. Longer times count as a minute.
 pub(crate) fn new_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(60_000_000, 3)?)
 }
@@ -149,8 +143,7 @@ struct LoadConnection {
     stream: TcpStream,
     is_connected: bool,
     message_buffer: MessageBuffer,
-    /// Number of requests that were due, with those that were sent and answered (`answered` <= `sent_count` <=
-    /// `due_count`).
+    /// Number of requests that were due so far. `answered_count` <= `sent_count` <= `due_count`.
     due_count: u32,
     sent_count: u32,
     answered_count: u32,
@@ -166,7 +159,7 @@ struct LoadClient<'a> {
     epoll: Epoll,
     /// Open connections, by their index in the arrival log.
     connections: HashMap<usize, LoadConnection>,
-    /// Time of the next request of each open connection, as (due time, connection), earliest first.
+    /// Next request of each open connection, as (due time, connection index), earliest first.
     next_requests: BinaryHeap<Reverse<(u64, usize)>>,
     next_arrival_index: usize,
     next_timeout_check_ns: u64,
@@ -222,13 +215,13 @@ impl LoadClient<'_> {
         Ok(true)
     }
 
-    /// Opens the connection of an arrival, from its source address and port in the log.
+    /// Opens a connection from its source address and port in the arrival log.
     fn open_connection(&mut self, index: usize) -> anyhow::Result<()> {
         let arrival = *self.arrival(index);
         let source_address =
             SocketAddr::new(nth_address(self.first_address, arrival.source_address_index), arrival.source_port);
         let socket = Socket::new(Domain::for_address(source_address), Type::STREAM, None)?;
-        // Another connection from the port may be in TIME-WAIT.
+        // An earlier connection from this port may still be in TIME-WAIT.
         socket.set_reuse_address(true)?;
         socket.set_nonblocking(true)?;
         socket.set_tcp_nodelay(true)?;
@@ -255,7 +248,8 @@ impl LoadClient<'_> {
             }
             _ => {
                 let stream = &self.connections[&index].stream;
-                // Edge-triggered: one event when connected, then one per arrival of data.
+                // Edge-triggered epoll reports one event when the connection is established, then one per arrival of
+                // data.
                 let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
                 self.epoll.add(stream.as_fd(), index as u64, flags)?;
                 self.next_requests.push(Reverse((self.request_due_ns(index, 0), index)));
@@ -286,7 +280,7 @@ impl LoadClient<'_> {
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
         while connection.sent_count < connection.due_count {
             let request = PacedRequest { service_us, id: connection.sent_count.into() };
-            // A few unanswered requests of 8 bytes always fit the send buffer: a short write is a failure.
+            // A few unanswered requests of 8 bytes always fit the send buffer, so a short write is a failure.
             if connection.stream.write(request.as_bytes())? != MESSAGE_BYTES {
                 return Err(io::Error::from(io::ErrorKind::WriteZero).into());
             }

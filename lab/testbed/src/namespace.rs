@@ -1,4 +1,4 @@
-//! Network namespaces: names, execution inside, their processes, and removal.
+//! Network namespaces, with the processes in them and their removal.
 
 use std::fs::File;
 use std::io;
@@ -9,10 +9,10 @@ use std::process::{Command, Stdio};
 use anyhow::{Context as _, bail};
 use nix::sched::{CloneFlags, setns};
 
-/// Directory of the named network namespaces of `ip netns`.
+/// Directory in which `ip netns` keeps the named network namespaces.
 const NETNS_DIRECTORY: &str = "/run/netns";
 
-/// Network namespace made by `ip netns add`.
+/// Network namespace created by `ip netns add`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Namespace {
     name: String,
@@ -33,7 +33,7 @@ impl Namespace {
         Path::new(NETNS_DIRECTORY).join(&self.name)
     }
 
-    /// Runs `action` in a new thread inside the namespace; the caller's thread stays in its own namespace. Fails when
+    /// Runs `action` in a new thread inside the namespace. The caller's thread stays in its own namespace. Fails when
     /// the namespace does not exist or cannot be entered, or when `action` fails.
     pub fn run_within<T: Send>(&self, action: impl FnOnce() -> anyhow::Result<T> + Send) -> anyhow::Result<T> {
         let namespace_file = self.open_file()?;
@@ -47,8 +47,8 @@ impl Namespace {
         })
     }
 
-    /// Writes sysctls of this namespace: `value` to `/proc/sys/net/PATH` for each (path, value). Fails when one cannot
-    /// be written; the error names it.
+    /// Sets sysctls of this namespace by writing each `value` to `/proc/sys/net/PATH`, for all pairs (path, value).
+    /// Fails with the sysctl's path when one cannot be written.
     pub fn set_sysctls(&self, settings: &[(&str, &str)]) -> anyhow::Result<()> {
         self.run_within(|| {
             for (path, value) in settings {
@@ -88,7 +88,7 @@ impl Namespace {
             std::fs::metadata(format!("/proc/{pid}/ns/net"))
                 .is_ok_and(|of_process| (of_process.dev(), of_process.ino()) == (namespace.dev(), namespace.ino()))
         };
-        // A process may fork during the search; further iterations find its children.
+        // Search repeatedly, because a process may fork during the search. Later iterations find its children.
         for _ in 0..10 {
             let mut found_process = false;
             for entry in std::fs::read_dir("/proc")?.flatten() {
@@ -138,7 +138,7 @@ pub(crate) fn namespaces_with_prefix(prefix: &str) -> Vec<Namespace> {
     names.filter(|name| name.starts_with(prefix)).map(Namespace::new).collect()
 }
 
-/// Runs a batch of `ip` commands in `namespace`; `None`: in the namespace of this process.
+/// Runs a batch of `ip` commands in `namespace`, or in this process's namespace if it is `None`.
 pub(crate) fn run_ip_batch(namespace: Option<&Namespace>, commands: &str) -> anyhow::Result<()> {
     use io::Write as _;
     let mut ip = Command::new("ip");

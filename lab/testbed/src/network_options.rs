@@ -1,4 +1,4 @@
-//! Options of the network between clients, load balancers and servers, which several commands have.
+//! Options for the network between clients, load balancers and servers, which several commands share.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use coreward_model::forwarding::Forwarding;

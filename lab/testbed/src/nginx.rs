@@ -1,4 +1,4 @@
-//! Stock nginx on a server: an application that must not notice coreward.
+//! Stock nginx on a server, as an application that must not notice coreward.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -16,12 +16,12 @@ use crate::{Process, TIMEOUT};
 /// Size of the file at [`LARGE_FILE_PATH`] (bytes).
 pub const LARGE_FILE_BYTES: usize = 1_000_000;
 pub const LARGE_FILE_PATH: &str = "/large";
-/// Path by which the file at [`LARGE_FILE_PATH`] is sent at 4 kB/s, which keeps a connection busy for minutes.
+/// Path at which nginx sends the file of [`LARGE_FILE_PATH`] at 4 kB/s, which keeps a connection busy for minutes.
 pub const SLOW_FILE_PATH: &str = "/slow";
 /// Path whose response contains the server's number and the worker's process id.
 pub const WORKER_IDENTITY_PATH: &str = "/who";
 
-/// Running nginx on a server; dropping it ends the processes.
+/// Running nginx on a server. Dropping it ends the processes.
 #[derive(Debug)]
 pub struct NginxServer {
     master_process: Process,
@@ -30,12 +30,12 @@ pub struct NginxServer {
 
 impl Testbed {
     /// Starts nginx on server `number` with one `reuseport` worker per core. It listens on port 80 of all VIPs and of
-    /// the server's address. Fails without the server, or when nginx does not start; the error has its output.
+    /// the server's address. Fails when the server does not exist. Fails with nginx's output when nginx does not start.
     pub fn start_nginx(&self, number: u16) -> anyhow::Result<NginxServer> {
         let namespace = self.server(number)?;
         let directory = self.directory().join(format!("nginx-s{number}"));
         fs::create_dir_all(directory.join("www"))?;
-        // Content that differs at every offset, so that misplaced bytes are detected.
+        // The contents differ at every offset, so that misplaced bytes are detected.
         let large_file: Vec<u8> =
             (0..LARGE_FILE_BYTES as u32).map(|i| (i.wrapping_mul(0x9e37_79b1) >> 24) as u8).collect();
         fs::write(directory.join("www").join(LARGE_FILE_PATH.trim_start_matches('/')), large_file)?;
@@ -132,7 +132,7 @@ impl NginxServer {
 
 impl Drop for NginxServer {
     fn drop(&mut self) {
-        // Killing the master would leave the workers running.
+        // Terminate the master regularly, because killing it would leave the workers running.
         let _ = self.master_process.terminate(Duration::from_secs(5));
     }
 }

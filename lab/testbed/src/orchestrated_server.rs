@@ -1,8 +1,8 @@
-//! `coreward-lab testbed orchestrated-server`: a key-value server on the cores of `coreward orchestrate`.
+//! `coreward-lab testbed orchestrated-server` is a key-value server on the cores of `coreward orchestrate`.
 //!
 //! It answers GET, PUT and SCAN like [`crate::key_value`], with one database for all cores. A request with a service
-//! time first computes (paced: sleeps) for that time, and yields to requests of higher priority. When the orchestrator
-//! ends, the threads of the cores reconnect.
+//! time first computes (or sleeps if paced) for that time, and yields to requests of higher priority. When the
+//! orchestrator ends, the threads of the cores reconnect.
 
 mod batch;
 mod core_clock;
@@ -87,7 +87,8 @@ impl OrchestratedServerArgs {
         if !self.paced {
             return options;
         }
-        // The core's clock ends a slice. The worker may wake slightly before the runtime's quantum ends.
+        // The core's clock ends a slice. The worker may wake slightly before the runtime's quantum ends, so the quantum
+        // is halved.
         ServeOptions { quantum: quantum / 2, spin_time: Duration::ZERO, ..options }
     }
 
@@ -100,11 +101,11 @@ impl OrchestratedServerArgs {
 
 struct SharedState {
     database: Box<dyn Database>,
-    /// Allocator of cores to services; `None`: every service runs on every core.
+    /// Allocator of cores to services, or `None` if every service runs on every core.
     allocator: Option<SharedCoreAllocator>,
     /// Number of workers that have connected so far.
     connected: AtomicUsize,
-    /// Core load file with the time on all cores, by service.
+    /// Core load file that contains the time of each service on all cores.
     busy: Option<CounterFile>,
 }
 
@@ -120,7 +121,7 @@ impl SharedState {
 /// Request handler of one core.
 struct CoreServer<'s> {
     shared: &'s SharedState,
-    /// Clock of a paced core; `None`: the core really computes.
+    /// Clock of a paced core, or `None` if the core really computes.
     clock: Option<CoreClock>,
 }
 
@@ -175,7 +176,7 @@ fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn Databa
 }
 
 /// Serves until SIGINT or SIGTERM, then prints the number of requests that each core served, as JSON. Fails when
-/// signals cannot be handled, or the database cannot be opened.
+/// signals cannot be handled, or when the database cannot be opened.
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let database = open_database(args)?;
@@ -222,7 +223,7 @@ fn wait(args: &OrchestratedServerArgs, server: &SharedState) -> anyhow::Result<(
 /// Serves the requests of a core, and reconnects after each error. Returns the number of served requests.
 fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &SharedState, stop: &AtomicBool) -> u64 {
     if args.paced {
-        // The default of 50 us delays each wake-up. An error is ignored, because the core then only wakes later.
+        // The default timer slack of 50 us delays each wake-up. If setting it fails, the core only wakes later.
         let _ = nix::sys::prctl::set_timerslack(1);
     }
     let server = CoreServer { shared, clock: args.core_clock() };

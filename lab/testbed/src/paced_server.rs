@@ -1,8 +1,9 @@
-//! Server with emulated cores: each worker serves one request at a time and emulates its service time, so that two CPUs
-//! run sixteen cores.
+//! Server with emulated cores. Each worker serves one request at a time and emulates its service time, so that two CPUs
+//! can run sixteen cores.
 //!
-//! For the agent it looks like nginx with `reuseport`: one listening socket per worker, which the master opens and all
-//! inherit. Each worker is a process and waits only on its own socket. Worker K is named `coreK`.
+//! For the agent it looks like nginx with `reuseport`, which has one listening socket per worker. The master opens
+//! these sockets and all workers inherit them. Each worker is a process and waits only on its own socket. Worker K is
+//! named `coreK`.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -36,7 +37,7 @@ pub struct PacedServerArgs {
     pub server: u8,
 }
 
-/// Serves until killed. Fails when it cannot listen, the core load file cannot be created, or a worker ends.
+/// Serves until killed. Fails when it cannot listen, when the core load file cannot be created, or when a worker ends.
 pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
     let listeners: Vec<TcpListener> =
         (0..args.workers).map(|_| listen(args.listen, true)).collect::<anyhow::Result<_>>()?;
@@ -47,7 +48,7 @@ pub fn run(args: &PacedServerArgs) -> anyhow::Result<()> {
         fork_worker("paced server", number, run_core)?;
     }
     core_load_file.publish(&args.busy_file)?;
-    // Workers only end after an error; the others then end with the master (PR_SET_PDEATHSIG).
+    // Workers only end after an error. The others then end with the master (PR_SET_PDEATHSIG).
     let ended_child = wait()?;
     bail!("a worker of the paced server ended: {ended_child:?}");
 }
@@ -62,7 +63,7 @@ impl ServerProtocol for PacedProtocol {
     type ConnectionState = MessageBuffer;
     const CLOSES_AFTER_RESPONSE: bool = false;
     const ACCEPT_NS: u64 = 0;
-    /// Interval of 4 % of a report interval of 100 ms. A request of the demo (7.5 ms) then needs one wake-up.
+    /// This is 4 % of a report interval of 100 ms. A request in the demo (7.5 ms) then needs only one wake-up.
     const PUBLISH_INTERVAL_NS: u64 = 4_000_000;
 
     fn receive(&self, messages: &mut MessageBuffer, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
@@ -87,7 +88,7 @@ impl ServerProtocol for PacedProtocol {
     }
 }
 
-/// Running paced server on a server of the testbed; killed when dropped.
+/// Running paced server on a server of the testbed, which is killed when dropped.
 #[derive(Debug)]
 pub struct PacedServer {
     master_process: Process,
@@ -95,7 +96,6 @@ pub struct PacedServer {
 }
 
 impl PacedServer {
-    /// Returns the process id of the master process.
     pub fn master_pid(&self) -> u32 {
         self.master_process.pid()
     }

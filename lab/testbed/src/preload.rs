@@ -1,5 +1,5 @@
-//! Faults that need code inside one daemon: a wrong wall clock (CLOCK_REALTIME has no namespace), and rejected writes.
-//! A library (`fault_shim.c`), loaded only into the daemons of a test, reads the faults from a file.
+//! Faults that need code inside a daemon, which are a wrong wall clock (CLOCK_REALTIME has no namespace) and rejected
+//! writes. A library (`fault_shim.c`), which only the daemons of a test load, reads the faults from a file.
 
 use std::fs::{self, File};
 use std::io;
@@ -11,12 +11,12 @@ use anyhow::Context as _;
 
 /// Contents of the shared library that build.rs compiles from fault_shim.c.
 const FAULT_LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/preload.so"));
-/// Offset in the faults file, which is `struct faults` of fault_shim.c: two 64-bit numbers.
+/// Offset in the faults file. The file contains `struct faults` of fault_shim.c, which is two 64-bit numbers.
 const CLOCK_OFFSET_FILE_OFFSET: u64 = 0;
 const DISK_FULL_FILE_OFFSET: u64 = 8;
 const FAULTS_FILE_BYTES: u64 = 16;
 
-/// Faults of wall clock and disk, which a preloaded library emulates for each daemon of a testbed.
+/// Faults of wall clock and disk, which a preloaded library emulates for each daemon in a testbed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PreloadedFaults {
     directory: PathBuf,
@@ -31,8 +31,8 @@ impl PreloadedFaults {
         Ok(preloaded_faults)
     }
 
-    /// Sets the offset of a daemon's wall clock from the machine's clock (ns). It takes effect immediately and remains
-    /// after the daemon's end. Fails when the daemon was never started.
+    /// Sets the difference between a daemon's wall clock and the machine's clock (ns). It takes effect immediately and
+    /// remains after the daemon's end. Fails when the daemon was never started.
     pub fn set_clock_offset(&self, daemon: &str, offset_ns: i64) -> anyhow::Result<()> {
         self.write_fault_value(daemon, CLOCK_OFFSET_FILE_OFFSET, offset_ns)
     }
@@ -43,7 +43,7 @@ impl PreloadedFaults {
         self.write_fault_value(daemon, DISK_FULL_FILE_OFFSET, full.into())
     }
 
-    /// Lets the process of `command` load the library, with the faults of `daemon`.
+    /// Makes the process of `command` load the library, with the faults of `daemon`.
     pub(crate) fn apply_faults(&self, daemon: &str, command: &mut Command) -> anyhow::Result<()> {
         let faults_path = self.faults_path(daemon);
         let write_empty_faults = || -> io::Result<()> {
@@ -74,7 +74,7 @@ impl PreloadedFaults {
 mod tests {
     use super::*;
 
-    /// Returns the time that `date` prints under the faults of a daemon (s).
+    /// Returns the time that `date` prints under a daemon's faults (s).
     fn read_date(preload: &PreloadedFaults) -> i64 {
         let mut command = Command::new("date");
         preload.apply_faults("d", command.arg("+%s")).unwrap();
@@ -93,7 +93,7 @@ mod tests {
         assert!(preloaded_faults.set_clock_offset("nobody", 1).is_err());
     }
 
-    /// Uses truncate(1), which extends files by ftruncate.
+    /// The test uses truncate(1), which extends files by ftruncate.
     #[test]
     fn disk_fault_affects_only_its_daemon() {
         let directory = tempfile::tempdir().unwrap();

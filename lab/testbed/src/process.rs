@@ -1,4 +1,4 @@
-//! Processes inside a namespace, which end with the testbed.
+//! Processes in network namespaces, which end with the testbed.
 
 use std::os::fd::AsRawFd as _;
 use std::os::unix::process::CommandExt as _;
@@ -14,7 +14,7 @@ use serde::de::DeserializeOwned;
 
 use crate::namespace::Namespace;
 
-/// Timeout for conditions that hold soon unless something is broken: 60 s, or `COREWARD_TEST_TIMEOUT` (s) of the
+/// Timeout for conditions that hold soon unless something is broken. It is 60 s, or `COREWARD_TEST_TIMEOUT` (s) of the
 /// environment. A wait ends as soon as its condition holds, so a long timeout costs no time.
 pub static TIMEOUT: LazyLock<Duration> = LazyLock::new(|| {
     let seconds = std::env::var("COREWARD_TEST_TIMEOUT").ok();
@@ -30,7 +30,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in `namespace`. The kernel kills the process when the *thread* of the caller ends
+    /// Starts `command` in `namespace`. The kernel kills the process when the caller's *thread* ends
     /// (PR_SET_PDEATHSIG), so that no process remains after a killed testbed. Call it from a thread that lives as long
     /// as the process should. Fails when the namespace cannot be opened or the program cannot be started.
     pub fn spawn(namespace: &Namespace, mut command: Command) -> anyhow::Result<Self> {
@@ -57,7 +57,7 @@ impl Process {
             .with_context(|| format!("cannot send {signal} to {} (pid {})", self.program_name, self.child.id()))
     }
 
-    /// Returns the exit status; `None` while the process runs. Fails when the kernel does not know the process.
+    /// Returns the exit status, or `None` while the process runs. Fails when the kernel does not know the process.
     pub fn try_wait(&mut self) -> anyhow::Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
@@ -76,7 +76,7 @@ impl Process {
         }
     }
 
-    /// Waits until the process has created a file, which it does once it listens. `what`: name of the process in
+    /// Waits until the process has created a file, which it does once it listens. `what` is the name of the process in
     /// errors. Fails when the process ends first, or when the file is still missing after [`TIMEOUT`].
     pub fn wait_for_file(&mut self, what: &str, file: &Path) -> anyhow::Result<()> {
         let deadline = Instant::now() + *TIMEOUT;
@@ -92,8 +92,8 @@ impl Process {
         Ok(())
     }
 
-    /// Waits for the end of the process and parses its output: JSON that fits into the pipe. Fails when the process
-    /// fails or still runs after `limit`.
+    /// Waits for the end of the process and parses its output as JSON, which must fit into the pipe. Fails when the
+    /// process fails or still runs after `limit`.
     pub fn wait_for_json<R: DeserializeOwned>(mut self, limit: Duration) -> anyhow::Result<R> {
         let exit_status = self.wait(limit)?;
         ensure!(exit_status.success(), "{} failed: {exit_status}", self.program_name);
@@ -118,8 +118,8 @@ impl Drop for Process {
     }
 }
 
-/// Runs `command` in `namespace` until it ends, and returns its output. Fails when it cannot be started or does not
-/// exit with 0; the error contains its stderr.
+/// Runs `command` in `namespace` until it ends, and returns its output. Fails when it cannot be started. Fails with its
+/// stderr when it does not exit with 0.
 pub fn run_command(namespace: &Namespace, mut command: Command) -> anyhow::Result<Output> {
     enter_namespace_before_exec(namespace, &mut command)?;
     let output = command.output().with_context(|| format!("cannot run {command:?}"))?;
@@ -130,8 +130,9 @@ pub fn run_command(namespace: &Namespace, mut command: Command) -> anyhow::Resul
     Ok(output)
 }
 
-/// Lets the command start in the namespace and in a new process group. When a group with a stopped process loses its
-/// shell, the kernel sends SIGHUP to the group (kernel/exit.c, kill_orphaned_pgrp), and nginx would reload.
+/// Makes the command start in the namespace and in a new process group. Otherwise nginx could reload unexpectedly,
+/// because the kernel sends SIGHUP to a group that has a stopped process and loses its shell (kernel/exit.c,
+/// kill_orphaned_pgrp).
 fn enter_namespace_before_exec(namespace: &Namespace, command: &mut Command) -> anyhow::Result<()> {
     command.process_group(0);
     let namespace_file = namespace.open_file()?;

@@ -1,4 +1,5 @@
-//! Emulated NIC of a server: a BPF program at the switch's port does RSS; a pinned map has its registers.
+//! Emulated NIC of a server. A BPF program at the switch's port does RSS, and a pinned map contains the NIC's
+//! registers.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -32,10 +33,10 @@ pub(crate) mod skeletons {
     }
 }
 
-/// Priority of the tc program, by which it runs after that of the access port.
+/// Priority of the tc program, which makes it run after the access port's program.
 const TC_PRIORITY: u32 = 2;
 
-/// Attaches the RSS emulation at egress of `port` in `switch`, and pins its registers at the path `pin`.
+/// Attaches the RSS emulation at the egress of `port` in `switch`, and pins its registers at the path `pin`.
 pub(crate) fn attach_emulation(switch: &Namespace, port: &str, pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open_skeleton = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
@@ -48,7 +49,7 @@ pub(crate) fn attach_emulation(switch: &Namespace, port: &str, pin: &Path, rss: 
 }
 
 /// Writes the key and the indirection table into the emulated registers, as the agent does with `manage_rss = true`.
-/// Fails when `pin` is not a pinned map of registers, or the key does not have 40 bytes.
+/// Fails when `pin` is not a pinned map of registers, or when the key does not have 40 bytes.
 pub fn write_registers(pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let generation = read_register_map(pin)?.mapping.generation.wrapping_add(1);
     let registers = rss.to_emulated_registers(generation)?;
@@ -80,8 +81,8 @@ fn read_register_map(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
     Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin.display()))?))
 }
 
-/// Attaches a native XDP program that passes all frames. On a port of a switch, it admits frames that the port's peer
-/// sends by XDP_TX: see xdp_pass.bpf.c. Fails when the device does not support native XDP.
+/// Attaches a native XDP program that passes all frames. A switch's port needs it to receive frames that its peer sends
+/// by XDP_TX (see xdp_pass.bpf.c). Fails when the device does not support native XDP.
 pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open_skeleton = skeletons::xdp_pass::XdpPassSkelBuilder::default().open(&mut storage)?;
@@ -95,13 +96,13 @@ pub fn attach_xdp_pass(namespace: &Namespace, device: &str) -> anyhow::Result<()
     })
 }
 
-/// Records the receive queues at which flows arrive, for tests.
+/// Recorder of the receive queues at which flows arrive, for tests.
 pub struct ReceiveQueueRecorder {
     flow_map: MapHandle,
 }
 
 impl ReceiveQueueRecorder {
-    /// Starts to record; the record ends when the device is removed. Fails when the program does not load or attach.
+    /// Starts to record until the device is removed. Fails when the program does not load or attach.
     pub fn start(namespace: &Namespace, device: &str) -> anyhow::Result<Self> {
         let mut storage = MaybeUninit::uninit();
         let open_skeleton = skeletons::receive_queues::ReceiveQueuesSkelBuilder::default().open(&mut storage)?;
@@ -110,7 +111,7 @@ impl ReceiveQueueRecorder {
         Ok(Self { flow_map: MapHandle::try_from(&loaded_skeleton.maps.received_flows)? })
     }
 
-    /// Returns the receive queue and the hash of the last frame of a flow, as the kernel reports them; `None` without a
+    /// Returns the receive queue and the hash of a flow's last frame, as the kernel reports them, or `None` without a
     /// frame or queue. Fails when the map cannot be read.
     pub fn queue_and_hash(&self, flow: &coreward_model::FourTuple) -> anyhow::Result<Option<(u16, u32)>> {
         let mut flow_key = [0; intf::RSS_INPUT_IPV6_BYTES as usize];
@@ -122,7 +123,7 @@ impl ReceiveQueueRecorder {
     }
 }
 
-/// Attaches a tc program with clsact instead of tcx: clsact exists before Linux 6.6, and ends with the device.
+/// Attaches a tc program with clsact instead of tcx, because clsact exists before Linux 6.6, and ends with the device.
 pub(crate) fn attach_tc(
     namespace: &Namespace,
     device: &str,

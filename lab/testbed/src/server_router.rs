@@ -1,4 +1,4 @@
-//! Router in front of the servers, for load balancers that encapsulate.
+//! Router in front of the servers, which load balancers that encapsulate need.
 //!
 //! ```text
 //!   switch: br0 (10.1.0.0/16)  --  cwX-server-router 10.1.4.1, 10.1.1.254  --  switch: br1 (10.1.1.0/24)  --  servers

@@ -1,4 +1,4 @@
-//! The datacentre: a client host, load balancers, a controller, servers, and a switch between them.
+//! Testbed's hosts and network, with a client, load balancers, a controller, servers, and a switch between them.
 //!
 //! ```text
 //!   cwX-client 10.1.0.7 ..  --+                     +-- cwX-s1 10.1.1.1  (VIP on lo)
@@ -10,8 +10,8 @@
 //! Every host is a namespace with one device, `eth0`. Its peer in the switch has the host's name and is a port of the
 //! bridge. All hosts are in one segment, 10.1.0.0/16. The client sends packets to VIPs (10.200.0.0/24) via a load
 //! balancer, which its kernel selects by a hash of the 4-tuple (ECMP). Servers have the VIPs on `lo` and answer the
-//! client directly. With [`TestbedOptions::router_mtu`] a router in front of the client selects the load balancer:
-//! [`crate::uplink`].
+//! client directly. With [`TestbedOptions::router_mtu`] a router in front of the client selects the load balancer (see
+//! [`crate::uplink`]).
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -37,54 +37,55 @@ const LOAD_BALANCERS_MAX: u16 = 32;
 const RACKS_MAX: u16 = 32;
 const CORES_MAX: u16 = 64;
 
-/// Random number stream of [`seeded_rng`] for the initial RSS keys of emulated NICs.
+/// Stream number of [`seeded_rng`] for the initial RSS keys of emulated NICs.
 const RNG_STREAM_NIC_KEY: u64 = 3;
 
-/// Options by which a testbed is created.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TestbedOptions {
-    /// Name among the testbeds of this machine: 1 to 40 lower-case letters and digits, including the prefix in the
-    /// environment's `COREWARD_TESTBED_PREFIX`.
+    /// Name of this testbed, which is unique on the machine. It has 1 to 40 lower-case letters and digits, including
+    /// the prefix in the environment's `COREWARD_TESTBED_PREFIX`.
     pub instance: String,
-    /// Number of servers at the start (0 to 250); more can be added.
+    /// Number of servers at the start (0 to 250). More servers can be added later.
     pub servers: u16,
-    /// Number of cores, and of their receive queues, of each server (1 to 64).
+    /// Number of each server's cores, which is also the number of its receive queues (1 to 64).
     pub cores: u16,
     /// Whether each server has a ring of 256 packets per receive queue, like a NIC. Otherwise all hosts share one
-    /// backlog per CPU, which is too small for packets to many servers. With rings, agents see one receive queue more
+    /// backlog per CPU, which is too small for packets to many servers. With rings, agents see one more receive queue
     /// than there are cores.
     pub has_rings: bool,
-    /// Number of load balancers at the start (1 to 32), each a next hop of the VIPs; more can be added.
+    /// Number of load balancers at the start (1 to 32), each of which is a next hop for the VIPs. More can be added
+    /// later.
     pub load_balancers: u16,
     /// Number of hosts for rack controllers (0 to 32).
     pub racks: u16,
-    /// Number of client addresses (1 to 200), from 10.1.0.7 on, or behind a router from 10.2.0.7 on.
+    /// Number of client addresses (1 to 200). They count up from 10.1.0.7, or from 10.2.0.7 if the client is behind a
+    /// router.
     pub client_addresses: u16,
-    /// MTU of the link from the router to the client behind it (68 to 1500); `None`: the client is on the servers'
+    /// MTU of the link from the router to the client behind it (68 to 1500), or `None` if the client is on the servers'
     /// segment.
     pub router_mtu: Option<u16>,
-    /// Whether servers reach the client through load balancer 1, whose kernel routes, or directly. Needs a router.
+    /// Whether servers reach the client through load balancer 1, whose kernel routes packets. Needs a router.
     pub routes_answers_via_load_balancer: bool,
-    /// Whether the servers are behind a router of their own: [`crate::server_router`].
+    /// Whether the servers are behind a router of their own (see [`crate::server_router`]).
     pub has_server_router: bool,
-    /// VLANs of clients and servers; `None`: all frames are untagged. Only without routers and racks.
+    /// VLANs of clients and servers, or `None` if all frames are untagged. VLANs exclude routers and racks.
     pub vlans: Option<Vlans>,
-    /// Number of VIPs on the servers (1 to 250).
+    /// Number of VIPs on each server (1 to 250).
     pub vip_count: u8,
-    /// Address family of the VIPs, and of the packets between the client and the services.
+    /// Address family of the VIPs, and of packets between the client and the services.
     pub family: AddressFamily,
-    /// Number of entries of the emulated NICs' indirection tables (a power of two up to 2048).
+    /// Number of entries in each emulated NIC's indirection table (a power of two up to 2048).
     pub indirection_entries: usize,
     /// Seed of the initial RSS keys of emulated NICs.
     pub seed: u64,
 }
 
-/// VLAN ids of a testbed; 0 means untagged.
+/// VLAN ids in a testbed, of which 0 means untagged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Vlans {
     /// VLAN id of clients' packets to the VIPs.
     pub vip_vlan: u16,
-    /// VLAN ids of the servers, at least one; server K has that at index (K - 1) modulo their number.
+    /// VLAN ids of the servers (at least one). Server K has the id at index (K - 1) modulo their number.
     pub server_vlans: Vec<u16>,
 }
 
@@ -110,7 +111,7 @@ impl Default for TestbedOptions {
     }
 }
 
-/// Running testbed. Dropping it removes everything; after a SIGKILL, the next testbed of the same name does so.
+/// Running testbed. Dropping it removes everything. After a SIGKILL, the next testbed with the same name does so.
 #[derive(Debug)]
 pub struct Testbed {
     options: TestbedOptions,
@@ -120,15 +121,15 @@ pub struct Testbed {
     server_router: Option<Namespace>,
     controller: Namespace,
     switch: Namespace,
-    /// Namespace of load balancer K at index K - 1; `None` after its removal.
+    /// Namespace of load balancer K at index K - 1, or `None` after its removal.
     load_balancers: Vec<Option<Namespace>>,
     /// Namespace of rack controller K at index K - 1.
     rack_controllers: Vec<Namespace>,
-    /// Namespace of server K at index K - 1; `None` after its removal.
+    /// Namespace of server K at index K - 1, or `None` after its removal.
     servers: Vec<Option<Namespace>>,
 }
 
-/// Returns why this process cannot create a testbed, in one sentence; `None` if it can.
+/// Returns why this process cannot create a testbed, in one sentence, or `None` if it can.
 pub fn missing_privilege() -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some(
@@ -137,7 +138,7 @@ pub fn missing_privilege() -> Option<String> {
                 .to_owned(),
         );
     }
-    // In a new thread, which ends with the namespace.
+    // Try this in a new thread, because the new namespace ends with it.
     let namespace_result = std::thread::spawn(|| nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET)).join();
     if !matches!(namespace_result, Ok(Ok(()))) {
         return Some("the testbed needs the right to make network namespaces (CAP_SYS_ADMIN)".to_owned());
@@ -150,15 +151,15 @@ pub fn missing_privilege() -> Option<String> {
     map_result.err().map(|error| format!("the testbed needs the right to load BPF programs (CAP_BPF): {error}"))
 }
 
-/// Returns the rights that a test lacks for a testbed. scripts/test sets the variable when scripts/capabilities reports
-/// missing rights.
+/// Returns which rights a test lacks to create a testbed, or `None` if it has all. scripts/test sets the variable when
+/// scripts/capabilities reports missing rights.
 pub fn missing_testbed_rights() -> Option<String> {
     let reported_missing_rights = std::env::var_os("COREWARD_WITHOUT_RIGHTS");
     reported_missing_rights.map(|_| "scripts/capabilities names what is missing".to_owned()).or_else(missing_privilege)
 }
 
 impl Testbed {
-    /// Creates a testbed, after removing the remains of a killed one of the same name. Fails without root, when a
+    /// Creates a testbed, after removing the remains of a killed one with the same name. Fails without root, when a
     /// running process uses the name, or when a command fails.
     pub fn create(options: TestbedOptions) -> anyhow::Result<Self> {
         for (value, min, max, name) in [
@@ -219,7 +220,7 @@ impl Testbed {
 
     fn create_switch(&self) -> anyhow::Result<()> {
         create_namespaces(&[&self.switch])?;
-        // No spanning tree, no snooping: a port forwards immediately, and only the testbed's hosts send.
+        // Without spanning tree and snooping, a port forwards immediately, and only the testbed's hosts send packets.
         run_ip_batch(
             Some(&self.switch),
             "link add br0 type bridge stp_state 0 forward_delay 0 mcast_snooping 0\nlink set br0 up\n",
@@ -253,9 +254,9 @@ impl Testbed {
         Ok(())
     }
 
-    /// Adds a load balancer and returns its number, counted from 1 and never reused.
-    /// [`Testbed::route_vips_to_load_balancers`] can then make it a next hop of the VIPs. Fails when `ip` or the kernel
-    /// rejects a setting.
+    /// Adds a load balancer and returns its number, which counts from 1 and is never reused.
+    /// [`Testbed::route_vips_to_load_balancers`] can then make it a next hop for the VIPs. Fails when `ip` or the
+    /// kernel rejects a setting.
     pub fn add_load_balancer(&mut self) -> anyhow::Result<u16> {
         let number = self.load_balancers.len() as u16 + 1;
         if number > LOAD_BALANCERS_MAX {
@@ -271,7 +272,8 @@ impl Testbed {
             server_subnet_routes += &self.route_commands(ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS);
         }
         if self.options.family == AddressFamily::Ipv6 {
-            // Without an XDP program the kernel would route packets for VIPs (docs/deployment.md).
+            // Without this route and without an XDP program, the kernel would route packets for VIPs
+            // (docs/deployment.md).
             server_subnet_routes += &format!("route add blackhole {IPV6_VIP_PREFIX}\n");
         }
         run_ip_batch(
@@ -287,25 +289,25 @@ impl Testbed {
         }
         self.load_balancers.push(Some(namespace));
         rss_emulation::attach_xdp_pass(&self.switch, &name)?;
-        // veth leaves checksums to a NIC; a packet that XDP_TX returns would have an incomplete checksum.
+        // veth leaves checksums to a NIC, so a packet that XDP_TX returns would have an incomplete checksum.
         self.set_offloads(&self.switch, &name, &["tx", "off"])?;
         self.set_up_trunk_port(number, &name)?;
         Ok(number)
     }
 
-    /// Kills the processes of a load balancer and removes its host with all its pins, like a power failure. Its packets
-    /// are lost until [`Testbed::route_vips_to_load_balancers`]. Fails when the load balancer does not exist.
+    /// Kills a load balancer's processes and removes its host with all its pins, like a power failure. Packets to it
+    /// are lost until [`Testbed::route_vips_to_load_balancers`] is called. Fails when the load balancer does not exist.
     pub fn remove_load_balancer(&mut self, number: u16) -> anyhow::Result<()> {
         self.load_balancer(number)?;
-        // A namespace's devices exist for some milliseconds after it; this device must be removed immediately.
+        // Delete the device first, because a namespace's devices outlive it by some milliseconds.
         run_ip_batch(Some(&self.switch), &format!("link delete {}\n", load_balancer_name(number)))?;
         let removed_host = self.load_balancers[usize::from(number) - 1].take();
         removed_host.expect("just found").remove()?;
         self.remove_load_balancer_pins(number)
     }
 
-    /// Removes all pins of a load balancer, like a restart of its machine, so that it no longer forwards. Fails when a
-    /// pin cannot be removed.
+    /// Removes all pins of a load balancer, like a restart of its machine, so that it no longer forwards packets. Fails
+    /// when a pin cannot be removed.
     pub fn remove_load_balancer_pins(&self, number: u16) -> anyhow::Result<()> {
         match std::fs::remove_dir_all(self.load_balancer_pin_directory(number)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error.into()),
@@ -313,7 +315,7 @@ impl Testbed {
         }
     }
 
-    /// Adds a server and returns its number, counted from 1 and never reused. Fails when a command fails.
+    /// Adds a server and returns its number, which counts from 1 and is never reused. Fails when a command fails.
     pub fn add_server(&mut self) -> anyhow::Result<u16> {
         let number = self.servers.len() as u16 + 1;
         if number > SERVERS_MAX {
@@ -322,10 +324,10 @@ impl Testbed {
         let server_name = format!("s{number}");
         let namespace = self.instance.namespace(&server_name);
         create_namespaces(&[&namespace])?;
-        // Only the load balancer answers for the VIP: a server neither answers ARP for the VIP nor uses it as source.
-        // For IPv6 the kernel does neither with an address of another device.
+        // Only the load balancer may answer for the VIP, so a server neither answers ARP for the VIP nor uses it as a
+        // source. For IPv6 the kernel does neither with an address of another device.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
-        // One more queue: see rss_emulation.bpf.c, "Why + 2".
+        // The port needs one more queue than there are cores (see "Why + 2" in rss_emulation.bpf.c).
         let port_queue_count = self.options.cores + 1;
         if self.options.has_rings {
             self.connect_to_switch(&namespace, &server_name, port_queue_count, port_queue_count)?;
@@ -358,8 +360,8 @@ impl Testbed {
         Ok(std::fs::remove_dir_all(self.server_pin_directory(number))?)
     }
 
-    /// Connects a host with port `port` of the switch by a veth, with `queues` receive queues at the host. Native XDP
-    /// there needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
+    /// Connects a host with the switch's port `port` by a veth, which has `queues` receive queues at the host. Native
+    /// XDP there needs as many receive queues as the port has transmit queues (veth_xdp_set() in drivers/net/veth.c).
     pub(crate) fn connect_to_switch(
         &self,
         host: &Namespace,
@@ -382,9 +384,10 @@ impl Testbed {
         run_ip_batch(Some(host), &format!("link set lo up\nlink set {HOST_DEVICE} up\n"))
     }
 
-    /// Sets up the receive rings of [`TestbedOptions::has_rings`]. The backlog (net.core.netdev_max_backlog) has 1000
-    /// packets: about 40 to each of 31 servers overflow it. veth has rings where its end does GRO and the other end no
-    /// TSO (veth_skb_is_eligible_for_gro() in drivers/net/veth.c).
+    /// Sets up the receive rings that [`TestbedOptions::has_rings`] describes. The backlog without rings
+    /// (net.core.netdev_max_backlog) has 1000 packets, so that about 40 packets to each of 31 servers overflow it. veth
+    /// has rings where its end does GRO and the other end no TSO (veth_skb_is_eligible_for_gro() in
+    /// drivers/net/veth.c).
     fn set_up_rings(&self, host: &Namespace, port: &str) -> anyhow::Result<()> {
         self.set_offloads(&self.switch, port, &["tso", "off"])?;
         self.set_offloads(host, HOST_DEVICE, &["gro", "on"])
@@ -396,8 +399,8 @@ impl Testbed {
         self.run_command(namespace, ethtool).map(drop)
     }
 
-    /// Returns the initial RSS settings of a NIC under Linux: a random key, and queue `i mod cores` in entry `i`
-    /// (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
+    /// Returns the initial RSS settings of a NIC under Linux, which are a random key, and queue `i mod cores` in entry
+    /// `i` (ethtool_rxfh_indir_default() in include/linux/ethtool.h).
     fn default_nic_rss(&self, number: u16) -> anyhow::Result<RssConfig> {
         let core_count = u32::from(self.options.cores);
         let table_queues: Vec<u32> =
@@ -467,7 +470,6 @@ impl Testbed {
         (0..self.options.vip_count).map(move |index| family.vip(index))
     }
 
-    /// Returns the address and port of the first service.
     pub fn service(&self) -> SocketAddr {
         SocketAddr::new(self.options.family.vip(0), SERVICE_ADDRESS.port())
     }
@@ -477,7 +479,7 @@ impl Testbed {
         self.options.family == AddressFamily::Ipv6 || self.options.has_server_router
     }
 
-    /// Returns `ip` commands that add the addresses of a host to a device, with a prefix of length `length`.
+    /// Returns `ip` commands that add a host's addresses to a device, with an IPv4 prefix of `length` bits.
     pub(crate) fn address_commands(&self, address: Ipv4Addr, length: u8, device: &str) -> String {
         let ipv4_command = format!("address add {address}/{length} dev {device}\n");
         match self.has_ipv6() {
@@ -495,14 +497,13 @@ impl Testbed {
         }
     }
 
-    /// Enables forwarding of packets on a host.
     pub(crate) fn enable_forwarding(&self, host: &Namespace) -> anyhow::Result<()> {
         host.set_sysctls(&[("ipv4/ip_forward", "1")])?;
         if self.has_ipv6() { host.set_sysctls(&[("ipv6/conf/all/forwarding", "1")]) } else { Ok(()) }
     }
 
-    /// Enables IPv6 on future devices of a host, if hosts have IPv6. Link-local addresses are usable immediately, and
-    /// router advertisements are ignored.
+    /// Enables IPv6 on the devices that a host will get, if the testbed uses IPv6. Link-local addresses are usable
+    /// immediately, and router advertisements are ignored.
     pub(crate) fn enable_ipv6(&self, host: &Namespace) -> anyhow::Result<()> {
         if !self.has_ipv6() {
             return Ok(());
@@ -534,7 +535,7 @@ impl Testbed {
         self.pin_directory().join(load_balancer_name(number))
     }
 
-    /// Returns the path of the registers of a server's emulated NIC, which are a pinned map of `struct emulated_rss`.
+    /// Returns the path of the registers in a server's emulated NIC, which are a pinned map of `struct emulated_rss`.
     pub fn emulated_rss_path(&self, number: u16) -> PathBuf {
         self.server_pin_directory(number).join("emulated_rss")
     }
@@ -552,19 +553,21 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Adds a route to the VIP via server 1 on a host. Fails when `ip` fails.
+    /// Adds a route on `host` that sends packets for the VIP to server 1. Fails when `ip` fails.
     pub fn route_vip_to_server_1(&self, host: &Namespace) -> anyhow::Result<()> {
         let mut ip = Command::new("ip");
         ip.args(["route", "add", &format!("{FIRST_VIP}/32"), "via", &server_address(1).to_string()]);
         self.run_command(host, ip).map(drop)
     }
 
-    /// Starts a process on a host, which is killed as by [`Process::spawn`]. Fails when the program cannot be started.
+    /// Starts a process on a host. It is killed as [`Process::spawn`] describes. Fails when the program cannot be
+    /// started.
     pub fn spawn(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Process> {
         Process::spawn(namespace, command)
     }
 
-    /// Runs a program on a host to its end. Fails when it cannot be started or fails; the error contains its stderr.
+    /// Runs a program on a host to its end. Fails when it cannot be started. Fails with its stderr when the program
+    /// fails.
     pub fn run_command(&self, namespace: &Namespace, command: Command) -> anyhow::Result<Output> {
         process::run_command(namespace, command)
     }
@@ -578,7 +581,8 @@ fn present_numbers(hosts: &[Option<Namespace>]) -> Vec<u16> {
     (1..).zip(hosts).filter_map(|(number, host)| host.as_ref().map(|_| number)).collect()
 }
 
-/// Creates namespaces without unsolicited packets: without IPv6, there are no neighbour or multicast messages.
+/// Creates namespaces that send no unsolicited packets. They have no IPv6, which would send neighbour and multicast
+/// messages.
 pub(crate) fn create_namespaces(namespaces: &[&Namespace]) -> anyhow::Result<()> {
     let commands: String = namespaces.iter().map(|namespace| format!("netns add {}\n", namespace.name())).collect();
     run_ip_batch(None, &commands)?;

@@ -1,4 +1,4 @@
-//! Client's side of the testbed: routing of VIPs to load balancers, and of answers to the client.
+//! Client's side of the testbed, with the routes from the client to load balancers and from servers to the client.
 //!
 //! ```text
 //!   cwX-client 10.1.0.7 ..  --  switch                                     (the client's kernel has the route)
@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The route to the VIPs has one next hop per announced load balancer. The kernel selects one by a hash of addresses,
-//! ports and protocol (fib_multipath_hash_policy=1), so a connection keeps its load balancer while the next hops stay.
-//! Real data centres use BGP and ECMP of their routers.
+//! ports and protocol (fib_multipath_hash_policy=1), so a connection keeps its load balancer while the next hops stay
+//! the same. Real data centres use their routers' BGP and ECMP.
 //!
 //! The router's link has a small MTU in one direction only. The client's device has an MTU of 1500 bytes, so it offers
 //! segments of 1460 bytes. The router must report by ICMP that the servers' packets are too long (RFC 1191). The ICMP
@@ -26,7 +26,7 @@ use crate::topology::{Testbed, create_namespaces};
 
 const IPV4_VIP_PREFIX: &str = "10.200.0.0/24";
 const ROUTER_ADDRESS_AT_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 1);
-/// Name of the router's device at the client's side.
+/// Name of the router's device on the client's side.
 pub const CLIENT_SIDE_DEVICE: &str = "client";
 const FIRST_CLIENT_HOST_NUMBER: u8 = 7;
 
@@ -42,13 +42,13 @@ impl Testbed {
         Ipv4Addr::new(10, second_octet, 0, FIRST_CLIENT_HOST_NUMBER + index as u8)
     }
 
-    /// Returns the host whose kernel selects a load balancer for each connection: the router, or the client if there is
-    /// none.
+    /// Returns the host whose kernel selects a load balancer for each connection. This is the router, or the client if
+    /// there is none.
     pub fn ecmp_host(&self) -> &Namespace {
         self.client_router().unwrap_or(self.client())
     }
 
-    /// Makes these load balancers the next hops of the VIPs. Fails when there are none, or the kernel rejects the
+    /// Makes these load balancers the next hops for the VIPs. Fails when there are none, or when the kernel rejects the
     /// route.
     pub fn route_vips_to_load_balancers(&self, load_balancers: &[u16]) -> anyhow::Result<()> {
         ensure!(!load_balancers.is_empty(), "no next hop of the VIPs: expected at least one load balancer");
@@ -56,7 +56,7 @@ impl Testbed {
         self.route_vips_to_hosts(&host_addresses)
     }
 
-    /// Makes the hosts with these IPv4 addresses the next hops of the VIPs.
+    /// Makes the hosts with these IPv4 addresses the next hops for the VIPs.
     pub(crate) fn route_vips_to_hosts(&self, hosts: &[Ipv4Addr]) -> anyhow::Result<()> {
         let route_command = |vips: &str, family: AddressFamily| {
             let next_hops = hosts.iter().map(|host| format!(" nexthop via {}", family.address(*host)));

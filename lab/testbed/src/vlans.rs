@@ -1,7 +1,8 @@
-//! VLANs for clients and servers, at access ports of the switch: access_port.bpf.c. Load balancers are at trunks.
+//! VLANs for clients and servers, which are at access ports of the switch (access_port.bpf.c). Load balancers are at
+//! trunk ports.
 //!
-//! The load balancers' kernels have no VLAN devices, which some kernels lack, and do not answer ARP in a VLAN: the
-//! client has static entries of their MAC addresses.
+//! The load balancers' kernels have no VLAN devices, because some kernels lack them. So they do not answer ARP in a
+//! VLAN, and the client has static neighbour entries with their MAC addresses.
 
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd as _;
@@ -15,16 +16,16 @@ use crate::namespace::run_ip_batch;
 use crate::rss_emulation::{attach_tc, skeletons};
 use crate::topology::Testbed;
 
-/// Priority of the tc programs, which run before that of the emulated NIC.
+/// Priority of the tc programs, which makes them run before the emulated NIC's program.
 const TC_PRIORITY: u32 = 1;
 
 impl Testbed {
-    /// Returns the VLAN id of the VIPs; 0 if untagged.
+    /// Returns the VLAN id of the VIPs, or 0 if untagged.
     pub fn vip_vlan(&self) -> u16 {
         self.options().vlans.as_ref().map_or(0, |vlans| vlans.vip_vlan)
     }
 
-    /// Returns the VLAN id of a server; 0 if untagged.
+    /// Returns the VLAN id of a server, or 0 if untagged.
     pub fn server_vlan(&self, number: u16) -> u16 {
         let vlan_of_server = |servers: &[u16]| servers[(usize::from(number) - 1) % servers.len()];
         self.options().vlans.as_ref().map_or(0, |vlans| vlan_of_server(&vlans.server_vlans))
@@ -52,7 +53,7 @@ impl Testbed {
         let open_skeleton = skeletons::access_port::AccessPortSkelBuilder::default().open(&mut storage)?;
         let loaded_skeleton = open_skeleton.load().context("the kernel does not load access_port.bpf.c")?;
         attach_tc(self.switch(), port, loaded_skeleton.progs.from_trunk.as_fd(), TC_INGRESS, TC_PRIORITY)?;
-        // veth passes tags outside the frame, where XDP cannot read them.
+        // veth passes tags outside of the frame, where XDP cannot read them.
         self.set_offloads(self.switch(), port, &["txvlan", "off"])?;
         let mac = self.load_balancer(number)?.device_mac_address(HOST_DEVICE)?;
         let lb_address = self.options().family.address(load_balancer_address(number));

@@ -1,4 +1,4 @@
-//! Metrics for Prometheus.
+//! The agent's metrics for Prometheus.
 
 use std::collections::BTreeMap;
 
@@ -28,8 +28,8 @@ metrics! {
 }
 
 impl Agent {
-    /// Returns all current metrics, with the cores' busy time of the newest report. `more_warnings` are those about the
-    /// connection to the controller.
+    /// Returns the current value of every metric. The cores' busy times are those of the newest report. `more_warnings`
+    /// are warnings about the connection to the controller.
     pub fn metrics(&self, more_warnings: &[String]) -> Snapshot {
         let mut snapshot = component::base_snapshot(Component::Agent);
         let server_name = self.config.server.as_str();

@@ -9,7 +9,7 @@ pub struct CpuLoadSource {
 }
 
 impl CpuLoadSource {
-    /// Starts counting the busy time of the CPUs. Fails when the kernel rejects the BPF program.
+    /// Loads the BPF program that counts the CPUs' busy times. Fails when the kernel rejects it.
     pub fn start() -> anyhow::Result<Self> {
         Ok(Self { cpu_load_program: CpuBusyTimeCounter::start()?, cpu_of_queue: vec![] })
     }

@@ -1,7 +1,7 @@
-//! Total busy time of each core in ns.
+//! Measures the total busy time of each core in ns.
 //!
 //! * [`cpu`]: busy times of the CPUs that serve the receive queues
-//! * [`published`]: busy times of emulated cores, from the server's file
+//! * [`published`]: busy times of emulated cores, from a file that the server application writes
 //! * [`queues`]: the CPU that serves each receive queue
 
 pub mod cpu;
@@ -10,13 +10,13 @@ pub mod queues;
 
 /// Source of the cores' busy times.
 pub trait LoadSource: Send {
-    /// Appends the total busy time of each core in ns, in the order of receive queues. Fails when it cannot be read.
+    /// Appends each core's total busy time in ns, in the order of receive queues. Fails when it cannot be read.
     fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()>;
 
     /// Sets the CPU that serves each receive queue. Called about once a second.
     fn set_queue_cpus(&mut self, cpu_of_queue: &[usize]);
 
-    /// Returns problems of the source, as text for `coreward status`.
+    /// Returns the problems that the source has, as text for `coreward status`.
     fn warnings(&self) -> Vec<String> {
         vec![]
     }

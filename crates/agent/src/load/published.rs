@@ -1,4 +1,4 @@
-//! Busy times from a file of the server: one little-endian u64 of ns per core.
+//! Reads busy times from a file that the server application writes, with one little-endian u64 in ns per core.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -8,7 +8,7 @@ use anyhow::{Context as _, ensure};
 
 use super::LoadSource;
 
-/// Maximum size of the load file in bytes: one busy time for each of as many cores as a report may have.
+/// Maximum size of the load file in bytes, which suffices for the maximum number of cores in a report.
 const MAX_FILE_BYTES: usize = coreward_intf::MAX_CPUS as usize * 8;
 
 #[derive(Debug)]
@@ -41,7 +41,7 @@ impl LoadSource for PublishedLoadFile {
         self.try_append_busy_times(busy_ns).with_context(|| self.load_file_path.display().to_string())
     }
 
-    /// Opens the file again: a restarted server creates a new one under the same name.
+    /// Makes the next read open the file again, because a restarted application creates a new file with its name.
     fn set_queue_cpus(&mut self, _cpu_of_queue: &[usize]) {
         self.open_file = None;
     }

@@ -1,12 +1,12 @@
-//! The CPU that serves each receive queue: the CPU that gets the queue's interrupt.
+//! Finds the CPU that serves each receive queue, which is the CPU that handles the queue's interrupt.
 
 use std::collections::BTreeMap;
 use std::fs;
 
 use crate::sysfs;
 
-/// Returns the CPU of each of the `receive_queues` queues. Queues of virtual devices have no known interrupt: queue `q`
-/// is attributed to CPU `q` modulo the number of CPUs.
+/// Returns the CPU of each of the `receive_queues` queues. If the interrupt of queue `q` is unknown, as for virtual
+/// devices, this is CPU `q` modulo the number of CPUs.
 pub fn cpus_of_queues(interface: &str, receive_queues: u16) -> Vec<usize> {
     let cpu_count = std::thread::available_parallelism().map_or(1, usize::from);
     let interrupts_by_queue = receive_queue_interrupts(interface);
@@ -18,13 +18,13 @@ pub fn cpus_of_queues(interface: &str, receive_queues: u16) -> Vec<usize> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interrupt {
-    /// Number of the interrupt (IRQ), as in /proc/interrupts.
+    /// Interrupt number (IRQ), as in /proc/interrupts.
     pub number: u32,
     /// CPU that handles the interrupt, or `None` if /proc does not show it.
     pub cpu: Option<usize>,
 }
 
-/// Returns the known interrupts of a device by receive queue; empty for a virtual device.
+/// Returns the known interrupt of each receive queue of a device. The map is empty for a virtual device.
 pub fn receive_queue_interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     let irq_by_queue = bus_device_name(interface).map_or_else(BTreeMap::new, |device| {
         irqs_by_receive_queue(&fs::read_to_string("/proc/interrupts").unwrap_or_default(), interface, &device)
@@ -35,7 +35,7 @@ pub fn receive_queue_interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
         .collect()
 }
 
-/// Returns the name of a network device on its bus, which is a PCI address or `virtioN`.
+/// Returns the name that a network device has on its bus, which is a PCI address or `virtioN`.
 fn bus_device_name(interface: &str) -> Option<String> {
     let device_path = fs::canonicalize(sysfs::device_directory(interface)?.join("device")).ok()?;
     Some(device_path.file_name()?.to_str()?.to_owned())
@@ -47,7 +47,7 @@ fn first_affinity_cpu(irq: u32) -> Option<usize> {
     cpu_list.trim().split([',', '-']).next()?.parse().ok()
 }
 
-/// Returns the interrupt number of each receive queue, from the text of /proc/interrupts. Drivers name interrupts
+/// Parses the text of /proc/interrupts and returns the interrupt number of each receive queue. Drivers name interrupts
 /// `eth0-TxRx-3`, `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3` or `eth0-Tx-Rx-3`.
 fn irqs_by_receive_queue(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
     let is_of_interface = |action: &str| {

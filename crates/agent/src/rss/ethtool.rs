@@ -1,6 +1,7 @@
-//! RSS of a real NIC, by the ethtool ioctls: netlink cannot set it before kernel 6.17, and no crate covers them.
+//! Reads and sets the RSS configuration of a real NIC with ethtool ioctls. Netlink cannot set RSS before kernel 6.17,
+//! and no crate covers these ioctls.
 //!
-//! The layouts are those of include/uapi/linux/ethtool.h; each request is one buffer, headed by its number.
+//! The layouts are those of include/uapi/linux/ethtool.h. Each request is a buffer that begins with the command number.
 
 use std::fs;
 use std::io;
@@ -20,10 +21,10 @@ const ETHTOOL_GRXCLSRLCNT: u32 = 0x2e;
 const ETHTOOL_GRSSH: u32 = 0x46;
 const ETHTOOL_SRSSH: u32 = 0x47;
 
-/// Flags of the hashed fields: source and destination IP address, first and second half of the ports.
+/// Flags of the hashed fields, which are the source and destination IP address and both halves of the ports.
 const RXH_ADDRESSES_AND_PORTS: u64 = 1 << 4 | 1 << 5 | 1 << 6 | 1 << 7;
 const ETH_RSS_HASH_TOP: u8 = 1;
-/// Value of the hash function that leaves it unchanged.
+/// Hash function number that leaves the NIC's hash function unchanged.
 const ETH_RSS_HASH_NO_CHANGE: u8 = 0;
 const ETH_RXFH_INDIR_NO_CHANGE: u32 = 0xffff_ffff;
 const ETH_RXFH_INDIR_DEFAULT: u32 = 0;
@@ -34,16 +35,18 @@ const RXFH_WORDS: usize = 6;
 const RXFH_INDIR_SIZE_INDEX: usize = 2;
 const RXFH_KEY_SIZE_INDEX: usize = 3;
 const RXFH_FUNCTION_INDEX: usize = 4;
-/// Number of words for `struct ethtool_rxnfc`, longer than these requests: the kernel may copy all of it back.
+/// Number of 32-bit words reserved for `struct ethtool_rxnfc`. It exceeds the length of these requests because the
+/// kernel may copy the whole structure back.
 const RXNFC_WORDS: usize = 64;
-/// Word index of `rule_cnt` in `struct ethtool_rxnfc`: after cmd, flow_type, data (8 bytes) and fs (168 bytes).
+/// Word index of `rule_cnt` in `struct ethtool_rxnfc`, after cmd, flow_type, data (8 bytes) and fs (168 bytes).
 const RXNFC_RULE_COUNT_INDEX: usize = (4 + 4 + 8 + 168) / 4;
 
-/// File with the key of drivers that show none: the first bytes of netdev_rss_key_fill() (net/core/dev.c).
+/// File with the kernel's default RSS key, which NICs use if their driver shows none. It has the first bytes that
+/// netdev_rss_key_fill() returns (net/core/dev.c).
 const NETDEV_RSS_KEY_PATH: &str = "/proc/sys/net/core/netdev_rss_key";
 const NETDEV_RSS_KEY_BYTES: usize = 40;
 
-/// Makes one ethtool request: `request` holds the command as 32-bit words, and receives the answer.
+/// Makes an ethtool request. `request` holds the command as 32-bit words, and receives the answer.
 fn ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     // SAFETY: `request` is as long as its header states, which every caller of this private function ensures.
     unsafe { ethtool::request(interface, request) }
@@ -59,7 +62,7 @@ fn read_rxnfc_data(interface: &str, command: u32, flow_type: u32) -> io::Result<
 }
 
 pub fn driver_name(interface: &str) -> io::Result<String> {
-    // struct ethtool_drvinfo: cmd, then the name in 32 bytes, then 160 bytes more.
+    // struct ethtool_drvinfo begins with cmd (4 bytes) and the driver's name (32 bytes), followed by 160 other bytes.
     let mut request = [0; 49];
     request[0] = ETHTOOL_GDRVINFO;
     ethtool_request(interface, &mut request)?;
@@ -73,7 +76,7 @@ pub fn has_lro(interface: &str) -> io::Result<bool> {
     Ok(ethtool::flags(interface)? & ETH_FLAG_LRO != 0)
 }
 
-/// Returns whether the device strips VLAN tags of received packets: XDP programs then see no tag.
+/// Returns whether the device strips VLAN tags from received packets, so that XDP programs see no tag.
 pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
     Ok(ethtool::flags(interface)? & ETH_FLAG_RXVLAN != 0)
 }
@@ -81,7 +84,7 @@ pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
 /// Returns a private flag of the driver (`ethtool --show-priv-flags`), or `None` if it has no flag of that name.
 pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     const ETH_SS_PRIV_FLAGS: u32 = 2;
-    // Flags are bits of one word.
+    // The kernel keeps all private flags in one 32-bit word.
     let flag_names = ethtool::string_set(interface, ETH_SS_PRIV_FLAGS, u32::BITS).ok()?;
     let flag_index = flag_names.iter().position(|flag| flag == name)?;
     let mut flags_request = [ETHTOOL_GPFLAGS, 0];
@@ -89,7 +92,7 @@ pub fn private_flag(interface: &str, name: &str) -> Option<bool> {
     Some(flags_request[1] >> flag_index & 1 != 0)
 }
 
-/// Flow type, as in `ethtool -N DEVICE rx-flow-hash`.
+/// Kind of traffic whose hashed fields can be set separately, as in `ethtool -N DEVICE rx-flow-hash`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FlowType {
     Tcp4,
@@ -110,7 +113,7 @@ impl FlowType {
         }
     }
 
-    /// Returns the name of the flow type in ethtool's options.
+    /// Returns the name that ethtool uses for the flow type.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tcp4 => "tcp4",
@@ -120,7 +123,7 @@ impl FlowType {
         }
     }
 
-    /// Returns the kernel's number of the flow type: TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW or UDP_V6_FLOW.
+    /// Returns the kernel's number for the flow type, which is TCP_V4_FLOW, UDP_V4_FLOW, TCP_V6_FLOW or UDP_V6_FLOW.
     fn kernel_number(self) -> u32 {
         match self {
             Self::Tcp4 => 1,
@@ -131,7 +134,7 @@ impl FlowType {
     }
 }
 
-/// Returns whether the ports of such packets are hashed, too, or `None` if the driver does not report it.
+/// Returns whether the NIC hashes the ports in addition to the addresses, or `None` if the driver does not report this.
 pub fn hashes_ports(interface: &str, flow_type: FlowType) -> Option<bool> {
     hash_fields(interface, flow_type).ok().map(|fields| fields & RXH_ADDRESSES_AND_PORTS == RXH_ADDRESSES_AND_PORTS)
 }
@@ -140,7 +143,7 @@ fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
     read_rxnfc_data(interface, ETHTOOL_GRXFH, flow_type.kernel_number())
 }
 
-/// Returns whether the driver accepts flow rules (ntuple), and the number of its rules.
+/// Returns whether the driver accepts flow rules (ntuple), and how many rules it has.
 pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     let is_ntuple_on = ethtool::flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rule_count_request = [0; RXNFC_WORDS];
@@ -150,7 +153,7 @@ pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
     (is_ntuple_on, rule_count)
 }
 
-/// Returns the first bytes of the kernel's default RSS key, which drivers without a readable key use.
+/// Returns the first bytes of the kernel's default RSS key, which is used by drivers whose key cannot be read.
 fn netdev_rss_key() -> Result<Vec<u8>, RssError> {
     let io_error = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
     let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(io_error)?;
@@ -160,13 +163,13 @@ fn netdev_rss_key() -> Result<Vec<u8>, RssError> {
     Ok(key_bytes)
 }
 
-/// NIC whose RSS settings are read and set by ethtool.
+/// NIC whose RSS settings are read and set with ethtool ioctls.
 #[derive(Debug)]
 pub struct EthtoolRss {
     interface: String,
 }
 
-/// Decoded reply of the driver to ETHTOOL_GRSSH.
+/// Driver's decoded reply to ETHTOOL_GRSSH.
 struct RxfhReply {
     settings: RssSettings,
     hash_function: u8,
@@ -232,11 +235,11 @@ impl RssDevice for EthtoolRss {
 
     fn read(&self) -> Result<RssConfig, RssError> {
         let rxfh_reply = self.read_rxfh()?;
-        // 0: the driver reports no hash function; such drivers have only Toeplitz (igb).
+        // If the driver reports 0, it does not know its hash function. Such drivers support only Toeplitz (igb).
         if rxfh_reply.hash_function != 0 && rxfh_reply.hash_function != ETH_RSS_HASH_TOP {
             return Err(self.other_hash_error(&format!("hash function {:#x} (`ethtool -x`)", rxfh_reply.hash_function)));
         }
-        // Drivers that do not answer hash TCP by its ports.
+        // If the driver does not report the fields, it hashes the addresses and ports of TCP packets.
         if let Ok(fields) = hash_fields(&self.interface, FlowType::Tcp4)
             && fields & RXH_ADDRESSES_AND_PORTS != RXH_ADDRESSES_AND_PORTS
         {
@@ -255,7 +258,7 @@ impl RssDevice for EthtoolRss {
 
     fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
         let accepted_key_length = self.read_rxfh()?.settings.key.map(|key| key.len());
-        // A NIC with a longer key gets trailing zeros: an IPv4 hash uses the first 16 bytes, an IPv6 hash 40.
+        // A NIC with a longer key gets trailing zeros, because an IPv4 hash uses only 16 bytes and an IPv6 hash 40.
         let key = match (accepted_key_length, &settings.key) {
             (Some(length), Some(key)) => {
                 let mut key = key.clone();
@@ -266,12 +269,13 @@ impl RssDevice for EthtoolRss {
         };
         let to_rss_error = |error| self.ioctl_error("ETHTOOL_SRSSH", error);
         let queue_count = u32::from(self.receive_queue_count());
-        // Sent in each request: kernels from 6.8 on switch the transform off without it. Older ones report 0, and
-        // accept nothing else.
+        // Each request includes the transform, because kernels from 6.8 on switch it off otherwise. Older kernels
+        // report 0 and reject any other value.
         let input_transform_word = u32::from_ne_bytes([ETH_RSS_HASH_NO_CHANGE, settings.input_transform, 0, 0]);
         let mut table = &settings.indirection_table[..];
-        // ethtool_rxfh_indir_default(): set as default, the table lets the number of queues change (`ethtool -L`). It
-        // has its own request: after an empty table, kernel 6.1 and later ones read the key at different offsets.
+        // A table that equals ethtool_rxfh_indir_default() is set as the default, so that the number of queues can
+        // still be changed (`ethtool -L`). This takes a separate request, because kernel 6.1 and later kernels read the
+        // key at different offsets after an empty table.
         if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queue_count) {
             ethtool_request(
                 &self.interface,

@@ -1,5 +1,5 @@
-//! Detection of the transform that a NIC applies to the hash input, by the queues on which packets arrive. mlx5 hashes
-//! symmetrically by default, and its driver reports this only from Linux 6.15 on.
+//! Detects how a NIC transforms the addresses and ports before it hashes them, from the queues on which packets arrive.
+//! This is needed for mlx5, which hashes symmetrically by default but reports it only from Linux 6.15 on.
 
 use std::net::SocketAddr;
 
@@ -10,15 +10,14 @@ use coreward_model::tuple::address_from_words;
 
 use super::rss_verifier::{RssVerdict, RssVerifier};
 
-/// Search for the input transform that explains the receive queues of the sampled packets.
+/// Search for the input transform that predicts the receive queues on which the sampled packets arrived.
 #[derive(Debug, Default)]
 pub struct TransformSearch {
     transform_candidates: Vec<TransformCandidate>,
-    /// Sequence number of the newest sample that was evaluated.
     last_sample_number: u32,
 }
 
-/// Candidate transform, and the verifier of its predictions.
+/// Input transform that the NIC may use, and the verifier of the queues that it predicts.
 #[derive(Debug)]
 struct TransformCandidate {
     input_transform: InputTransform,
@@ -28,7 +27,7 @@ struct TransformCandidate {
 }
 
 impl TransformSearch {
-    /// Restarts the search after a change of the table, ignoring samples up to `last_sample_number`.
+    /// Restarts the search after the indirection table has changed, ignoring samples up to `last_sample_number`.
     pub fn restart(&mut self, last_sample_number: u32) {
         *self = Self { transform_candidates: Vec::new(), last_sample_number };
     }
@@ -37,8 +36,9 @@ impl TransformSearch {
         self.last_sample_number
     }
 
-    /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number). Returns the transform
-    /// that explains their queues, if `rss` has another one.
+    /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number). Returns the only
+    /// transform that predicts their queues correctly, or `None` if it is not yet known. The transform in `rss` is not
+    /// tried.
     pub fn observe_samples(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.transform_candidates.is_empty() {
             let other_transforms = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input_transform());
@@ -54,7 +54,7 @@ impl TransformSearch {
         let explaining_transforms =
             self.transform_candidates.iter_mut().filter_map(|candidate| candidate.observe_samples(rss, samples));
         let explaining_transforms: Vec<InputTransform> = explaining_transforms.collect();
-        // If two transforms match, neither is proven.
+        // If two transforms predict the queues, it is unknown which one the NIC uses.
         if let [only] = explaining_transforms[..] { Some(only) } else { None }
     }
 }
@@ -77,7 +77,7 @@ impl TransformCandidate {
     }
 }
 
-/// Returns the addresses and ports of a sample, or `None` if a newer sample is overwriting it.
+/// Returns the sampled packet's addresses and ports, or `None` if a newer sample is overwriting them.
 fn sample_four_tuple(sample: &intf::rss_sample) -> Option<FourTuple> {
     let source = SocketAddr::new(address_from_words(sample.source_address), u16::from_be(sample.source_port));
     let destination =
@@ -98,7 +98,7 @@ mod tests {
         RssConfig { key: RssKey::microsoft(), indirection_table: IndirectionTable::balanced(1, 128, 4).unwrap() }
     }
 
-    /// Returns samples of SYNs from many clients, on the queues of a NIC that hashes by `input`.
+    /// Returns samples of SYNs from many clients, on the queues that a NIC with the transform `input` selects.
     fn syn_samples(input: Option<InputTransform>, sequences: std::ops::Range<u32>) -> Vec<intf::rss_sample> {
         let new_sample = |sequence: u32| {
             let (client, vip): (IpAddr, IpAddr) = if sequence.is_multiple_of(2) {

@@ -1,4 +1,4 @@
-//! Manager of the NIC's RSS settings: reads them, and sets them with `manage_rss`.
+//! Reads the NIC's RSS settings and, with `manage_rss`, sets them.
 
 use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, InputTransform, RssConfig, RssKey};
@@ -16,10 +16,10 @@ pub struct DesiredRss {
 
 pub struct RssManager {
     rss_device: Box<dyn RssDevice>,
-    /// Settings to apply, or `None` if the NIC's settings are only read.
+    /// Settings that the agent applies, or `None` if it only reads the NIC's settings.
     desired_rss: Option<DesiredRss>,
     known_rss: Option<RssConfig>,
-    /// Input transform that the sampled packets show, if the driver reports another one.
+    /// Input transform that the sampled packets reveal, if it differs from the one that the driver reports.
     observed_transform: Option<InputTransform>,
     receive_queues: u16,
     change_count: u64,
@@ -38,19 +38,19 @@ impl RssManager {
             rss_problem: None,
         };
         manager.reread_settings();
-        // Generation 1 also reports that RSS is unknown.
+        // The generation starts at 1, so that the first report informs the controller even if RSS is unknown.
         manager.change_count = manager.change_count.max(1);
         manager
     }
 
-    /// Sets the RSS key and table, now and whenever the NIC has others. Saves the original settings.
+    /// Saves the NIC's original settings, and sets the desired RSS key and table now and whenever the NIC has others.
     pub fn manage_rss(&mut self, desired: DesiredRss, memory: &mut SettingsStore) {
         self.desired_rss = Some(desired);
         self.apply_desired(memory);
     }
 
-    /// Reads the NIC's settings, and sets them again if the NIC lost them. Returns whether the RSS key, the table or
-    /// the number of receive queues changed.
+    /// Reads the NIC's settings, and sets the desired ones again if the NIC has lost them. Returns whether the RSS key,
+    /// the table or the number of receive queues has changed.
     pub fn sync_with_nic(&mut self, memory: &mut SettingsStore) -> bool {
         let previous_change_count = self.change_count;
         self.reread_settings();
@@ -58,7 +58,7 @@ impl RssManager {
         self.change_count != previous_change_count
     }
 
-    /// Sets the input transform that the sampled packets show.
+    /// Records the input transform that the sampled packets reveal.
     pub fn set_input_transform(&mut self, input: InputTransform) {
         let source = self.rss_device.settings_source();
         tracing::warn!(
@@ -83,7 +83,7 @@ impl RssManager {
                 source,
                 "the agent has restored the NIC's original RSS key and table"
             ),
-            // The original table may name queues that no longer exist.
+            // This may fail because the original table refers to queues that no longer exist.
             Err(error) => {
                 tracing::warn!(
                     event = "rss-not-restored",
@@ -185,12 +185,11 @@ impl RssManager {
         Ok(())
     }
 
-    /// Returns the name of the source of the settings, for reports.
     pub fn settings_source(&self) -> &'static str {
         self.rss_device.settings_source()
     }
 
-    /// Returns the RSS key, input transform and indirection table, or `None` if they are unknown.
+    /// Returns the NIC's RSS key, input transform and indirection table, or `None` if they are unknown.
     pub fn known_rss(&self) -> Option<&RssConfig> {
         self.known_rss.as_ref()
     }
@@ -200,18 +199,19 @@ impl RssManager {
         self.receive_queues.max(1)
     }
 
-    /// Returns the number of changes of the settings so far, at least 1.
+    /// Returns how often the settings have changed so far, at least 1.
     pub fn generation(&self) -> u64 {
         self.change_count
     }
 
-    /// Returns the problem with RSS, as text for `coreward status`.
+    /// Returns why the RSS settings cannot be read or set, as text for `coreward status`, or `None` if they can.
     pub fn rss_problem(&self) -> Option<&str> {
         self.rss_problem.as_deref()
     }
 }
 
-/// Returns whether the NIC has the desired settings. The NIC's key may be longer, or missing if the NIC accepts none.
+/// Returns whether the NIC has the desired settings. The NIC's key may be longer than the desired one. A NIC that
+/// accepts no key has none.
 fn matches_desired(current: &RssSettings, desired: &RssSettings) -> bool {
     let desired_key = desired.key.as_deref().unwrap_or_default();
     current.indirection_table == desired.indirection_table
@@ -323,7 +323,7 @@ mod tests {
                 (manager.known_rss().unwrap().key == RssKey::microsoft(), manager.generation()),
                 (accepts_key, 2)
             );
-            // Another program sets another table; then the number of queues changes.
+            // Another program sets another table. Later the number of queues changes.
             device.lock().unwrap().settings.indirection_table[0] ^= 1;
             assert!(manager.sync_with_nic(&mut settings_store));
             assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
@@ -331,7 +331,7 @@ mod tests {
             assert!(manager.sync_with_nic(&mut settings_store));
             assert_eq!(manager.known_rss().unwrap().indirection_table.queues().iter().max(), Some(&1));
             assert!(!manager.sync_with_nic(&mut settings_store));
-            // The process is killed; the next one still has the original.
+            // The process is killed, but the next one still knows the original settings.
             drop((manager, settings_store));
             let mut settings_store = SettingsStore::open(&pin_directory).unwrap();
             let mut manager = RssManager::new(Box::new(device.clone()));

@@ -1,10 +1,10 @@
-//! The server's RSS: reading, setting, restoring, and verifying by packets.
+//! Reads, sets and restores the RSS settings of the server's NIC, and verifies them by the packets that arrive.
 //!
-//! * [`ethtool`]: real NICs
-//! * [`testbed`]: the testbed's emulated NIC
-//! * [`manager`]: reads the settings periodically; sets the fleet's key and a balanced table with `manage_rss`
-//! * [`input`]: the transform that explains the packets' queues
-//! * [`rss_verifier`]: whether the displayed table is in force
+//! * [`ethtool`]: settings of real NICs
+//! * [`testbed`]: settings of the testbed's emulated NIC
+//! * [`manager`]: periodic reading, and with `manage_rss` setting the fleet's key and a balanced table
+//! * [`input`]: detection of the NIC's input transform by the packets' queues
+//! * [`rss_verifier`]: test whether the NIC uses the table that it shows
 
 pub mod ethtool;
 pub mod input;
@@ -17,19 +17,19 @@ use coreward_model::rss::{
 };
 use serde::{Deserialize, Serialize};
 
-/// RSS settings of a NIC as the driver reports them, unchecked.
+/// RSS settings as the NIC's driver reports them, without any checks.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RssSettings {
-    /// RSS key; `None` if it cannot be read, or is not to be set.
+    /// RSS key, or `None` if it cannot be read or is not to be set.
     pub key: Option<Vec<u8>>,
-    /// Receive queue of each entry of the indirection table; empty if the table is not to be set.
+    /// Receive queue for each entry of the indirection table. The list is empty if the table is not to be set.
     pub indirection_table: Vec<u32>,
-    /// Transform of addresses and ports before hashing, by ethtool's numbers; 0 if the kernel does not report it.
+    /// Transform of addresses and ports before hashing, as ethtool's number, or 0 if the kernel does not report it.
     #[serde(default)]
     pub input_transform: u8,
 }
 
-/// Reasons why core-aware placement cannot predict the NIC's queue of a connection.
+/// Reasons why the NIC's receive queue for a connection cannot be predicted.
 #[derive(Debug, thiserror::Error)]
 pub enum RssError {
     /// The NIC has one receive queue, or its driver has no RSS.
@@ -54,8 +54,8 @@ pub enum RssError {
 }
 
 impl RssSettings {
-    /// Returns the checked settings, with `fallback_key` instead of an unreadable key. Fails if the length of the table
-    /// or key is invalid.
+    /// Checks the settings and returns them, with `fallback_key` if the key could not be read. Fails if the indirection
+    /// table or the key has an invalid length.
     pub fn into_config(&self, interface: &str, fallback_key: &[u8]) -> Result<RssConfig, RssError> {
         let rss_key = RssKey::new(self.key.as_deref().unwrap_or(fallback_key))
             .map_err(|source| RssError::InvalidKey { interface: interface.to_owned(), source })?;
@@ -71,7 +71,7 @@ impl RssSettings {
 }
 
 pub trait RssDevice: Send {
-    /// Returns the name of the settings' source for reports: "ethtool" or "testbed emulation".
+    /// Returns the name of the source of these settings for reports, which is "ethtool" or "testbed emulation".
     fn settings_source(&self) -> &'static str;
 
     /// Returns the name of the NIC's network device.
@@ -80,13 +80,13 @@ pub trait RssDevice: Send {
     /// Returns the number of receive queues, at least 1.
     fn receive_queue_count(&self) -> u16;
 
-    /// Returns the NIC's settings, unchecked. Fails when the driver does not report them.
+    /// Returns the NIC's settings without checks. Fails when the driver does not report them.
     fn unchecked_settings(&self) -> Result<RssSettings, RssError>;
 
     /// Returns the checked RSS configuration by which the NIC distributes TCP packets. Fails when it is unknown.
     fn read(&self) -> Result<RssConfig, RssError>;
 
-    /// Returns the number of table entries that `write` must set. Fails when the driver does not report the number.
+    /// Returns how many table entries `write` must set. Fails when the driver does not report this number.
     fn table_entry_count(&self) -> Result<usize, RssError>;
 
     /// Writes the settings to the NIC, without the key if the NIC accepts none. Fails when the driver rejects them.

@@ -1,17 +1,17 @@
-//! Verification by the arriving SYNs that the displayed RSS table is in force.
+//! Verifies that a NIC uses the RSS table that it shows, by the queues on which SYNs arrive.
 //!
-//! A sequential test (Wald, "Sequential Tests of Statistical Hypotheses", 1945): either nearly every SYN arrives on the
-//! predicted queue, or SYNs match by chance. The test decides when the SYNs are a million times likelier under one
-//! hypothesis, then restarts to notice changes.
+//! This is a sequential test (Wald, "Sequential Tests of Statistical Hypotheses", 1945) between two hypotheses. Either
+//! nearly every SYN arrives on the predicted queue, or SYNs do so only by chance. The test decides when the SYNs are a
+//! million times likelier under one hypothesis. Then it restarts in order to notice changes.
 
 use coreward_model::rss::IndirectionTable;
 
-/// Natural logarithm of the odds at which the verifier decides.
+/// Natural logarithm of the odds at which the verifier reaches a verdict.
 const DECISION_LOG_ODDS: f64 = 13.8; // ln 10^6
-/// Expected fraction of SYNs on other queues although the table is in force, for example by a rule for one flow.
+/// Expected fraction of SYNs on other queues although the NIC uses the table, for example by a rule for one flow.
 const STRAY_FRACTION: f64 = 0.02;
 
-/// Conclusion from the sampled SYNs about the table that the NIC shows.
+/// Verdict on whether the NIC uses the table that it shows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RssVerdict {
@@ -19,7 +19,7 @@ pub enum RssVerdict {
     #[default]
     Undecided,
     InForce,
-    /// SYNs arrive on the queues of another table than the NIC shows.
+    /// SYNs arrive on queues that do not match the table that the NIC shows.
     NotInForce,
 }
 
@@ -36,13 +36,13 @@ impl std::fmt::Display for RssVerdict {
 #[derive(Debug, Clone, Default)]
 pub struct RssVerifier {
     verdict: RssVerdict,
-    /// Logarithm of the likelihood ratio of "table not in force" to "table in force".
+    /// Logarithm of the likelihood ratio between "the NIC does not use the table" and "the NIC uses the table".
     log_odds: f64,
     last_matched_and_mismatched: Option<(u64, u64)>,
 }
 
 impl RssVerifier {
-    /// Evaluates the total numbers of SYNs on the predicted queue and on other queues. Returns the verdict.
+    /// Evaluates the total numbers of SYNs on the predicted queue and on other queues, and returns the verdict.
     pub fn observe_counts(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> RssVerdict {
         let (matched_before, mismatched_before) =
             self.last_matched_and_mismatched.replace((matched, mismatched)).unwrap_or_default();
@@ -61,7 +61,7 @@ impl RssVerifier {
         self.verdict
     }
 
-    /// Restarts the test after a change of the table, with these totals as the starting point.
+    /// Restarts the test after the table has changed, with the current totals as the starting point.
     pub fn restart(&mut self, matched: u64, mismatched: u64) {
         *self = Self { last_matched_and_mismatched: Some((matched, mismatched)), ..Self::default() };
     }
@@ -71,8 +71,7 @@ impl RssVerifier {
     }
 }
 
-/// Returns the probability that a SYN arrives on the predicted queue while another table with the same shares is in
-/// force.
+/// Returns the probability that a SYN arrives on the predicted queue by chance, under another table with equal shares.
 fn match_probability(table: &IndirectionTable) -> f64 {
     let mut entries_by_queue = std::collections::BTreeMap::new();
     table.queues().iter().for_each(|queue| *entries_by_queue.entry(queue).or_insert(0u32) += 1);
@@ -93,10 +92,10 @@ mod tests {
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe_counts(&four_queue_table(), 9, 0), RssVerdict::Undecided);
         assert_eq!(verifier.observe_counts(&four_queue_table(), 20, 0), RssVerdict::InForce);
-        // Measured with virtio on kernel 6.1: 20 of 64 SYNs match, as by chance.
+        // On kernel 6.1 with virtio, 20 of 64 SYNs matched, which is about what chance gives for four queues.
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe_counts(&four_queue_table(), 20, 44), RssVerdict::NotInForce);
-        // A stray SYN changes nothing.
+        // A few stray SYNs do not change the verdict.
         let mut verifier = RssVerifier::default();
         assert_eq!(verifier.observe_counts(&four_queue_table(), 1000, 10), RssVerdict::InForce);
     }

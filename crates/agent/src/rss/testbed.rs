@@ -1,4 +1,4 @@
-//! The testbed's emulated NIC: its registers are a pinned map (`struct emulated_rss` of bpf/include/intf.h).
+//! The testbed's emulated NIC, whose registers are a pinned map (`struct emulated_rss` in bpf/include/intf.h).
 
 use std::path::PathBuf;
 
@@ -55,7 +55,7 @@ impl RssDevice for TestbedRss {
     fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
         let rss_config = self.read()?;
         let table_queues = rss_config.indirection_table.queues().iter().map(|queue| u32::from(*queue));
-        // Drivers before 2025 do not report the input transform either.
+        // The transform is left out, because the drivers of real NICs did not report it before 2025 either.
         Ok(RssSettings {
             key: Some(rss_config.key.bytes().to_vec()),
             indirection_table: table_queues.collect(),
@@ -85,7 +85,7 @@ impl RssDevice for TestbedRss {
                 indirection_table: IndirectionTable::new(&settings.indirection_table)
                     .unwrap_or(current.indirection_table),
             },
-            // The registers were never written.
+            // Reading fails if the registers were never written.
             Err(_) => settings.into_config(&self.interface, &[])?,
         };
         let generation = old_registers.mapping.generation.wrapping_add(1);

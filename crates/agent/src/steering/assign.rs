@@ -4,7 +4,7 @@ use coreward_dataplane::listeners::ServiceSocket;
 
 use crate::config::Steer;
 
-/// Returns for each queue the index of its listener in `listeners`, or `None` if the kernel selects the worker.
+/// Returns the index in `listeners` of each queue's listener, or `None` if the kernel is to select the queue's workers.
 /// `cpu_of_queue` has the CPU that serves each queue.
 pub fn assign_listeners_to_queues(
     mode: Steer,
@@ -18,9 +18,9 @@ pub fn assign_listeners_to_queues(
     }
 }
 
-/// Assigns the k-th socket to queue k. A master opens its workers' sockets one after the other, so descriptors are in
-/// the order of workers; a respawned worker inherits the same socket. Sockets of separate processes may have equal
-/// descriptors: then the older process comes first.
+/// Assigns the k-th socket to queue k. A master process opens its workers' sockets one after the other, so the order of
+/// descriptors is that of the workers. A respawned worker inherits the same socket. If sockets of separate processes
+/// have equal descriptors, the process with the lower pid comes first.
 fn assign_by_order(listeners: &[ServiceSocket], queues: usize) -> Vec<Option<usize>> {
     let mut listener_indices: Vec<usize> = (0..listeners.len()).collect();
     listener_indices.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
@@ -28,7 +28,7 @@ fn assign_by_order(listeners: &[ServiceSocket], queues: usize) -> Vec<Option<usi
 }
 
 /// Returns the index of the worker that may run on the queue's CPU and on the fewest other CPUs. Workers that may run
-/// anywhere are excluded: steering to them would gain nothing.
+/// anywhere are excluded, because steering to them would gain nothing.
 fn find_worker_pinned_to(listeners: &[ServiceSocket], cpu: usize) -> Option<usize> {
     let is_pinned_to_cpu = |listener: &&(usize, &ServiceSocket)| {
         listener.1.cpu_affinity.contains(&cpu) && listener.1.cpu_affinity.len() <= MAX_PINNED_CPUS
@@ -41,7 +41,7 @@ fn find_worker_pinned_to(listeners: &[ServiceSocket], cpu: usize) -> Option<usiz
     best_candidate.map(|(position, _)| *position)
 }
 
-/// Maximum number of CPUs of a pinned worker: a core and its sibling hardware thread.
+/// Maximum number of CPUs for a pinned worker. Two CPUs are a core and its sibling hardware thread.
 pub const MAX_PINNED_CPUS: usize = 2;
 
 #[cfg(test)]
@@ -56,7 +56,7 @@ mod tests {
     fn order_follows_descriptors_after_a_worker_respawn() {
         let listeners = [listener(30, 6, &[0, 1]), listener(77, 7, &[0, 1]), listener(32, 8, &[0, 1])];
         assert_eq!(assign_listeners_to_queues(Steer::Order, &listeners, &[0, 1, 2]), [Some(0), Some(1), Some(2)]);
-        // Few workers serve several queues each; without workers the kernel chooses.
+        // With few workers, each serves several queues. Without workers, the kernel chooses.
         assert_eq!(
             assign_listeners_to_queues(Steer::Order, &listeners[..2], &[0; 4]),
             [Some(0), Some(1), Some(0), Some(1)]

@@ -1,9 +1,10 @@
-//! Steering: the connections that RSS sends to core k are served by the worker of core k.
+//! Steers the connections that RSS sends to core k to the worker of core k.
 //!
-//! The server is unmodified and already running. Once a second [`Steering::update`] compares its listening sockets with
-//! the steered ones. After a change (a start, a reload with another number of workers, a respawned worker) it searches
-//! the epoll sets of all processes ([`coreward_dataplane::listeners`]), stores new sockets in the array, and assigns
-//! queues ([`assign`]).
+//! The server application is unmodified and may already run. Once a second [`Steering::update`] compares its listening
+//! sockets with the steered ones. A difference means that the application started, was reloaded with another number of
+//! workers, or respawned a worker. Then the epoll sets of all processes are searched
+//! ([`coreward_dataplane::listeners`]), new sockets are stored in the BPF array, and queues are assigned to them
+//! ([`assign`]).
 
 pub mod assign;
 
@@ -25,32 +26,33 @@ use coreward_model::ServiceAddress;
 
 use crate::config::Steer;
 
-/// Maximum time between two searches of the epoll sets: a worker may have been pinned to another CPU.
+/// Maximum time between two searches of the epoll sets, because workers may be pinned to other CPUs meanwhile.
 const MAX_EPOLL_SEARCH_INTERVAL: Duration = Duration::from_secs(30);
 
-/// Steering of the connections of all services of this server. Dropping it leaves the steering active.
+/// Steering for the connections of all services on this server. Steering remains active when this value is dropped.
 #[derive(Debug)]
 pub struct Steering {
     steering_mode: Steer,
     pin_directory: PathBuf,
     services: BTreeMap<SocketAddr, SteeredService>,
-    /// Counters of all services that are or were steered, so that no counter decreases.
+    /// Counters of all services that are or were steered, so that no total ever decreases.
     counters_by_service: BTreeMap<SocketAddr, SteerCounters>,
 }
 
 #[derive(Debug)]
 struct SteeredService {
     steering_program: Program,
-    /// Result of the last complete search: sockets with their workers, CPUs of the queues, and time of the search.
+    /// Result of the last complete search, with the sockets, their workers, the queues' CPUs and the time.
     steered_sockets: Option<SteeredSockets>,
-    /// State of the searches while they find sockets without a worker.
+    /// State of repeated searches, while they find sockets that belong to no worker.
     incomplete_search: Option<IncompleteSearch>,
 }
 
-/// Searches of /proc that did not find the worker of every socket.
+/// Repeated searches of /proc that did not find the worker of every socket.
 ///
-/// The next search is due after a quarter of the time since the first: soon after a reload, but rarely where workers do
-/// not wait by epoll. Each search reads the descriptors of every process of the machine.
+/// The next search is due after a quarter of the time between the first and the last one. It is therefore repeated soon
+/// after a reload, but rarely if workers do not wait with epoll. This matters because each search reads the descriptors
+/// of every process of the machine.
 #[derive(Debug)]
 struct IncompleteSearch {
     socket_inodes: BTreeSet<SocketInode>,
@@ -76,15 +78,15 @@ struct SteeredSockets {
 
 impl Steering {
     pub fn new(steering_mode: Steer, pin_directory: &Path) -> Self {
-        // Counts with another layout version are skipped: setting the service rejects them.
+        // Counters with another layout version are skipped here, because `set_services` fails for them later.
         let counters_by_service =
             |address| Some((address, SteerCounters::open_pinned(pin_directory, &pin_name(address)).ok()?));
         let counters_by_service = pinned_service_addresses(pin_directory).filter_map(counters_by_service).collect();
         Self { steering_mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counters_by_service }
     }
 
-    /// Sets the steered services. `rss_map` is a map of the server's BPF programs. Fails when the kernel rejects a
-    /// program.
+    /// Sets the services to steer. `rss_map` is the map with the RSS configuration from the server's BPF programs.
+    /// Fails when the kernel rejects a program.
     pub fn set_services(&mut self, services: &[ServiceAddress], rss_map: BorrowedFd<'_>) -> anyhow::Result<()> {
         let service_addresses: BTreeSet<SocketAddr> = if self.steering_mode == Steer::Off {
             BTreeSet::new()
@@ -103,8 +105,8 @@ impl Steering {
         Ok(())
     }
 
-    /// Updates the steered sockets and the queues, about once a second. `cpu_of_queue` has the CPU that serves each
-    /// receive queue. Returns warnings for the operator.
+    /// Updates the steered sockets and the assignment of queues. Called about once a second. `cpu_of_queue` has the CPU
+    /// that serves each receive queue. Returns warnings for the operator.
     pub fn update(&mut self, cpu_of_queue: &[usize]) -> Vec<String> {
         let mut warnings = Vec::new();
         if self.services.is_empty() {
@@ -131,11 +133,11 @@ impl Steering {
     }
 }
 
-/// Ends all steering by an agent with this pin directory, after which the kernel selects the sockets. Fails when /proc
-/// or the pins cannot be read.
+/// Ends the steering by any agent that used this pin directory, so that the kernel selects the sockets again. Fails
+/// when /proc or the pins cannot be read.
 pub fn end_all_steering(pin_directory: &Path) -> anyhow::Result<()> {
     for address in pinned_service_addresses(pin_directory) {
-        // Closed sockets have taken the program with them.
+        // If all sockets are closed, the kernel has already detached the program.
         for listener in listeners::find_epoll_waiters(&listeners::tcp_listener_inodes(address)?)?.iter().take(1) {
             if let Err(error) = reuseport::detach(listeners::duplicate_socket(listener)?.as_fd()) {
                 tracing::debug!(
@@ -157,7 +159,7 @@ pub fn end_all_steering(pin_directory: &Path) -> anyhow::Result<()> {
 }
 
 impl SteeredService {
-    /// Updates the sockets of a service. Returns a warning if the kernel still selects the worker for some queue.
+    /// Finds and steers the service's sockets. Returns a warning if the kernel still selects the worker for some queue.
     fn update_sockets(
         &mut self,
         mode: Steer,
@@ -173,8 +175,7 @@ impl SteeredService {
             self.steered_sockets = None;
             self.steer_listeners(mode, &waiting_listeners, cpu_of_queue)?;
             let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
-            // Between a reload and the first wait of a new worker a socket belongs to no worker: the next search finds
-            // it.
+            // After a reload, a new worker's socket has no worker until that waits, so the next search finds it.
             if waiting_listeners.len() == socket_inodes.len() {
                 self.incomplete_search = None;
                 self.steered_sockets = Some(SteeredSockets {
@@ -205,7 +206,7 @@ impl SteeredService {
         }))
     }
 
-    /// Returns whether a search of /proc is due. Failed searches for other sockets or other queues do not delay it.
+    /// Returns whether a search of /proc is due. It is if sockets or queues have changed since the failed searches.
     fn is_search_due(&mut self, inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
         let is_same_search =
             |old: &mut IncompleteSearch| old.socket_inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
@@ -256,14 +257,14 @@ fn pinned_service_addresses(pin_directory: &Path) -> impl Iterator<Item = Socket
     pin_entries.filter_map(|entry| parse_pin_name(entry.file_name().to_str()?))
 }
 
-/// Returns the service address that [`pin_name`] encoded in a pin's name.
+/// Parses a pin's name and returns the service address that [`pin_name`] encoded in it.
 fn parse_pin_name(name: &str) -> Option<SocketAddr> {
     let (address, port) = name.rsplit_once('_')?;
     let address: IpAddr = address.replace('_', ".").parse().ok()?;
     Some(SocketAddr::new(address, port.parse().ok()?))
 }
 
-/// Returns the name of a service's pin, without dots, which bpffs does not allow in names.
+/// Returns the name of a service's pin. It has no dots, because bpffs does not allow them in names.
 fn pin_name(address: SocketAddr) -> String {
     format!("{}_{}", address.ip().to_string().replace('.', "_"), address.port())
 }

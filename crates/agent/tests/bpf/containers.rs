@@ -1,4 +1,4 @@
-//! nginx in a network namespace of its own behind a bridge and nftables' DNAT, as Docker and kube-proxy make them.
+//! Tests nginx in a separate network namespace, behind a bridge and nftables' DNAT, as Docker and kube-proxy set it up.
 
 use std::process::Command;
 
@@ -41,12 +41,12 @@ fn containers_are_stamped_only_with_a_clock_without_offsets() -> anyhow::Result<
         }
         let counters_after = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"]
             .map(|name| reported_counter(&mut agent, name));
-        // Each SYN that is sent again is one more.
+        // A repeated SYN adds one more handshake.
         assert!(
             (8..16).contains(&(counters_after[0] - counters_before[0])),
             "handshakes: {counters_before:?} {counters_after:?}"
         );
-        // Each connection: a SYN-ACK, an answer, an end; and what the client sends after the handshake.
+        // Each connection has a SYN-ACK, a reply and an end. The client's packets after the handshake are restored.
         assert!(
             counters_after[1] - counters_before[1] >= 3 * 8 && counters_after[2] - counters_before[2] >= 2 * 8,
             "{counters_before:?} {counters_after:?}"

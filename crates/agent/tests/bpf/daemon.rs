@@ -1,4 +1,4 @@
-//! The daemon against a controller that records its messages.
+//! Tests the daemon with a fake controller that records its messages.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -87,7 +87,7 @@ fn run_agent_until(
     Ok(std::mem::take(&mut listener.received_messages.lock().unwrap()))
 }
 
-/// Returns whether the controller has received at least `count` reports, of which `detailed` have details.
+/// Returns whether the controller has received `count` reports or more, among them `detailed` with details.
 fn has_received_reports(listener: &FakeController, count: usize, detailed: usize) -> bool {
     let reports = reports(&listener.received_messages.lock().unwrap());
     reports.len() >= count && reports.iter().filter(|report| report.details.is_some()).count() >= detailed
@@ -130,7 +130,7 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
             Some(Message::Registration(registration)) => assert_eq!(registration.server, "s1"),
             other => panic!("{other:?} instead of a registration"),
         }
-        // 50 ms between two, after 100 ms for the first.
+        // The first interval is 100 ms, and later ones are 50 ms.
         let reports = reports(&received_messages);
         let max_report_count = 2 + elapsed.as_millis() as usize / 50;
         assert!((30..=max_report_count).contains(&reports.len()), "{} reports in {elapsed:?}", reports.len());
@@ -139,7 +139,7 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
             assert_eq!(report.readings.busy_ns, [5, 6, 7, 8]);
             assert_eq!(report.time_to_live, Duration::from_millis(500));
         }
-        // RSS is sent once per generation, as it was set.
+        // RSS is sent once per generation, with the settings at that time.
         let counters_in_output: Vec<_> =
             reports.iter().filter_map(|report| Some((report.rss_generation, report.rss.clone()?))).collect();
         assert!(
@@ -149,7 +149,7 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         let (_, last) = counters_in_output.last().expect("not empty");
         assert_eq!((last.source.as_str(), &last.rss), ("testbed emulation", &Some(managed_rss())));
         assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
-        // Details at the beginning, once a second and when warnings change.
+        // Details are sent at the beginning, once a second, and when warnings change.
         let details: Vec<_> = reports.iter().filter_map(|report| report.details.as_ref()).collect();
         let max_details_count = 8 + elapsed.as_secs() as usize;
         assert!(
@@ -171,7 +171,7 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
     })
 }
 
-/// Checks that a shutdown restores RSS but keeps stamping, and that an agent knows the original RSS after a kill.
+/// Checks that a shutdown restores RSS but keeps stamping, and that an agent still knows the original RSS after a kill.
 fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original: &RssConfig) -> anyhow::Result<()> {
     agent.shut_down()?;
     assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
@@ -179,10 +179,10 @@ fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original: &RssCon
     let mut agent = Agent::start(agent_config(testbed))?;
     agent.configure(configuration(), &[]);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
-    // Killed: nothing is put back.
+    // If the agent is killed, nothing is restored.
     drop(agent);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
-    // Another program sets another table meanwhile.
+    // Meanwhile, another program changes the table.
     write_registers(&testbed.emulated_rss_path(1), &RssConfig { key: RssKey::microsoft(), ..original.clone() })?;
     let mut agent = Agent::start(agent_config(testbed))?;
     agent.configure(configuration(), &[]);
@@ -204,7 +204,7 @@ fn agent_retries_after_refusals_and_absence_of_the_controller() -> anyhow::Resul
         let is_refused = |listener: &FakeController| listener.refused_request_count.load(Ordering::Relaxed) > 0;
         assert!(run_agent_until(&mut agent, refusing_controller.clone(), is_refused)?.is_empty());
         assert!(is_refused(&refusing_controller));
-        // No controller at all, then one that accepts it.
+        // At first no controller is reachable, and then one accepts the agent.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(async {
             let serve_result = tokio::time::timeout(Duration::from_millis(500), daemon::serve(&mut agent)).await;
@@ -243,7 +243,7 @@ fn error_names_the_missing_interface() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// SYNs first arrive on predicted queues; then the agent reads the registers of another server's NIC.
+/// Checks a warning. SYNs arrive on the predicted queues until the agent reads the registers of another server's NIC.
 #[test]
 fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
@@ -277,7 +277,7 @@ fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
 fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tchain")?;
-    // The client replaces a server that exists, an unused address one that does not.
+    // The client has the address of a server that exists, and an unused address that of one that does not.
     let reachable_address = testbed.client_address(0);
     let absent_address = testbed.client_address(200);
     testbed.server(1)?.run_within(|| {

@@ -1,4 +1,4 @@
-//! Steering of a stock nginx that was started before the agent, on a testbed's server.
+//! Tests the steering of an unmodified nginx that was started before the agent, on a testbed server.
 
 use coreward_agent::agent::Agent;
 use coreward_model::FourTuple;
@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 use crate::support::{CORE_COUNT, agent_config, configuration, create_testbed, http_get, reported_counter, wait_until};
 
-/// Sends requests from 32 ports from `first_port` on, 8 to each receive queue, which `workers[queue]` must answer.
+/// Sends requests from 32 ports, starting at `first_port`, 8 to each queue. `workers[queue]` must answer them.
 fn check_worker_of_each_queue(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {
     let emulated_rss = read_registers(&testbed.emulated_rss_path(1))?;
     let mut requests_by_queue = [0; CORE_COUNT as usize];
@@ -32,14 +32,13 @@ fn check_worker_of_each_queue(testbed: &Testbed, first_port: u16, workers: &[u32
     Ok(())
 }
 
-/// Waits until there are `count` workers. Returns their process ids in the order of their start, which is the kernel's
-/// order of children. (Process ids may wrap, so that they are not always in this order.)
+/// Waits until there are `count` workers. Returns their process ids in the order in which they started, by the kernel's
+/// list of children. Sorting the ids would not suffice, because they may wrap.
 fn wait_for_workers(nginx: &NginxServer, count: usize) -> anyhow::Result<Vec<u32>> {
     wait_until("the workers", || Ok(nginx.worker_pids().len() == count))?;
     Ok(nginx.worker_pids())
 }
 
-/// Runs the agent's maintenance until every socket has a worker again.
 fn maintain_until_steered(agent: &mut Agent) -> anyhow::Result<()> {
     wait_until("a worker for every socket", || {
         agent.run_maintenance();
@@ -60,7 +59,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
         check_worker_of_each_queue(&testbed, 20_000, &first_worker_pids)?;
         assert_eq!((reported_counter(&mut agent, "steered"), reported_counter(&mut agent, "no_worker")), (32, 0));
 
-        // A worker dies; its socket waits for the one that takes its place.
+        // If a worker dies, its socket waits for the worker that replaces it.
         kill(Pid::from_raw(first_worker_pids[1] as i32), Signal::SIGKILL)?;
         wait_until("another worker", || {
             Ok(nginx.worker_pids().len() == 4 && !nginx.worker_pids().contains(&first_worker_pids[1]))
@@ -75,7 +74,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
             &[first_worker_pids[0], respawned_pid, first_worker_pids[2], first_worker_pids[3]],
         )?;
 
-        // The agent is killed and another one started: nothing changes.
+        // Nothing changes if the agent is killed and another one is started.
         drop(agent);
         check_worker_of_each_queue(
             &testbed,
@@ -92,7 +91,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
             &[first_worker_pids[0], respawned_pid, first_worker_pids[2], first_worker_pids[3]],
         )?;
 
-        // Other workers with the same sockets, then fewer, then more.
+        // The same number of workers takes over the sockets, then fewer, and then more.
         for (round, count) in [4usize, 3, 6].into_iter().enumerate() {
             let previous_worker_pids = nginx.worker_pids();
             nginx.reload(&testbed, 1, count as u16)?;
@@ -108,7 +107,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
         assert_eq!(reported_counter(&mut agent, "no_worker"), 0);
         agent.detach()?;
 
-        // Nothing is left that would keep the sockets from the next agent.
+        // The next agent must be able to take over all sockets.
         let mut agent = Agent::start(agent_config(&testbed))?;
         agent.configure(configuration(), &[]);
         maintain_until_steered(&mut agent)?;
@@ -117,7 +116,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
     })
 }
 
-/// Tests a NIC that hashes symmetrically without reporting it, like mlx5, whose driver reports it since Linux 6.15.
+/// Tests a NIC that hashes symmetrically without reporting it, like mlx5 before Linux 6.15.
 #[test]
 fn unreported_symmetric_hash_is_recognised_by_the_queues_of_syns() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
@@ -151,7 +150,7 @@ fn unreported_symmetric_hash_is_recognised_by_the_queues_of_syns() -> anyhow::Re
     })
 }
 
-/// Tests a NIC that moves connections like the flow director of ixgbe and i40e.
+/// Tests a NIC that moves connections, as the flow director of ixgbe and i40e does.
 #[test]
 fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
@@ -165,7 +164,7 @@ fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
         let mut port = 20_000;
         let mut request_until = |agent: &mut Agent, what: &str, expected: bool| {
             wait_until(what, || {
-                // One packet in many is sampled.
+                // Several requests are sent, because only one packet in many is sampled.
                 for _ in 0..16 {
                     http_get(&testbed, WORKER_IDENTITY_PATH, port)?;
                     port += 1;

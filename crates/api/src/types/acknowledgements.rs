@@ -1,4 +1,4 @@
-//! Acknowledgements of configurations.
+//! Acknowledgements of configurations by load balancers and agents.
 
 use std::collections::BTreeMap;
 
@@ -10,17 +10,17 @@ use utoipa::ToSchema;
 pub struct Acknowledgements {
     /// Generation of the newest configuration.
     pub configuration_generation: u64,
-    /// Number of peers that have the newest configuration in force, except for rejected parts.
+    /// Number of peers that have applied the newest configuration, except for rejected parts.
     pub acknowledged_count: u64,
     /// Number of peers that have not confirmed the newest configuration.
     pub waiting_count: u64,
     /// The first 100 peers that have not confirmed the newest configuration.
     pub waiting: Vec<Waiting>,
-    /// Number of rejected parts; peers keep the previous parts in force.
+    /// Number of rejected parts. The peers continue to use the previous versions of these parts.
     pub refused_count: u64,
     /// The first 100 rejections.
     pub refused: Vec<RefusedUpdate>,
-    /// Load balancers that are disconnected but not forgotten; each forwards by its last configuration.
+    /// Load balancers that are disconnected but not forgotten. Each forwards packets by its last configuration.
     #[serde(default)]
     pub disconnected: Vec<Waiting>,
 }
@@ -32,7 +32,7 @@ pub struct Waiting {
     pub part: String,
     /// Name of the load balancer or server.
     pub name: String,
-    /// Newest configuration generation that the peer has confirmed; 0: none.
+    /// Newest configuration generation that the peer has confirmed, or 0 if it has confirmed none.
     pub configuration_generation: u64,
 }
 
@@ -45,24 +45,24 @@ pub struct RefusedUpdate {
     pub name: String,
     /// Kind of the rejected part: "configuration" or "table".
     pub kind: String,
-    /// Name of the service; null: the whole update is rejected.
+    /// Name of the service, or null if the whole update was rejected.
     pub service: Option<String>,
-    /// Generation of the configuration or the table; 0: unknown.
+    /// Generation of the configuration or the table, or 0 if it is unknown.
     pub generation: u64,
     /// Reason for the rejection.
     pub reason: String,
 }
 
-/// Maximum number of service names in a line; further services are only counted.
+/// Maximum number of service names in one summary line. Further services are only counted.
 const MAX_NAMED_SERVICES: usize = 3;
 
 impl RefusedUpdate {
-    /// Returns one line for all rejections with the same peer and reason: "lb lb1 refuses configuration 5 of services
-    /// a, b: ...".
+    /// Returns one line for each group of rejections with the same peer and reason, such as "lb lb1 refuses
+    /// configuration 5 of services a, b: ...".
     pub fn summary_lines(refused: &[Self]) -> Vec<String> {
         let mut services_by_refusal: BTreeMap<_, Vec<&str>> = BTreeMap::new();
         for Self { part, name, kind, service, generation, reason } in refused {
-            // The kernel's log of a program may be long; the API returns it in full.
+            // A kernel log about a BPF program may be long, so only its first line is shown. The API returns all of it.
             let reason = reason.lines().next().unwrap_or_default();
             let refused_services = services_by_refusal.entry((part, name, kind, *generation, reason)).or_default();
             refused_services.extend(service.as_deref());

@@ -12,28 +12,28 @@ use super::{ReportState, ServerState};
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DrainServer {
-    /// Names of the services in which the server takes no new connections; empty: all services, including later ones.
+    /// Names of the services in which to drain the server, or empty for all services, including later ones.
     #[serde(default)]
     #[schema(required = false)]
     pub services: Vec<String>,
-    /// Drain the server even if no other server of a service takes new connections; the service then gets none.
+    /// Drain the server even if one of its services then has no server that takes new connections.
     #[serde(default)]
     #[schema(required = false)]
     pub force: bool,
 }
 
-/// Origin of a drain.
+/// Origin of a server's drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum DrainedBy {
-    /// Drained by `coreward drain`, until `coreward undrain`.
+    /// The server was drained by `coreward drain` and stays so until `coreward undrain`.
     Command,
-    /// Drained by `state` or `weight` in the fleet document.
+    /// The server is drained by `state` or `weight` in the fleet document.
     Document,
 }
 
 impl DrainedBy {
-    /// Returns the origin's name in output.
+    /// Returns the origin's name, as it appears in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Command => "command",
@@ -48,22 +48,22 @@ impl fmt::Display for DrainedBy {
     }
 }
 
-/// A drain of a server that is in force.
+/// An active drain of a server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Drained {
     /// Origin of the drain.
     pub by: DrainedBy,
-    /// Start of the drain (ms since 1970, by the controller's wall clock); null: unknown, because the document drains
-    /// the server.
+    /// Start of the drain (ms since 1970, by the controller's wall clock). Null if the fleet document drains the
+    /// server, because the start is then unknown.
     pub since_unix_ms: Option<u64>,
-    /// Names of the drained services; empty: all services.
+    /// Names of the drained services, or empty if the server is drained in all services.
     pub services: Vec<String>,
 }
 
-/// Counts of a server's TCP connections, from half-open to the last FIN, without listening and TIME-WAIT sockets.
+/// Counts of a server's TCP connections, from half-open to closing ones, without listening and TIME-WAIT sockets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct CountedConnections {
-    /// Time since the count of connections began (ms).
+    /// Time since the agent began this count of connections (ms).
     pub age_ms: u64,
     /// Number of connections by service name, for the server's present and former TCP services.
     pub services: BTreeMap<String, u32>,
@@ -74,21 +74,21 @@ pub struct CountedConnections {
 pub struct DrainStatus {
     /// Name of the server.
     pub server: String,
-    /// State of the server: the best of its states in its services.
+    /// State of the server, which is the best of its states in its services.
     pub state: ServerState,
-    /// Reason for the server's state; empty: none.
+    /// Reason for the server's state, or empty if there is none.
     pub state_reason: String,
     /// State of the reports of the server's agent.
     pub reports: ReportState,
-    /// Drain of the server; null: not drained.
+    /// Drain of the server, or null if it is not drained.
     pub drained: Option<Drained>,
-    /// Number of remaining connections of the drained services, counted after the last new connection. Null: not
-    /// drained, or unknown (`waits_for`).
+    /// Number of remaining connections of the drained services, counted after the last new connection. Null if the
+    /// server is not drained, or if the number is unknown (see `waits_for`).
     pub remaining: Option<u64>,
     /// Reasons for which `remaining` is unknown.
     pub waits_for: Vec<String>,
-    /// The newest count of connections, even if it is too old for `remaining`; null: unknown.
+    /// The newest count of connections, even if it is too old for `remaining`. Null if there is none.
     pub connections: Option<CountedConnections>,
-    /// Names of drained services whose flows are not counted: UDP flows have no visible end.
+    /// Names of drained services whose flows are not counted, because UDP flows have no visible end.
     pub not_counted: Vec<String>,
 }

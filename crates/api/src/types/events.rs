@@ -14,7 +14,7 @@ pub struct EventsQuery {
     #[serde(default)]
     #[param(value_type = Option<u64>, maximum = 9007199254740991_u64)]
     pub after: u64,
-    /// Maximum number of events; the newest are returned.
+    /// Maximum number of events. The newest ones are returned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u16>,
@@ -25,24 +25,24 @@ pub struct EventsQuery {
 pub struct Events {
     /// Identifier of the controller's process. Ids of events start again with each process.
     pub run: String,
-    /// Events, the oldest first. The controller keeps 1,000.
+    /// Events, the oldest first. The controller keeps the newest 1,000.
     pub events: Vec<Event>,
 }
 
 /// An event in the fleet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Event {
-    /// Id, which grows by one with every event since the controller's start.
+    /// Id of the event, which grows by one with every event since the controller's start.
     pub id: u64,
     /// Time of the event (ms since 1970).
     pub at_unix_ms: u64,
     /// Severity of the event.
     pub severity: Severity,
-    /// Kind of the event; its name is the same in all versions.
+    /// Kind of the event, whose name is the same in all versions.
     pub event: EventId,
     /// Kind of the event's subject.
     pub kind: EventKind,
-    /// Name of the event's subject; empty: all subjects of this kind.
+    /// Name of the event's subject, or empty if the event concerns all subjects of this kind.
     pub name: String,
     /// Description of the event, for people.
     pub message: String,
@@ -66,7 +66,7 @@ pub enum EventId {
     ControllerStarted,
     /// An operator has applied another document.
     FleetApplied,
-    /// A document of another generation has come into force, whatever the cause.
+    /// A document with another generation has become active, whatever the cause.
     FleetInForce,
     /// A service is new in the document.
     ServiceNew,
@@ -80,17 +80,17 @@ pub enum EventId {
     ServerState,
     /// The weight of a server has changed.
     ServerWeight,
-    /// A server that left was forgotten, and its id is free.
+    /// A server that had left the fleet was forgotten, so its id is free again.
     ServerForgotten,
     /// A server was drained or undrained by command.
     ServerDrain,
     /// A load balancer has connected, disconnected, fallen silent, or is lost.
     LoadBalancerState,
-    /// A load balancer was forgotten, by time or by command.
+    /// A load balancer was forgotten, because it was disconnected for too long or by command.
     LoadBalancerForgotten,
     /// The next cookie key is being distributed.
     KeysAnnounced,
-    /// The next cookie key has become the stamping key.
+    /// The next cookie key has become the key that stamps new cookies.
     KeysSwitched,
     /// A rotation of the cookie keys was begun or continued by command.
     KeysRotated,

@@ -21,7 +21,7 @@ pub enum PacketKind {
     Reset,
 }
 
-/// Request to explain which server gets one packet to a service.
+/// Request to explain which server receives a given packet to a service.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -40,7 +40,7 @@ pub struct Explain {
     #[serde(default)]
     #[param(value_type = Option<PacketKind>, inline)]
     pub packet: PacketKind,
-    /// TSecr of a packet of an established connection (`ecr` in tcpdump); absent: no timestamps.
+    /// TSecr of an established connection's packet (`ecr` in tcpdump), or absent if the packet has no timestamps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[param(value_type = Option<u32>, maximum = 4294967295_u32)]
     pub tsecr: Option<u32>,
@@ -50,7 +50,7 @@ fn default_protocol() -> Protocol {
     Protocol::Tcp
 }
 
-/// Schema of a socket address: an IPv4 address, or an IPv6 address in brackets, and a port from 1 on.
+/// Schema of a socket address, which is an IPv4 address or a bracketed IPv6 address, followed by a port from 1 on.
 pub struct SocketAddressSchema;
 
 impl PartialSchema for SocketAddressSchema {
@@ -63,7 +63,7 @@ impl PartialSchema for SocketAddressSchema {
     }
 }
 
-/// Returns a regular expression for IPv6 addresses in hexadecimal: eight groups, or fewer with "::".
+/// Returns a regular expression for hexadecimal IPv6 addresses with eight groups, or fewer groups with "::".
 fn ipv6_pattern() -> String {
     let group = "[0-9A-Fa-f]{1,4}";
     let full_or_compressed_at_end =
@@ -78,7 +78,7 @@ impl ToSchema for SocketAddressSchema {
     }
 }
 
-/// Schema of the names of [`Protocol`].
+/// Schema of a protocol name, which lists the names of all [`Protocol`]s.
 pub struct ProtocolName;
 
 impl PartialSchema for ProtocolName {
@@ -105,38 +105,38 @@ pub struct Explanation {
     pub table_generation: u64,
     /// Inputs of the policy for each server of the pool.
     pub servers: Vec<ExplainedServer>,
-    /// Name of the chosen server. Null: no server is eligible, or a load balancer decides by its own state (see
+    /// Name of the chosen server. Null if no server is eligible, or if a load balancer decides by its own state (see
     /// `reason`).
     pub chosen_server: Option<String>,
     /// Reason for the choice, in one sentence.
     pub reason: String,
     /// Method of forwarding packets to the servers: `l2`, `ipip` or `gue`.
     pub forwarding: String,
-    /// Source port of the outer header of `gue`; null: no such header.
+    /// Source port of the outer header that `gue` adds, or null if the packet gets no such header.
     pub outer_source_port: Option<u16>,
-    /// With `timestamps = "lb"`: share of the service's packets of established connections that load balancers forward
-    /// by cookie. Null: other timestamps, or no packet yet.
+    /// Share of the service's packets on established connections that load balancers forward by cookie. Null if the
+    /// service does not have `timestamps = "lb"`, or before the first packet.
     #[serde(default)]
     pub cookie_share: Option<f64>,
 }
 
-/// Input of the policy for one server.
+/// Values by which the service's policy judges one server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ExplainedServer {
     /// Name of the server.
     pub name: String,
     /// Id of the server.
     pub id: u32,
-    /// VLAN of frames to the server; null: untagged.
+    /// VLAN of frames to the server, or null if they are untagged.
     #[serde(default)]
     pub vlan: Option<u16>,
-    /// Toeplitz hash of the packet under the server's RSS key; null: its RSS is unknown.
+    /// Toeplitz hash of the packet under the server's RSS key, or null if the server's RSS configuration is unknown.
     pub hash: Option<u32>,
-    /// Bucket of the packet's hash; null: no hash.
+    /// Bucket of the packet's hash, or null if there is no hash.
     pub bucket: Option<u32>,
-    /// Receive queue of the core that the server's NIC selects; null: unknown.
+    /// Receive queue of the core that the server's NIC selects, or null if it is unknown.
     pub core: Option<u32>,
-    /// Current load of the core, in fractions of the core's capacity; null: unknown.
+    /// Current load of the core, in fractions of its capacity, or null if it is unknown.
     pub core_load: Option<f64>,
     /// Whether the server takes new connections.
     pub eligible: bool,

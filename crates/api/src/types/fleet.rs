@@ -1,4 +1,4 @@
-//! The fleet document: servers and services, as the operator wrote them.
+//! The fleet document with servers and services, as the operator wrote it.
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -6,12 +6,12 @@ use utoipa::ToSchema;
 use super::{MAX_SAFE_INTEGER, serde_whole};
 use coreward_config::Diagnostic;
 
-/// The fleet document in force.
+/// The active fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Fleet {
-    /// Generation, which grows with every change of the text; 0: no document was ever applied.
+    /// Generation of the document, which grows with every change of its text, or 0 if none was ever applied.
     pub generation: u64,
-    /// Path of the fleet document's file; null: a command applied the document.
+    /// Path of the fleet document's file, or null if a command applied the document.
     pub file: Option<String>,
     /// Text of the document in TOML, with comments.
     pub text: String,
@@ -26,7 +26,7 @@ pub struct NewFleet {
     pub name: String,
     /// Text of the document in TOML (docs/config.md).
     pub text: String,
-    /// Generation of the document to replace; if another generation is in force, the request is a conflict.
+    /// Generation of the document to replace. The request fails with a conflict if another generation is active.
     #[serde(deserialize_with = "serde_whole::whole_number")]
     #[schema(maximum = 9007199254740991_u64)]
     pub generation: u64,
@@ -44,11 +44,11 @@ fn unnamed() -> String {
 /// Result of applying a document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FleetApplied {
-    /// Generation of the document in force now.
+    /// Generation of the document that is active after the request.
     pub generation: u64,
     /// Generation of the document that the new one was compared with.
     pub replaced_generation: u64,
-    /// Whether the new text is in force: true after a dry run only if the text was in force before.
+    /// Whether the new text is active. After a dry run, this is true only if the text was active before.
     pub in_force: bool,
     /// Changes of the document, by server, service and key.
     pub changes: Vec<FleetChange>,
@@ -57,17 +57,17 @@ pub struct FleetApplied {
 /// One difference between two documents.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct FleetChange {
-    /// Subject of the change: "server s1", "service web"; empty: the whole fleet.
+    /// Subject of the change, such as "server s1" or "service web", or empty for the whole fleet.
     pub subject: String,
-    /// Changed configuration key; null: the whole server or service was added or removed.
+    /// Changed configuration key, or null if the whole server or service was added or removed.
     pub key: Option<String>,
-    /// Old value of the key; null: not set.
+    /// Old value of the key, or null if it was not set.
     pub old: Option<String>,
-    /// New value of the key; null: no longer set.
+    /// New value of the key, or null if it is no longer set.
     pub new: Option<String>,
     /// Description of the change in one line.
     pub message: String,
-    /// Reason for which established connections break; null: they continue.
+    /// Reason why established connections break, or null if they continue.
     #[serde(default)]
     pub breaks: Option<String>,
 }
@@ -86,9 +86,9 @@ pub struct Check {
 /// Mistakes found in a fleet document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Checked {
-    /// Mistakes in the order of their lines; empty: none.
+    /// Mistakes in the order of their lines, or empty if there are none.
     pub mistakes: Vec<DocumentMistake>,
-    /// Lower bound of the number of further mistakes.
+    /// Minimum number of further mistakes.
     pub more: u64,
 }
 
@@ -97,17 +97,17 @@ pub struct Checked {
 pub struct DocumentMistake {
     /// Name of the document in the request.
     pub file: String,
-    /// Line of the mistake, counted from 1; null: the whole document.
+    /// Line of the mistake, counted from 1, or null if the mistake concerns the whole document.
     pub line: Option<u32>,
     /// Column of the mistake in characters, counted from 1.
     pub column: Option<u32>,
-    /// Full name of the key, such as `service.vip`; null for a syntax error.
+    /// Full name of the key, such as `service.vip`, or null for a syntax error.
     pub key: Option<String>,
     /// Invalid value, or another description of the mistake.
     pub problem: String,
     /// Expected value, if it can be named.
     pub expected: Option<String>,
-    /// The valid name closest to the invalid one; null: no name is close.
+    /// The valid name closest to the invalid one, or null if no name is close.
     pub nearest: Option<String>,
     /// Description of the mistake in one line.
     pub message: String,

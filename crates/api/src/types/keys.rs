@@ -5,23 +5,23 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// State of the cookie keys: the stamping key, and the progress of a rotation.
+/// State of the cookie keys and of their rotation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Keys {
-    /// Index of the stamping key: 0 or 1.
+    /// Index of the key that stamps new cookies, which is 0 or 1.
     #[schema(maximum = 1)]
     pub current: u32,
-    /// Time at which the stamping key came into force (seconds since 1970).
+    /// Time at which the present key began to stamp cookies (seconds since 1970).
     pub current_since_unix_s: u64,
     /// Phase of the key rotation.
     pub phase: KeyPhase,
-    /// Generation of the configuration with the present keys.
+    /// Generation of the configuration that contains the present keys.
     pub generation: u64,
-    /// Peers that have not confirmed this generation: "load balancer lb2", "the agent of s3".
+    /// Peers that have not confirmed this generation, such as "load balancer lb2" or "the agent of s3".
     pub waiting_for: Vec<String>,
     /// Minimum age of the present key (s) for a rotation without `force`.
     pub shortest_life_s: u64,
-    /// Interval of scheduled rotations (s); 0: no schedule.
+    /// Interval between scheduled rotations (s), or 0 if none are scheduled.
     pub rotation_interval_s: u64,
 }
 
@@ -31,7 +31,7 @@ pub struct Keys {
 pub enum KeyPhase {
     /// No rotation is in progress.
     Steady,
-    /// The next key is being distributed, and stamps nothing yet.
+    /// The next key is being distributed but does not stamp cookies yet.
     Announced,
 }
 
@@ -48,7 +48,7 @@ impl fmt::Display for KeyPhase {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RotateKeys {
-    /// Do not wait for peers that have not confirmed the keys, nor for the present key's minimum age: connections may
+    /// Do not wait for peers that have not confirmed the keys, nor for the present key's minimum age. Connections may
     /// break.
     #[serde(default)]
     pub force: bool,

@@ -1,4 +1,4 @@
-//! Values that change with every report, and values that change rarely.
+//! Parts of the status: values that change with every report, and values that change rarely.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,11 +14,11 @@ use super::{Drained, Keys, ReportState, ServerState, serde_text};
 pub struct Loads {
     /// Time of the loads by the controller's wall clock (ms since 1970).
     pub at_unix_ms: u64,
-    /// Time since the controller's start (ms), which never goes back.
+    /// Time since the controller's start (ms), by a clock that never goes back.
     pub uptime_ms: u64,
-    /// Loads of servers, by id as in `status`.
+    /// Loads of the servers, sorted by id as in `status`.
     pub servers: Vec<ServerLoads>,
-    /// Counters of load balancers, by name as in `status`.
+    /// Counters of the load balancers, sorted by name as in `status`.
     pub load_balancers: Vec<LoadBalancerCounts>,
 }
 
@@ -27,15 +27,15 @@ pub struct Loads {
 pub struct ServerLoads {
     /// Name of the server.
     pub name: String,
-    /// Load of each core in fractions of its capacity, to three decimals; empty: unknown.
+    /// Load of each core in fractions of its capacity, to three decimals, or empty if unknown.
     pub cores: Vec<f64>,
-    /// Number of TCP connections of the server's services, by the agent's last count.
+    /// Number of TCP connections to the server's services at the agent's last count.
     pub open_connections: u32,
-    /// Number of connections of the server's services, by the agent's last count (up to 5 s old, 1 s during a drain);
-    /// null: unknown.
+    /// Number of connections to the server's services at the agent's last count, or null if it is unknown. The count is
+    /// up to 5 s old, or 1 s during a drain.
     #[serde(default)]
     pub service_connections: Option<u64>,
-    /// Total number of SYNs that have arrived at the server so far.
+    /// Total number of SYNs that have arrived at the server.
     pub new_connections: u64,
 }
 
@@ -44,24 +44,24 @@ pub struct ServerLoads {
 pub struct LoadBalancerCounts {
     /// Name of the load balancer.
     pub name: String,
-    /// Number of packets so far by outcome; keys are the names of enum lb_counter.
+    /// Number of packets so far, by outcome. The keys are the names of enum lb_counter.
     pub counters: BTreeMap<String, u64>,
 }
 
 /// Part of `status` that changes rarely, without the values that change with every report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Overview {
-    /// Generation, which grows with every change of a configuration.
+    /// Generation of the configuration, which grows with every change.
     pub configuration_generation: u64,
     /// Generation of the fleet document.
     pub fleet_generation: u64,
-    /// Time between two reports of an agent, and between two tables (ms).
+    /// Time between two reports of an agent, and also between two tables (ms).
     pub report_interval_ms: u32,
-    /// Services in the order of the fleet's document.
+    /// Services in the order of the fleet document.
     pub services: Vec<OverviewService>,
-    /// Servers by id.
+    /// Servers, sorted by id.
     pub servers: Vec<OverviewServer>,
-    /// Load balancers by name.
+    /// Load balancers, sorted by name.
     pub load_balancers: Vec<OverviewLoadBalancer>,
     /// The cookie keys, without the secrets.
     pub keys: Keys,
@@ -72,17 +72,17 @@ pub struct Overview {
 pub struct OverviewService {
     /// Name of the service.
     pub name: String,
-    /// VIP, port and protocol.
+    /// VIP, port and protocol of the service.
     #[serde(with = "serde_text")]
     #[schema(value_type = String, example = "10.200.0.1:80/tcp")]
     pub address: ServiceAddress,
     /// Policy that places new connections.
     pub policy: String,
-    /// Consistency mode.
+    /// Consistency mode of the service.
     pub consistency: String,
     /// Names of the service's present and former servers.
     pub servers: Vec<String>,
-    /// Warnings for the operator.
+    /// Warnings about the service, for the operator.
     pub warnings: Vec<String>,
 }
 
@@ -98,16 +98,16 @@ pub struct OverviewServer {
     pub address: IpAddr,
     /// State of the server.
     pub state: ServerState,
-    /// Reason of the state; empty: none.
+    /// Reason for the state, or empty if there is none.
     pub state_reason: String,
     /// State of the reports of the server's agent.
     pub reports: ReportState,
     /// Weight of the server.
     pub weight: u32,
-    /// Drain of the server; null: not drained.
+    /// Drain of the server, or null if it is not drained.
     #[serde(default)]
     pub drained: Option<Drained>,
-    /// Warnings for the operator.
+    /// Warnings about the server, for the operator.
     pub warnings: Vec<String>,
 }
 
@@ -120,7 +120,7 @@ pub struct OverviewLoadBalancer {
     pub connected: bool,
     /// Whether the load balancer sent a message in the last two seconds.
     pub alive: bool,
-    /// XDP mode: "native" or "generic"; null: not reported.
+    /// XDP mode of the load balancer, "native" or "generic", or null if it is not reported.
     pub xdp_mode: Option<String>,
     /// Faults of the load balancer's machine.
     pub warnings: Vec<String>,

@@ -1,4 +1,4 @@
-//! Documents of the API. Addresses and keys are in their usual text form.
+//! JSON documents of the API, with addresses and keys in their usual text form.
 
 mod acknowledgements;
 mod audit;
@@ -34,7 +34,7 @@ pub use tables::{Candidate, Member, Table, TableSummary, Tables};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-/// Largest whole number in requests: JSON implementations agree on integers up to this limit (RFC 8259, Sect. 6).
+/// Largest whole number in requests, up to which all JSON implementations agree on integers (RFC 8259, Sect. 6).
 pub const MAX_SAFE_INTEGER: u64 = (1 << 53) - 1;
 
 /// Versions of the controller's program and API.
@@ -51,10 +51,9 @@ pub struct Version {
 pub struct Health {
     /// State of the controller.
     pub state: HealthState,
-    /// Address at which daemons reach the leading controller, if it is another one; null: this controller leads, or
-    /// none does.
+    /// Address at which daemons reach the leading controller, or null if this controller leads or none does.
     pub leader: Option<String>,
-    /// `https://HOST:PORT` of the leader's API; null: the leader's API listens on its own host only.
+    /// `https://HOST:PORT` of the leader's API, or null if that API listens on the leader's own host only.
     #[serde(default)]
     #[schema(format = "uri")]
     pub leader_api: Option<String>,
@@ -64,10 +63,10 @@ pub struct Health {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum HealthState {
-    /// After a restart the controller waits for agents; load balancers keep their tables.
+    /// The controller has restarted and waits for agents, while load balancers keep their tables.
     Settling,
-    /// The controller makes tables.
+    /// The controller makes placement tables.
     Ready,
-    /// This controller does not lead: another one does, or none.
+    /// This controller does not lead. Another one leads, or none does.
     Following,
 }

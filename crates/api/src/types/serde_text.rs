@@ -1,4 +1,4 @@
-//! Values in their text form in JSON: "10.200.0.1:80/tcp".
+//! Serialization of values in their text form, such as "10.200.0.1:80/tcp".
 
 use std::borrow::Cow;
 use std::fmt::Display;

@@ -1,4 +1,4 @@
-//! Whole numbers in JSON: 5.0 is 5 (RFC 8259, Sect. 6; JSON Schema, "integer").
+//! Deserialization of whole numbers, which reads 5.0 as 5 (RFC 8259, Sect. 6, and JSON Schema, "integer").
 
 use std::fmt::Display;
 
@@ -15,7 +15,7 @@ enum JsonNumber {
 fn to_integer<T: TryFrom<u64, Error: Display>, E: serde::de::Error>(number: JsonNumber) -> Result<T, E> {
     let integer = match number {
         JsonNumber::Integer(whole) => whole,
-        // The conversion is exact below 2^53, the limit in requests.
+        // The conversion is exact up to 2^53 - 1, the largest number in requests.
         JsonNumber::Float(other) if other >= 0.0 && other.fract() == 0.0 && other <= super::MAX_SAFE_INTEGER as f64 => {
             other as u64
         }

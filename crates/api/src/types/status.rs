@@ -1,4 +1,4 @@
-//! Services, servers and load balancers in the controller's view.
+//! Services, servers and load balancers as the controller sees them.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,8 +15,8 @@ use super::{CountedConnections, Drained, Keys, serde_text};
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub struct StatusQuery {
-    /// Include full RSS keys and not only their fingerprints. For operators only, because a client that has the key can
-    /// select a core.
+    /// Include full RSS keys and not only their fingerprints. Only operators may do so, because a client that has the
+    /// key can select a core.
     #[serde(default)]
     #[param(value_type = Option<bool>)]
     pub rss_keys: bool,
@@ -25,17 +25,17 @@ pub struct StatusQuery {
 /// Full status of services, servers and load balancers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Status {
-    /// Generation, which grows with every change of a configuration.
+    /// Generation of the configuration, which grows with every change.
     pub configuration_generation: u64,
-    /// Time between two reports of an agent, and between two tables (ms).
+    /// Time between two reports of an agent, and also between two tables (ms).
     pub report_interval_ms: u32,
-    /// Number of accepted reports.
+    /// Number of reports by agents that the controller accepted.
     pub accepted_reports: u64,
-    /// Number of rejected reports, by reason.
+    /// Number of reports by agents that the controller rejected, by reason.
     pub refused_reports: BTreeMap<String, u64>,
     /// Services in the order of the fleet document.
     pub services: Vec<Service>,
-    /// Servers in the fleet's document, and former servers that may still have connections.
+    /// Servers in the fleet document, and former servers that may still have connections.
     pub servers: Vec<Server>,
     /// Load balancers that are connected or may return.
     pub load_balancers: Vec<LoadBalancer>,
@@ -44,7 +44,7 @@ pub struct Status {
     /// Connected rack controllers.
     #[serde(default)]
     pub racks: Vec<Rack>,
-    /// Faults of the controller itself: of its store and its files.
+    /// Faults of the controller itself, in its store or its files.
     #[serde(default)]
     pub warnings: Vec<String>,
 }
@@ -60,7 +60,7 @@ pub struct Rack {
     pub age_ms: u32,
     /// Names of servers whose agents are connected through the rack.
     pub servers: Vec<String>,
-    /// Number of servers that may use the rack by the fleet document.
+    /// Number of servers that may use the rack according to the fleet document.
     #[serde(default)]
     pub permitted_servers: u32,
 }
@@ -75,7 +75,7 @@ pub struct Services {
 /// List of all servers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Servers {
-    /// Servers in the fleet's document, and former servers that may still have connections.
+    /// Servers in the fleet document, and former servers that may still have connections.
     pub servers: Vec<Server>,
 }
 
@@ -91,7 +91,7 @@ pub struct LoadBalancers {
 pub struct Service {
     /// Name of the service.
     pub name: String,
-    /// VIP, port and protocol.
+    /// VIP, port and protocol of the service.
     #[serde(with = "serde_text")]
     #[schema(value_type = String, example = "10.200.0.1:80/tcp")]
     pub address: ServiceAddress,
@@ -101,9 +101,9 @@ pub struct Service {
     pub consistency: String,
     /// Origin of cookies: "server", "lb" or "off".
     pub timestamps: String,
-    /// Number of buckets.
+    /// Number of the service's buckets.
     pub bucket_count: u32,
-    /// Generation of the newest table; 0: none yet.
+    /// Generation of the newest table, or 0 if there is none yet.
     pub table_generation: u64,
     /// Age of the newest table (ms).
     pub table_age_ms: u32,
@@ -111,20 +111,20 @@ pub struct Service {
     pub servers: Vec<String>,
     /// States of the service's servers.
     pub members: Vec<ServiceMember>,
-    /// Kind of health check: "tcp", "http", "https" or "agent"; null: none.
+    /// Kind of the service's health checks, "tcp", "http", "https" or "agent", or null if there are none.
     pub check: Option<String>,
     /// Treatment of new connections when all servers are down: "fail-open" or "drop".
     pub when_all_down: String,
-    /// Whether all servers are down and get new connections nevertheless.
+    /// Whether all servers are down but get new connections nevertheless.
     pub failing_open: bool,
     /// Groups of servers whose NICs compute the same RSS hash.
     pub rss_groups: Vec<RssGroup>,
-    /// Warnings for the operator.
+    /// Warnings about the service, for the operator.
     pub warnings: Vec<String>,
 }
 
 impl Service {
-    /// Returns the service with these members.
+    /// Returns the service with its members replaced by the given ones.
     pub fn with_members(self, members: Vec<ServiceMember>) -> Self {
         let servers = members.iter().map(|member| member.server.clone()).collect();
         Self { servers, members, ..self }
@@ -138,9 +138,9 @@ pub struct ServiceMember {
     pub server: String,
     /// State of the server in this service.
     pub state: ServerState,
-    /// Reason for the state; empty: none.
+    /// Reason for the state, or empty if there is none.
     pub reason: String,
-    /// Duration of the state (ms); null: the state is older than this controller's start.
+    /// Time since the state began (ms), or null if it began before this controller's start.
     pub state_for_ms: Option<u64>,
     /// Results of each load balancer's checks.
     pub checks: Vec<CheckedBy>,
@@ -151,13 +151,13 @@ pub struct ServiceMember {
 pub struct CheckedBy {
     /// Name of the load balancer.
     pub load_balancer: String,
-    /// Whether the load balancer finds the server up; null: not enough checks so far.
+    /// Whether the load balancer considers the server up, or null after too few checks.
     pub up: Option<bool>,
     /// Time since the load balancer's result changed (ms).
     pub since_ms: u64,
-    /// Error of the newest check; null: the check passed.
+    /// Error of the newest check, or null if the check passed.
     pub error: Option<String>,
-    /// Latency of the newest check (us); 0: no answer.
+    /// Latency of the newest check (us), or 0 if there was no answer.
     pub latency_us: u32,
     /// Number of health checks of the server.
     pub checks: u64,
@@ -168,11 +168,11 @@ pub struct CheckedBy {
 /// A group of servers whose NICs compute the same RSS hash.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct RssGroup {
-    /// RSS key in the form of `ethtool -x`; null: not requested.
+    /// RSS key in the form of `ethtool -x`, or null if it was not requested.
     pub key: Option<String>,
     /// Fingerprint that identifies the key without revealing it.
     pub key_fingerprint: String,
-    /// Names of the servers.
+    /// Names of the servers in the group.
     pub servers: Vec<String>,
 }
 
@@ -186,56 +186,56 @@ pub struct Server {
     /// Address to which load balancers send packets.
     #[schema(value_type = String)]
     pub address: IpAddr,
-    /// VLAN of frames to the server; null: untagged.
+    /// VLAN of frames to the server, or null if they are untagged.
     #[serde(default)]
     pub vlan: Option<u16>,
-    /// State of the server: the best of its states in its services.
+    /// State of the server, which is the best of its states in its services.
     pub state: ServerState,
-    /// Reason for the server's state; empty: none.
+    /// Reason for the server's state, or empty if there is none.
     pub state_reason: String,
-    /// Duration of the state (ms); null: the state is older than this controller's start.
+    /// Time since the state began (ms), or null if it began before this controller's start.
     pub state_for_ms: Option<u64>,
     /// State of the reports of the server's agent.
     pub reports: ReportState,
-    /// Smoothed load of each core, in fractions of its capacity; empty: unknown.
+    /// Smoothed load of each core, in fractions of its capacity, or empty if it is unknown.
     pub core_load: Vec<f64>,
-    /// Age of the newest report (ms).
+    /// Age of the newest report by the server's agent (ms).
     pub report_age_ms: u32,
-    /// Number of TCP connections of the server's services, by the agent's last count.
+    /// Number of TCP connections to the server's services at the agent's last count.
     pub open_connections: u32,
-    /// RSS of the server's NIC; null: unknown.
+    /// RSS configuration of the server's NIC, or null if it is unknown.
     pub rss: Option<ServerRss>,
     /// Number of SYNs that arrived on the predicted receive queue.
     pub rss_matched: u64,
     /// Number of SYNs that arrived on another receive queue than predicted.
     pub rss_mismatched: u64,
-    /// Warnings for the operator.
+    /// Warnings about the server, for the operator.
     pub warnings: Vec<String>,
     /// Weight of the server.
     pub weight: u32,
-    /// Configured capacity, or number of cores; 0: unknown.
+    /// Configured capacity of the server, otherwise its number of cores, or 0 if unknown.
     pub capacity: f64,
-    /// Generation of the newest configuration that the server's agent has confirmed; 0: none.
+    /// Generation of the newest configuration that the server's agent has confirmed, or 0 if there is none.
     pub configuration_generation: u64,
     /// Counters of the server's BPF programs, by name.
     pub counters: BTreeMap<String, u64>,
-    /// UDP services whose requests are dispatched at the server.
+    /// UDP services whose requests `coreward dispatch` distributes among workers on the server.
     pub dispatch: Vec<DispatchedService>,
-    /// Drain of the server; null: not drained.
+    /// Drain of the server, or null if it is not drained.
     #[serde(default)]
     pub drained: Option<Drained>,
-    /// Connections of the server by service, by the agent's last count; null: unknown.
+    /// Connections to the server by service, at the agent's last count, or null if they are unknown.
     #[serde(default)]
     pub connections: Option<CountedConnections>,
-    /// Rack of the server's agent; null: connected directly, or no agent.
+    /// Rack of the server's agent, or null if the agent is connected directly or there is none.
     #[serde(default)]
     pub rack: Option<String>,
-    /// Names of the racks that the server's agent may use; null: any.
+    /// Names of the racks that the server's agent may use, or null if it may use any.
     #[serde(default)]
     pub racks: Option<Vec<String>>,
 }
 
-/// State of a server, the best first.
+/// State of a server. The variants are sorted from the best to the worst.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ServerState {
@@ -243,29 +243,29 @@ pub enum ServerState {
     Active,
     /// The server takes a growing share of new connections (slow start).
     Joining,
-    /// The server is not eligible for new connections; established connections still reach it.
+    /// The server is not eligible for new connections, but established connections still reach it.
     Down,
-    /// The server is drained and takes no new connections; established connections still reach it.
+    /// The server is drained and takes no new connections, but established connections still reach it.
     Draining,
-    /// The server has left the service or the fleet document; established connections still reach it. Its id stays
+    /// The server has left the service or the fleet document, but established connections still reach it. Its id stays
     /// reserved for `max_connection_lifetime`.
     Gone,
 }
 
-/// State of an agent's reports.
+/// State of the reports by a server's agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum ReportState {
-    /// Reports are valid.
+    /// The newest report is valid.
     Fresh,
-    /// The newest report has expired: the server's load counts as average.
+    /// The newest report has expired, so the server's load counts as average.
     Stale,
-    /// No agent has reported yet: the server's load counts as average.
+    /// No agent has reported yet, so the server's load counts as average.
     None,
 }
 
 impl ReportState {
-    /// Returns the name of the report state in output.
+    /// Returns the report state's name, as it appears in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fresh => "fresh",
@@ -279,7 +279,7 @@ impl ServerState {
     /// All states, the best first.
     pub const ALL: [ServerState; 5] = [Self::Active, Self::Joining, Self::Down, Self::Draining, Self::Gone];
 
-    /// Returns the state's name in output.
+    /// Returns the state's name, as it appears in output.
     pub fn name(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -302,9 +302,9 @@ impl fmt::Display for ServerState {
 pub struct ServerRss {
     /// Source of the RSS configuration: "ethtool" or "testbed emulation".
     pub source: String,
-    /// RSS key in the form of `ethtool -x`; null: unknown, or not requested.
+    /// RSS key in the form of `ethtool -x`, or null if it is unknown or was not requested.
     pub key: Option<String>,
-    /// Fingerprint that identifies the key without revealing it; empty: unknown.
+    /// Fingerprint that identifies the key without revealing it, or empty if it is unknown.
     pub key_fingerprint: String,
     /// Transform of addresses and ports before the NIC hashes them: "none", "symmetric-xor" or "symmetric-or-xor".
     #[serde(default)]
@@ -313,7 +313,7 @@ pub struct ServerRss {
     pub indirection_table: Vec<u32>,
 }
 
-/// A service of `coreward dispatch` with its workers; all counts are totals.
+/// A service of `coreward dispatch` with its workers. All counts are totals.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DispatchedService {
     /// Address and port of the service's sockets.
@@ -343,7 +343,7 @@ pub struct DispatchedWorker {
     pub dispatched: u64,
     /// Number of requests that got a response.
     pub completed: u64,
-    /// Number of requests that were written off: dropped, never answered, or their worker died.
+    /// Number of requests written off because they were dropped or never answered, or because their worker died.
     pub abandoned: u64,
     /// Number of datagrams dropped because the worker's receive buffer was full.
     pub dropped: u64,
@@ -356,7 +356,7 @@ pub struct DispatchedWorker {
 pub struct LoadBalancer {
     /// Name of the load balancer.
     pub name: String,
-    /// Last reported state; null: none since the load balancer connected.
+    /// Last reported state, or null if the load balancer has not reported since it connected.
     pub state: Option<LoadBalancerState>,
     /// Age of the last reported state (ms).
     pub state_age_ms: u32,
@@ -364,9 +364,9 @@ pub struct LoadBalancer {
     pub connected: bool,
     /// Whether the load balancer sent a message in the last two seconds.
     pub alive: bool,
-    /// Number that identifies the load balancer's connection table in cookies; null: it has none.
+    /// Number that identifies the load balancer's connection table in cookies, or null if it has no table.
     pub owner: Option<u32>,
-    /// Address at which other load balancers reach this one; null: unknown.
+    /// Address at which other load balancers reach this one, or null if it is unknown.
     #[schema(value_type = Option<String>)]
     pub address: Option<IpAddr>,
 }
@@ -374,18 +374,18 @@ pub struct LoadBalancer {
 /// State that a load balancer reports.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct LoadBalancerState {
-    /// Generation of the table in force, by service name.
+    /// Generation of the active table, by service name.
     pub table_generations: BTreeMap<String, u64>,
     /// Names of servers whose MAC address is unknown.
     pub unresolved_servers: Vec<String>,
     /// Number of packets by outcome (enum lb_counter).
     pub counters: BTreeMap<String, u64>,
-    /// XDP mode: "native" or "generic".
+    /// XDP mode of the load balancer: "native" or "generic".
     pub xdp_mode: String,
-    /// VLAN of the VIPs; null: untagged.
+    /// VLAN of the VIPs, or null if their frames are untagged.
     #[serde(default)]
     pub vlan: Option<u16>,
-    /// Generation of the newest configuration in force; 0: none yet.
+    /// Generation of the newest active configuration, or 0 if there is none yet.
     pub configuration_generation: u64,
     /// Number of packets by event (enum lb_event).
     pub events: BTreeMap<String, u64>,
@@ -393,16 +393,16 @@ pub struct LoadBalancerState {
     pub connections: u64,
     /// Names of load balancers whose MAC address is unknown.
     pub unresolved_load_balancers: Vec<String>,
-    /// Clocks of servers with LB-side stamping.
+    /// Timestamp clocks of the servers whose connections the load balancer stamps with cookies.
     pub server_clocks: Vec<ServerClock>,
-    /// Packet counts of services with LB-side stamping.
+    /// Packet counts of the services whose connections the load balancer stamps with cookies.
     #[serde(default)]
     pub stamped_services: Vec<StampedService>,
     /// Faults of the load balancer's machine.
     pub warnings: Vec<String>,
 }
 
-/// Packet counts of established connections to a service with LB-side stamping, at one load balancer.
+/// One load balancer's packet counts for established connections to a service that it stamps with cookies.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct StampedService {
     /// Name of the service.
@@ -414,14 +414,14 @@ pub struct StampedService {
 }
 
 impl StampedService {
-    /// Returns the share of packets whose server the cookie decided; `None`: no packet yet.
+    /// Returns the share of packets whose server the cookie decided, or `None` if there was no packet yet.
     pub fn cookie_share(&self) -> Option<f64> {
         let all = self.by_cookie.saturating_add(self.by_flow_table);
         (all > 0).then(|| self.by_cookie as f64 / all as f64)
     }
 }
 
-/// Clock of a server as a load balancer measures it from SYN-ACKs.
+/// Timestamp clock of a server, as a load balancer measures it from SYN-ACKs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ServerClock {
     /// Name of the service.
@@ -430,13 +430,13 @@ pub struct ServerClock {
     pub server: String,
     /// State of the clock: "known", "per-connection", "learning", "unseen", "no-timestamps" or "differs".
     pub state: String,
-    /// Number of SYN-ACKs of the server.
+    /// Number of SYN-ACKs from the server.
     pub syn_acks: u64,
     /// Number of SYN-ACKs with timestamps.
     pub with_timestamps: u64,
     /// Number of SYN-ACKs whose clock differed from that of another connection.
     pub disagreed: u64,
-    /// Reason why the server's connections are not stamped, and what was expected. Null: they are stamped, or the clock
-    /// is still being measured.
+    /// Reason why the server's connections are not stamped, and what was expected. Null if they are stamped, or if the
+    /// clock is still being measured.
     pub problem: Option<String>,
 }

@@ -6,22 +6,22 @@ use utoipa::ToSchema;
 /// The newest table of every service.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Tables {
-    /// Tables in the order of the fleet's document.
+    /// Tables in the order of the fleet document.
     pub tables: Vec<TableSummary>,
 }
 
-/// Summary of a table, without contents.
+/// Summary of a table, without its contents.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct TableSummary {
     /// Name of the service.
     pub service: String,
-    /// Generation, which grows with every table of the service; 0: none yet.
+    /// Generation of the table, which grows with the service's every table, or 0 if there is none yet.
     pub generation: u64,
     /// Age of the table (ms).
     pub age_ms: u32,
-    /// Placement rule (enum placement_rule); null: no table yet.
+    /// Placement rule of the table (enum placement_rule), or null if there is no table yet.
     pub rule: Option<String>,
-    /// Number of buckets.
+    /// Number of the table's buckets.
     pub bucket_count: u32,
 }
 
@@ -30,19 +30,19 @@ pub struct TableSummary {
 pub struct Table {
     /// Name of the service.
     pub service: String,
-    /// Generation, which grows with every table of the service.
+    /// Generation of the table, which grows with the service's every table.
     pub generation: u64,
     /// Age of the table (ms).
     pub age_ms: u32,
-    /// Placement rule (enum placement_rule).
+    /// Placement rule of the table (enum placement_rule).
     pub rule: String,
-    /// Number of buckets.
+    /// Number of the table's buckets.
     pub bucket_count: u32,
     /// Candidates for new connections by RSS group and bucket, the best first.
     pub groups: Vec<Vec<Vec<Candidate>>>,
     /// Servers that take new connections.
     pub members: Vec<Member>,
-    /// Server for connections without a cookie, by bucket.
+    /// Server of each bucket for connections without a cookie.
     pub consistent: Vec<String>,
 }
 
@@ -51,9 +51,9 @@ pub struct Table {
 pub struct Candidate {
     /// Name of the server.
     pub server: String,
-    /// Receive queue of the core; null: the bucket reaches several cores.
+    /// Receive queue of the core, or null if the bucket reaches several cores.
     pub core: Option<u32>,
-    /// Load of the core when the table was made, in fractions of capacity.
+    /// Load of the core when the table was made, in fractions of the core's capacity.
     pub load: f64,
 }
 
@@ -62,6 +62,6 @@ pub struct Candidate {
 pub struct Member {
     /// Name of the server.
     pub server: String,
-    /// Mean load of the server when the table was made, in fractions of capacity.
+    /// Mean load of the server when the table was made, in fractions of its capacity.
     pub load: f64,
 }

@@ -1,4 +1,4 @@
-//! Conversion of messages from load balancers and agents.
+//! Conversion of wire messages from load balancers and agents into API documents.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,7 +7,6 @@ use coreward_wire::v1;
 
 use super::{DispatchedService, DispatchedWorker, LoadBalancerState, RefusedUpdate, ServerClock, StampedService};
 
-/// Returns the counts in a map that is sorted by name.
 fn sort_by_name(counts: &HashMap<String, u64>) -> BTreeMap<String, u64> {
     counts.iter().map(|(name, count)| (name.clone(), *count)).collect()
 }
@@ -67,7 +66,7 @@ fn load_balancer_warnings(state: &v1::LoadBalancerState) -> Vec<String> {
 }
 
 impl RefusedUpdate {
-    /// Converts the message about an update that the load balancer or agent (`part`) of this name rejected.
+    /// Converts a message about an update that a peer rejected. `part` is the peer's kind, and `name` is its name.
     pub fn new(part: &str, name: &str, refused: &v1::RefusedUpdate) -> Self {
         Self {
             part: part.to_owned(),

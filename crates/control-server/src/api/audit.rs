@@ -1,4 +1,4 @@
-//! The audit log: each change and its author.
+//! API endpoint of the audit log, and removal of load balancers.
 
 use axum::Extension;
 use axum::extract::State;
@@ -12,7 +12,7 @@ use super::Api;
 use crate::server::state_manager::{Change, ForgetError};
 use coreward_fleet::audit::MAX_ENTRIES;
 
-/// Audit log: the newest 1,000 changes and their authors, also from earlier controllers
+/// Newest 1,000 changes with their authors (audit log), including those by earlier controllers
 #[utoipa::path(
     get, path = "/v1/audit",
     params(AuditQuery),
@@ -33,7 +33,7 @@ pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> R
     .await
 }
 
-/// Forget a load balancer that is gone for good: its number in cookies becomes free
+/// Forget a load balancer that is gone for good, which frees its number in cookies
 #[utoipa::path(
     delete, path = "/v1/load-balancers/{load_balancer}",
     params(("load_balancer" = String, Path, description = "Name of the load balancer")),

@@ -1,4 +1,4 @@
-//! The dashboard: one page without external content, and the browser's session.
+//! The dashboard, which is one page without external content, and the browser's session.
 
 use axum::Extension;
 use axum::extract::State;
@@ -11,11 +11,11 @@ use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 
-/// Content security policy: only content from the controller itself, and no frames.
+/// Content security policy that allows only content from the controller itself, and no frames.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; \
     img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// Returns the routes of the dashboard's page and files. They contain no data of the fleet, and need no token.
+/// Returns the routes of the dashboard's page and files. They contain no fleet data and therefore need no token.
 pub fn routes() -> axum::Router<Api> {
     let file = |content_type: &'static str, text: &'static str| {
         get(async move || {
@@ -33,7 +33,7 @@ pub fn routes() -> axum::Router<Api> {
         .route("/dashboard.js", file("text/javascript; charset=utf-8", include_str!("dashboard/dashboard.js")))
 }
 
-/// Begin a browser session: a cookie with a viewer's rights, for a caller with a token or a certificate
+/// Begin a browser session for a caller with a token or a certificate, by a cookie with a viewer's rights
 #[utoipa::path(
     post, path = "/v1/session",
     responses((status = 204, description = "The session's cookie (`Set-Cookie`)"))

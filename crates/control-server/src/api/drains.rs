@@ -1,4 +1,4 @@
-//! Drains of servers.
+//! API endpoints for drains of servers.
 
 use axum::Extension;
 use axum::extract::State;
@@ -31,7 +31,7 @@ fn status(state: &ControllerState, server: &str) -> Result<DrainStatus, Problem>
     state.controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
 }
 
-/// Drain a server: it gets no new connections until the drain is deleted, whatever the fleet document states
+/// Drain a server, so that it gets no new connections until the drain is deleted, whatever the fleet document states
 #[utoipa::path(
     post, path = "/v1/servers/{server}/drain", request_body = DrainServer,
     params(("server" = String, Path, description = "Name of the server")),
@@ -62,7 +62,7 @@ pub async fn drain(
     change(&api, &shared, &server, Change::Drain(request), (&caller, &format!("drained{place}"))).await
 }
 
-/// End a server's drain: the server gets new connections again, if the fleet document allows it
+/// End a server's drain, so that it gets new connections again if the fleet document allows it
 #[utoipa::path(
     delete, path = "/v1/servers/{server}/drain",
     params(("server" = String, Path, description = "Name of the server")),
@@ -81,7 +81,7 @@ pub async fn undrain(
     change(&api, &shared, &server, Change::Undrain(server.clone()), (&caller, "undrained")).await
 }
 
-/// Requests the change from the controller, and records an event if anything changed.
+/// Requests the change from the controller, and records an event if anything has changed.
 async fn change(
     api: &Api,
     shared: &ControllerState,

@@ -1,4 +1,4 @@
-//! Events: differences between successive states of the fleet, so that no visible change is missed.
+//! Events, derived from the differences between successive states of the fleet, so that no visible change is missed.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use tokio::sync::watch;
 pub const MAX_EVENTS: usize = 1000;
 
 pub struct EventLog {
-    /// Random identifier of this run of the controller, which is part of each event's id for clients.
+    /// Random identifier of this controller run, which is part of each event's id for clients.
     run_id: String,
     events: Mutex<VecDeque<Event>>,
     newest_id: watch::Sender<u64>,
@@ -49,7 +49,7 @@ impl EventLog {
         self.newest_id.subscribe()
     }
 
-    /// Adds an event that does not follow from a change of the fleet's status. `wall_time`: time since 1970.
+    /// Adds an event that does not follow from a change of the fleet's status. `wall_time` is the time since 1970.
     pub fn add(&self, (kind, event): (EventKind, EventId), name: &str, message: String, wall_time: Duration) {
         self.add_events(
             [NewEvent { severity: Severity::Info, event_id: event, kind, name: name.to_owned(), message }],
@@ -57,7 +57,7 @@ impl EventLog {
         );
     }
 
-    /// Compares `overview` with that of the last call, and records the differences as events. `wall_time`: since 1970.
+    /// Compares `overview` with the last call's, and records the differences as events at `wall_time` (since 1970).
     pub fn record_changes(&self, overview: &Overview, wall_time: Duration) {
         let mut last_overview = self.last_overview.lock();
         let new_events = match &*last_overview {
@@ -117,7 +117,6 @@ struct NewEvent {
     message: String,
 }
 
-/// Returns the events that follow from the differences of two states of the fleet.
 fn events_between(before: &Overview, after: &Overview) -> Vec<NewEvent> {
     let mut new_events = NewEvents(Vec::new());
     if before.fleet_generation != after.fleet_generation {
@@ -152,7 +151,7 @@ impl NewEvents {
         self.0.push(NewEvent { severity, event_id: event, kind, name: name.to_owned(), message: message.into() });
     }
 
-    /// Adds events for warnings that begin or end. If only a number in a warning changes, there is no event.
+    /// Adds events for warnings that begin or end. A warning in which only a number changes causes no event.
     fn add_warning_changes(&mut self, kind: EventKind, name: &str, before: &[String], after: &[String]) {
         let [old, new] = [before, after].map(|warnings| -> BTreeMap<String, &String> {
             warnings.iter().map(|warning| (strip_digits(warning), warning)).collect()

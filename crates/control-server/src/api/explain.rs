@@ -1,4 +1,4 @@
-//! Explanation of a packet's destination.
+//! API endpoint that explains a packet's destination.
 
 use axum::extract::State;
 use coreward_api::types::{Explain, Explanation, PacketKind};

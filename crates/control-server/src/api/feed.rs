@@ -1,4 +1,4 @@
-//! Updates for watchers, encoded once for all of them. A slow watcher skips to the newest update, so nothing queues up.
+//! Updates for watchers, encoded once for all of them. A slow watcher skips to the newest update, so no queue grows.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,7 @@ pub const MIN_LOADS_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of clients that watch the fleet at the same time.
 const MAX_WATCHERS: usize = 64;
 
-/// Document as JSON text; empty before the first document is published.
+/// Document as JSON text, which is empty before the first document is published.
 type JsonText = Arc<str>;
 
 pub struct StatusFeed {
@@ -51,7 +51,7 @@ impl StatusFeed {
         }
     }
 
-    /// Adds a watcher. Fails if [`MAX_WATCHERS`] clients watch already.
+    /// Adds a watcher. Fails if [`MAX_WATCHERS`] clients already watch.
     pub fn subscribe(&self) -> Result<Watcher, Problem> {
         let watcher_slot = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
             let error_detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
@@ -73,7 +73,7 @@ fn publish_json(sender: &watch::Sender<JsonText>, document: &impl Serialize) {
 }
 
 pub struct Watcher {
-    /// Newest document of loads, replaced at most once per [`MIN_LOADS_INTERVAL`].
+    /// Newest document of loads, which is replaced at most once per [`MIN_LOADS_INTERVAL`].
     pub loads: watch::Receiver<JsonText>,
     pub overview: watch::Receiver<JsonText>,
     _slot: OwnedSemaphorePermit,

@@ -1,4 +1,4 @@
-//! The fleet document.
+//! API endpoints of the fleet document.
 
 use std::path::PathBuf;
 
@@ -19,7 +19,7 @@ use crate::server::state_manager::{ApplyError, Change, DocumentRequest};
 use coreward_fleet::config::{self, FleetConfig, difference};
 use coreward_fleet::records::Document;
 
-/// Fleet document in force, as the operator wrote it
+/// Active fleet document, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
 pub async fn fleet(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     let shared = api.leader_state()?;
@@ -36,7 +36,7 @@ fn document_in_force(state: &ControllerState) -> (Document, Option<PathBuf>) {
     (controller.fleet().document.clone(), controller.fleet().document_file.clone())
 }
 
-/// Maximum length of a fleet document's name. Each reported mistake contains the name.
+/// Maximum length of a fleet document's name in bytes, because each reported mistake contains the name.
 const MAX_DOCUMENT_NAME_BYTES: usize = 4096;
 
 fn check_name(name: &str) -> Result<(), Problem> {
@@ -93,7 +93,7 @@ pub async fn put_fleet(
         let message = format!("{caller}: applied the document of generation {now_in_force}");
         api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
     }
-    // Answers whatever other requests do: a rejected caller would assume that the document was not applied.
+    // No other request may prevent this answer, or the caller would assume that the document was not applied.
     compute_answer(WorkSize::Small, move || {
         Ok(FleetApplied {
             generation: now_in_force,
@@ -199,7 +199,7 @@ mod tests {
     }
 
     /// If two operators apply documents, each gets the generation of its own document, even if the second document is
-    /// already in force.
+    /// already active.
     #[tokio::test]
     async fn acknowledgement_names_the_generation_of_the_callers_document() {
         let directory = tempfile::tempdir().unwrap();

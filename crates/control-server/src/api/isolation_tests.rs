@@ -1,6 +1,6 @@
-//! Isolation of requests: no request delays another one or a table. The worst permitted request of each kind, at the
-//! largest documented size, runs against the largest fleet. The test measures the longest CPU time of the API's thread
-//! without a yield, and the longest wait for the controller's lock. It needs the machine for itself.
+//! Tests that no request delays another one or a table. The worst permitted request of each kind, at the largest
+//! documented size, runs against the largest fleet. The test measures the longest CPU time of the API's thread without
+//! a yield, and the longest wait for the controller's lock. It needs the machine for itself.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -29,12 +29,12 @@ use coreward_listener::security::Security;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 
-/// Maximum delay of other requests and of placement tables, caused by one large request.
+/// Maximum delay that one large request may cause for other requests and for placement tables.
 const MAX_DELAY: Duration = Duration::from_millis(20);
-/// Number of services that have every server; other services have a few servers.
+/// Number of services that have every server. Other services have a few servers.
 const LARGE_SERVICE_COUNT: usize = 8;
 
-/// Returns the text of the largest fleet document. `additional_line`: makes the document different from others.
+/// Returns the text of the largest fleet document. The `additional_line` distinguishes it from other documents.
 fn largest_fleet_text(additional_line: &str) -> String {
     let mut text = additional_line.to_owned();
     for n in 0..ServerId::COUNT {
@@ -58,12 +58,13 @@ struct TestEnv {
     client: Client,
     tokens: [String; 2],
     api_thread: Arc<ApiThread>,
-    /// Longest wait for the controller's lock since the last query, in nanoseconds.
+    /// Longest wait for the controller's lock since the last query (ns).
     longest_lock_wait_ns: Arc<AtomicU64>,
 }
 
-/// Calls `lock` several times per millisecond until it returns `None`, and records the longest wait: the smaller of
-/// wall-clock and CPU time. Wall-clock time includes a hypervisor's pauses, CPU time includes other threads.
+/// Calls `lock` several times per millisecond until it returns `None`, and records the longest wait. A wait counts as
+/// the smaller of its wall-clock and CPU time, because wall-clock time includes a hypervisor's pauses and CPU time
+/// includes other threads.
 fn measure_lock_waits(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
     loop {
@@ -79,13 +80,13 @@ fn measure_lock_waits(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64
 
 #[derive(Default)]
 struct ApiThread {
-    /// Longest CPU time of the API's thread without a yield, in nanoseconds.
+    /// Longest CPU time of the API's thread without a yield (ns).
     longest_busy_ns: AtomicU64,
     lock_count: AtomicU64,
 }
 
 impl ApiThread {
-    /// Returns the longest CPU time without a yield since the last call, including the period that ends now.
+    /// Returns the longest CPU time without a yield since the last call, including the present period.
     async fn longest(&self) -> Duration {
         let looks = self.lock_count.load(Ordering::Relaxed);
         while self.lock_count.load(Ordering::Relaxed) < looks + 2 {
@@ -100,7 +101,7 @@ async fn measure_thread_busy_time(api_thread: Arc<ApiThread>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
     let mut before = cpu_time();
     loop {
-        // Less than a significant poll, and long enough that the thread rests.
+        // This pause is shorter than a significant poll, but long enough that the thread rests.
         tokio::time::sleep(Duration::from_millis(1)).await;
         let now = cpu_time();
         api_thread.longest_busy_ns.fetch_max(now - before, Ordering::Relaxed);
@@ -132,7 +133,6 @@ impl TestEnv {
         (seen, thread, waited)
     }
 
-    /// Returns the longest wait for the controller's lock since the last call.
     fn take_longest_wait(&self) -> Duration {
         Duration::from_nanos(self.longest_lock_wait_ns.swap(0, Ordering::Relaxed))
     }
@@ -252,7 +252,7 @@ fn largest_requests() -> Vec<Request> {
     requests
 }
 
-/// Maximum number of attempts. A hypervisor's pause may count as CPU time, but not in every attempt.
+/// Maximum number of attempts. A hypervisor's pause may count as CPU time in some attempts, but not in every one.
 const MAX_ATTEMPTS: u64 = 5;
 
 async fn assert_request_causes_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
@@ -261,7 +261,7 @@ async fn assert_request_causes_no_delay(env: &TestEnv, request: impl Fn(u64) -> 
         let (thread, waited);
         let request = request(attempt);
         (seen, thread, waited) = env.measure(&request).await;
-        // A check takes no lock: its parsing would count as a wait.
+        // A check takes no lock, so the time for parsing must not count as a wait for it.
         let takes_lock = request.1 != "/v1/check";
         if thread < MAX_DELAY && (waited < MAX_DELAY || !takes_lock) {
             return eprintln!("{seen}");
@@ -281,7 +281,7 @@ fn largest_request_delays_neither_requests_nor_tables() {
             (Method::PUT, "/v1/fleet".to_owned(), Role::Operator, request_body.to_string())
         })
         .await;
-        // Policies run before the measurement, because they belong to no request.
+        // Policies run before the measurement, because they do not belong to any request.
         env.state.make_due_tables(Duration::from_secs(3600));
         for request in largest_requests() {
             assert_request_causes_no_delay(env, |_| request.clone()).await;

@@ -1,4 +1,4 @@
-//! The cookie keys.
+//! API endpoints of the cookie keys.
 
 use axum::Extension;
 use axum::extract::State;

@@ -1,5 +1,5 @@
-//! Handlers of the HTTP API. Each endpoint is a function whose doc comment is its description, and a line in
-//! [`endpoints`] with its role. `coreward_http::endpoints` has the common parts.
+//! Handlers of the HTTP API. The doc comment of each endpoint's function is its description, and a line in
+//! [`endpoints`] has its role. `coreward_http::endpoints` has the common parts.
 //!
 //! * [`events`]: events, found by polling the status
 //! * [`feed`]: updates for watchers
@@ -47,7 +47,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 const API_DESCRIPTION: &str = "State and control of a coreward controller (layer-4 load balancer). Every request \
     carries `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
 
-/// State of all handlers.
+/// State that all handlers share.
 #[derive(Clone)]
 pub struct Api {
     election: Arc<LeaderElection>,
@@ -65,7 +65,7 @@ impl Api {
 }
 
 impl Api {
-    /// Returns the HTTP problem that describes why a change was not made.
+    /// Returns the HTTP problem that explains why a change was not made.
     fn change_problem(&self, error: &anyhow::Error) -> Problem {
         if is_caused_by_deposition(error) || self.election.leader_state().is_err() {
             self.not_leading_problem(Some(error))
@@ -131,7 +131,7 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, "application/json")], document)
 }
 
-/// Returns the router of all endpoints, and the state that its handlers share.
+/// Returns the router of all endpoints, with the state that its handlers share.
 fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
     let access_control =
         Arc::new(AccessControl::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
@@ -165,7 +165,7 @@ pub fn serve(
     })
 }
 
-/// Reads the token files again at each SIGHUP, forever.
+/// Reads the token files again at each SIGHUP. Never returns.
 async fn reload_tokens_on_sighup(guard: &AccessControl, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
         if let Err(error) = guard.reload() {
@@ -178,7 +178,7 @@ async fn reload_tokens_on_sighup(guard: &AccessControl, mut hangup: Signal) {
     }
 }
 
-/// Records events and updates the documents of watchers at regular intervals, forever.
+/// Records events and updates the watchers' documents at regular intervals. Never returns.
 async fn update_watchers_loop(api: Api) {
     let mut due = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -191,7 +191,7 @@ async fn update_watchers_loop(api: Api) {
             next_poll = moment + POLL_INTERVAL;
         }
         let api = api.clone();
-        // Thousands of servers take some time.
+        // This runs as separate work, because thousands of servers take some time.
         let updated = work::run(WorkSize::Small, move || {
             if whole {
                 let now = shared.now();

@@ -1,4 +1,4 @@
-//! Status of the fleet.
+//! API endpoints for the status of the fleet.
 
 use std::sync::Arc;
 
@@ -55,7 +55,7 @@ pub async fn status(
     compute_answer(WorkSize::Small, move || Ok(shared.status(query.rss_keys))).await
 }
 
-/// Returns the controller's state. Fails if the query asks for more than this caller may read.
+/// Returns the controller's state. Fails if the query requests more than this caller may read.
 fn visible_state(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
         let error_detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";

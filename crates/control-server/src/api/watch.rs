@@ -1,4 +1,4 @@
-//! Events, and a stream of all changes.
+//! API endpoints for events and for a stream of all changes.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -21,7 +21,7 @@ use super::events::MAX_EVENTS;
 use super::feed::Watcher;
 use crate::server::controller_state::ControllerState;
 
-/// Interval of keep-alive messages, from whose absence both sides detect a broken connection.
+/// Interval of keep-alive messages. If they are absent, both sides detect a broken connection.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// Delay after which browsers reconnect to the stream.
 const RECONNECT_DELAY: Duration = Duration::from_secs(1);
@@ -58,10 +58,10 @@ fn default_interval_ms() -> u32 {
 
 /// Stream of all changes of the fleet (server-sent events)
 ///
-/// `status` (an `Overview`) comes at once and after every change, `loads` (`Loads`) at the interval, `event` (an
-/// `Event`) for each new event. Events have ids: a client that reconnects with `Last-Event-ID` gets the missed events,
-/// other clients get the newest 100. The stream ends when another controller leads, and when the controller checks
-/// tokens and certificates again (SIGHUP): reconnect then.
+/// A `status` message (an `Overview`) comes at once and after every change, `loads` (`Loads`) at the interval, and
+/// `event` (an `Event`) for each new event. Events have ids. A client that reconnects with `Last-Event-ID` gets the
+/// missed events, while other clients get the newest 100. The stream ends when another controller leads, or when the
+/// controller checks tokens and certificates again (SIGHUP). Clients should then reconnect.
 #[utoipa::path(
     get, path = "/v1/watch",
     params(WatchQuery, ("Last-Event-ID" = Option<String>, Header, description = "Id of the last received event")),
@@ -103,11 +103,11 @@ pub async fn watch(
     Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE_INTERVAL)))
 }
 
-/// State of one watcher's stream: which updates the watcher still has to get.
+/// State of one watcher's stream, with the updates that the watcher still has to get.
 struct WatcherUpdates {
     api: Api,
     shared: Arc<ControllerState>,
-    /// Receives changes of permissions, after which the watcher must authenticate again.
+    /// Receiver of changes of permissions, after which the watcher must authenticate again.
     permission_changes: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
     newest_event_id: tokio::sync::watch::Receiver<u64>,
@@ -119,7 +119,7 @@ struct WatcherUpdates {
 }
 
 impl WatcherUpdates {
-    /// Returns the next message; `None`: another controller leads, or the watcher must authenticate again.
+    /// Returns the next message, or `None` if another controller leads or the watcher must authenticate again.
     async fn next(&mut self) -> Option<sse::Event> {
         loop {
             if !self.shared.is_leading() {

@@ -1,4 +1,4 @@
-//! Every bad input of the controller's own file with its message.
+//! Tests of the message for each kind of invalid input in the controller's own file.
 
 use std::time::Duration;
 

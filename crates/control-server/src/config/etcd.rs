@@ -1,4 +1,4 @@
-//! `[etcd]` of the controller's file.
+//! The `[etcd]` section of the controller's file.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -18,20 +18,21 @@ const DEFAULT_LEASE_DURATION: Duration = Duration::from_secs(5);
 /// Settings of the connection to etcd and of the leader election.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdConfig {
-    /// URLs of etcd's members, `http://HOST:PORT` or `https://HOST:PORT`: at least one, without duplicates.
+    /// URLs of etcd's members as `http://HOST:PORT` or `https://HOST:PORT`. There is at least one and no duplicate.
     pub endpoints: Vec<String>,
     /// Prefix of all keys in etcd, without a slash at its end.
     pub prefix: String,
-    /// Time for which this controller leads without an answer from etcd, in whole seconds.
+    /// Time for which this controller continues to lead without an answer from etcd, in whole seconds.
     pub lease_duration: Duration,
     /// Address at which daemons reach this controller.
     pub advertised_address: SocketAddr,
-    /// URL of this controller's API for other hosts, `https://HOST:PORT`; `None`: the API listens on its own host only.
+    /// URL of this controller's API for other hosts, as `https://HOST:PORT`, or `None` if the API listens on its own
+    /// host only.
     pub advertised_api_url: Option<String>,
     pub tls: Option<EtcdTlsConfig>,
 }
 
-/// TLS files for connections to etcd, read at the start, and again when they change.
+/// TLS files for connections to etcd. They are read at the start, and again when they change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdTlsConfig {
     /// File with the authorities that may have issued etcd's certificate (PEM).
@@ -72,7 +73,6 @@ config_struct! {
     }
 }
 
-/// Address of a member of etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint(pub String);
 
@@ -94,7 +94,6 @@ impl FromToml for Endpoint {
     }
 }
 
-/// Address of an API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ApiAddress(pub String);
 
@@ -121,7 +120,7 @@ fn is_host_and_port(host_and_port: &str) -> bool {
     host_and_port.rsplit_once(':').is_some_and(|(host, port)| is_host(host) && is_port(port))
 }
 
-/// Prefix of keys.
+/// Prefix of all keys in etcd.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyPrefix(pub String);
 
@@ -156,7 +155,7 @@ pub struct ListenAddresses {
     pub api: SocketAddr,
 }
 
-/// Returns the store that the file configures, which must be exactly one. `fleet`: location of the `fleet` key.
+/// Returns the store that the file configures, which must be exactly one. `fleet` is the location of the `fleet` key.
 pub fn store_location(
     store: Option<PathBuf>,
     etcd: Option<Spanned<EtcdFile>>,
@@ -248,8 +247,8 @@ fn check_etcd(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Re
     })
 }
 
-/// Returns the URL at which other hosts reach an API that listens at `api`, on the machine with the address
-/// `advertise`. `None`: the API is not reachable with TLS from other hosts.
+/// Returns the URL at which other hosts reach an API that listens at `api` on the machine with the address `advertise`.
+/// Returns `None` if the API is not reachable with TLS from other hosts.
 fn advertised_api_url(api: SocketAddr, advertise: SocketAddr) -> Option<String> {
     let ip = if api.ip().is_unspecified() { advertise.ip() } else { api.ip() };
     let is_reachable = !ip.is_loopback() && !ip.is_unspecified() && api.port() > 0;

@@ -25,17 +25,17 @@ pub struct ControllerConfig {
     pub api: SocketAddr,
     pub token_directory: PathBuf,
     pub store: StoreLocation,
-    /// Address at which metrics are served for Prometheus; `None`: no metrics are served.
+    /// Address at which metrics are served for Prometheus, or `None` if none are served.
     pub metrics: Option<SocketAddr>,
-    /// File with the fleet's document; `None`: the document that was last applied is in the store.
+    /// File with the fleet document, or `None` to use the last applied document in the store.
     pub fleet: Option<PathBuf>,
-    /// RSS key that agents with `manage_rss = true` set; `None`: the key in the store.
+    /// RSS key that agents with `manage_rss = true` set, or `None` for the key in the store.
     pub rss_key: Option<Secret<RssKey>>,
-    /// Files of the controller's own certificate; `None`: connections are neither encrypted nor authenticated.
+    /// Files of the controller's own certificate, or `None` if connections are neither encrypted nor authenticated.
     pub tls: Option<coreward_tls::CredentialFiles>,
     /// Fingerprints of certificates that are rejected although they are valid.
     pub revoked_certificates: Vec<Fingerprint>,
-    /// Whether listening beyond this host without TLS is intended, and causes no warning.
+    /// Whether the controller intentionally listens beyond this host without TLS, so that it logs no warning.
     pub allow_plaintext: bool,
 }
 
@@ -57,7 +57,7 @@ impl StoreLocation {
 }
 
 impl ControllerConfig {
-    /// Returns the keys whose values differ in `new`, and that are read at the start only.
+    /// Returns the keys that are read only at the start and whose values differ in `new`.
     pub fn keys_needing_restart(&self, new: &Self) -> Vec<&'static str> {
         let changed_keys = [
             ("listen", self.listen != new.listen),
@@ -117,5 +117,5 @@ impl ControllerConfig {
 
 config_file!(ControllerConfig, ControllerConfig::from_file);
 
-/// State directory of the packaged systemd unit, the only directory that it may write.
+/// State directory of the packaged systemd unit, which is the only directory that the unit may write.
 const STATE_DIRECTORY: &str = "/var/lib/coreward";

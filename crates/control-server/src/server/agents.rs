@@ -1,5 +1,5 @@
-//! Stream of one agent. In: a registration, then reports and answers. Out: its configuration, now and at every change,
-//! and queries.
+//! Stream of one agent. The agent sends a registration, then reports and answers. The controller sends the agent's
+//! configuration, at once and at every change, and queries.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,14 +24,14 @@ const REFUSAL_DELAY: Duration = Duration::from_secs(1);
 
 type AgentUpdateSender = mpsc::Sender<Result<v1::AgentUpdate, Status>>;
 
-/// Stream of the messages of one agent, connected directly or through its rack.
+/// Stream of messages from one agent, which is connected directly or through its rack.
 pub trait AgentMessageStream: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin {}
 
 impl<S: Stream<Item = Result<v1::AgentMessage, Status>> + Unpin> AgentMessageStream for S {}
 
 pub enum ReportSource {
     Agent(AuthenticatedPeer),
-    /// Rack that relays the agent's messages, and has authenticated the agent.
+    /// The rack relays the agent's messages, and has authenticated the agent.
     Rack(RackRelay),
 }
 
@@ -115,8 +115,8 @@ fn log_end(server: &str, error: Option<&Status>) {
     }
 }
 
-/// Sends the error after a delay and ends the stream. A connection has a limited number of streams, so a delay limits
-/// the rate of rejections. There is no delay if the agent replaces another one, or looks for the leader.
+/// Sends the error after a delay and ends the stream. Because a connection has a limited number of streams, the delay
+/// limits the rate of rejections. There is no delay if the agent replaces another one or looks for the leader.
 async fn refuse(status: Status, answers: &AgentUpdateSender) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
@@ -194,8 +194,8 @@ async fn serve_stream(
     }
 }
 
-/// Returns the agent's next message. While the agent exceeds its message rate, nothing is read or decoded: its messages
-/// wait in its connection, where HTTP/2's flow control stops the agent.
+/// Returns the agent's next message. While the agent exceeds its message rate, nothing is read or decoded. Its messages
+/// then wait in its connection, where HTTP/2's flow control stops the agent.
 async fn next_message(
     shared: &ControllerState,
     session: &Session,
@@ -218,7 +218,7 @@ async fn next_message(
     Ok(message.and_then(|message| message.message))
 }
 
-/// Records an agent's report. An invalid report is counted and logged; the stream ends only if the session has ended.
+/// Records an agent's report. An invalid one is counted and logged, but the stream ends only if the session has ended.
 fn record_report(
     state: &ControllerState,
     session: &Session,
@@ -239,7 +239,7 @@ fn record_report(
     Ok(())
 }
 
-/// Log of rejected reports. A repeated rejection is logged once, not ten times per second.
+/// Log of rejected reports, in which a repeated rejection is logged once and not ten times per second.
 #[derive(Default)]
 struct RefusalLog {
     last_reason: Option<&'static str>,

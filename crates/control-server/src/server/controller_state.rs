@@ -1,4 +1,4 @@
-//! State shared by all callers.
+//! State of the controller that all callers share.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
@@ -50,21 +50,21 @@ metrics! {
 
 pub struct ControllerState {
     controller: Mutex<Controller>,
-    /// Leadership in etcd; `None`: there is no other controller.
+    /// Leadership in etcd, or `None` if there is no other controller.
     leadership: Option<Arc<Leadership>>,
     pub publisher: UpdatePublisher,
     tables_due: Notify,
     table_budget: TableBudget,
-    /// Number of changes of agents' configurations so far. Agents' streams wait for changes of it.
+    /// Number of changes of agents' configurations so far. Agents' streams wait until it changes.
     agent_configuration_version: watch::Sender<u64>,
     pub socket_query_relay: SocketQueryRelay,
     deposed: watch::Sender<bool>,
     change_requests: mpsc::Sender<ChangeRequest>,
-    /// Whether tables may be made. After a restart they must wait for agents' reports.
+    /// Whether tables may be made. After a restart, they must wait for agents' reports.
     has_settled: AtomicBool,
-    /// Inputs of the newest published configuration that are not part of the fleet.
+    /// Inputs of the newest published configuration that are not part of the fleet document or its records.
     last_published_inputs: Mutex<LastPublishedInputs>,
-    /// Histogram of the time from a server's newest report to the publication of the table that was made from it.
+    /// Histogram of the time from a server's newest report to the publication of the table made from it.
     report_to_table_latency: Mutex<LatencyHistogram>,
     start_time: Instant,
     clock: RecordClock,
@@ -75,7 +75,7 @@ pub struct ControllerState {
 pub struct ChangeRequest {
     pub change: Change,
     pub author: Author,
-    /// Sender of the result, used when the change is in force or rejected.
+    /// Sender of the result, which is used when the change is active or rejected.
     pub reply: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
 }
 
@@ -85,7 +85,7 @@ impl ChangeRequest {
     }
 }
 
-/// Result of one change, not affected by later changes.
+/// Result of one change, which later changes do not affect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChangeOutcome {
     /// Whether the change has led to a new configuration.
@@ -94,7 +94,7 @@ pub struct ChangeOutcome {
     pub document_generation: u64,
 }
 
-/// Maximum number of servers that are read during one lock of the controller: it lasts some hundred microseconds.
+/// Maximum number of servers that are read during one lock of the controller, which lasts some hundred microseconds.
 const MAX_SERVERS_PER_LOCK: usize = 32;
 
 const CHANGE_QUEUE_LENGTH: usize = 64;
@@ -103,7 +103,6 @@ const CHANGE_QUEUE_LENGTH: usize = 64;
 struct LastPublishedInputs {
     live_load_balancers: BTreeSet<String>,
     predecessor_change_count: u64,
-    /// Time at which the last tables were made.
     last_tables_at: Duration,
 }
 
@@ -140,7 +139,7 @@ impl ControllerState {
         (state, receiver)
     }
 
-    /// Requests a change by the controller itself, and waits until it is in force. Fails if it cannot be written.
+    /// Requests a change by the controller itself, and waits until it is active. Fails if it cannot be written.
     pub async fn change(&self, change: Change) -> anyhow::Result<ChangeOutcome> {
         self.request_change(Author::controller(), change).await
     }
@@ -154,18 +153,18 @@ impl ControllerState {
         outcome.await.context("the controller is ending")?
     }
 
-    /// Returns the leadership in etcd; `None`: there is no other controller.
+    /// Returns the leadership in etcd, or `None` if there is no other controller.
     pub fn leadership(&self) -> Option<&Arc<Leadership>> {
         self.leadership.as_ref()
     }
 
-    /// Returns whether this controller leads now. Callers check this before every answer, because the process may have
-    /// been stopped for any time.
+    /// Returns whether this controller still leads. Callers check this before every answer, because the process may
+    /// have been suspended for any length of time.
     pub fn is_leading(&self) -> bool {
         self.leadership.as_ref().is_none_or(|leadership| leadership.is_valid())
     }
 
-    /// Waits until this controller is deposed ([`ControllerState::depose`]). Streams use this in place of a timer.
+    /// Waits until this controller is deposed ([`ControllerState::depose`]). Streams use this instead of a timer.
     pub async fn wait_until_deposed(&self) {
         let _ = self.deposed.subscribe().wait_for(|deposed| *deposed).await;
     }
@@ -193,7 +192,8 @@ impl ControllerState {
         result
     }
 
-    /// Returns the full status, in tens of ms for thousands of servers. `rss_keys`: whether it includes full RSS keys.
+    /// Returns the full status, which takes tens of ms for thousands of servers. It includes full RSS keys if
+    /// `rss_keys` is set.
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
         let mut status = self.controller().status_summary(now);
@@ -204,7 +204,7 @@ impl ControllerState {
         status
     }
 
-    /// Returns the status of all services. `rss_keys`: whether it includes full RSS keys.
+    /// Returns the status of all services, with full RSS keys if `rss_keys` is set.
     pub fn services(&self, rss_keys: bool, now: Now) -> Vec<Service> {
         (0..).map_while(|position| self.service_at(position, rss_keys, now)).collect()
     }
@@ -221,13 +221,13 @@ impl ControllerState {
         }
     }
 
-    /// Returns the status of all servers. `rss_keys`: whether it includes full RSS keys.
+    /// Returns the status of all servers, with full RSS keys if `rss_keys` is set.
     pub fn servers(&self, rss_keys: bool, now: Now) -> Vec<Server> {
         self.map_servers(|controller, id, server| controller.server_status(id, server, rss_keys, now))
     }
 
-    /// Returns the status of the server with this name, as in [`ControllerState::servers`]. If two ids have this name
-    /// (the operator changed the id), the newer id counts.
+    /// Returns the status of the server with this name, as in [`ControllerState::servers`]. If the operator changed the
+    /// server's id, the newer id counts.
     pub fn server(&self, name: &str, rss_keys: bool, now: Now) -> Option<Server> {
         let status_if_named = |controller: &Controller, id, server: &FleetServer| {
             (server.name == name).then(|| controller.server_status(id, server, rss_keys, now))
@@ -276,7 +276,7 @@ impl ControllerState {
         Ok(service_view.with_servers(servers))
     }
 
-    /// Returns the newest placement table of the service; `None`: the service is unknown or has no table yet.
+    /// Returns the newest placement table of the service, or `None` if the service is unknown or has no table yet.
     pub fn table(&self, service: &str) -> Option<Table> {
         let (table, age) = self.controller().newest_table(service, self.now())?;
         let server_names = self.map_servers(|_, id, server| (id, server.name.clone())).into_iter().collect();
@@ -318,7 +318,7 @@ impl ControllerState {
         Some(self.with_members(position, self.read_service(position, now, read_status)?, now))
     }
 
-    /// Adds the members of the service to its status, with the lock released regularly.
+    /// Adds the members of the service to its status. The lock is released regularly.
     fn with_members(&self, position: usize, service: Service, now: Now) -> Service {
         let (mut members, mut after) = (Vec::new(), None);
         loop {
@@ -344,7 +344,6 @@ impl ControllerState {
         self.controller().pool_of_servers(position, servers, now)
     }
 
-    /// Returns the state of the cookie keys, without their secrets.
     pub fn keys(&self) -> Keys {
         let now = self.now();
         let keys = self.controller().keys_summary(now);
@@ -384,7 +383,7 @@ impl ControllerState {
         controller.are_all_loads_known(now) && controller.has_all_check_results(now)
     }
 
-    /// Makes what is due at the end of a report interval. Returns the time until the next end.
+    /// Makes the tables and updates that are due at the end of a report interval. Returns the time until the next end.
     pub fn tick(&self) -> Duration {
         let now = self.now();
         let (timing, interval) = {
@@ -414,8 +413,7 @@ impl ControllerState {
         self.publish_new_tables(&tables, received.into_iter());
     }
 
-    /// Makes due tables, the longest due first, until none is due or `time_limit` has passed. Returns the time that it
-    /// took.
+    /// Makes due tables, the longest due first, until none is due or `time_limit` has passed. Returns the elapsed time.
     pub fn make_due_tables(&self, time_limit: Duration) -> Duration {
         let start_time = Instant::now();
         while start_time.elapsed() < time_limit {
@@ -435,7 +433,7 @@ impl ControllerState {
     }
 
     /// Makes due tables after new loads arrived, if the budget allows, in the task that received the loads. A separate
-    /// task would wait behind the burst of hundreds of tasks with reports.
+    /// task would wait behind a burst of hundreds of tasks with reports.
     pub fn on_loads_updated(&self) {
         if self.may_make_tables() {
             self.make_tables_within_budget();
@@ -454,7 +452,7 @@ impl ControllerState {
         }
     }
 
-    /// Returns whether any tables are due and may be made now.
+    /// Returns whether any tables are due and may currently be made.
     pub fn may_make_tables(&self) -> bool {
         self.is_settled() && self.controller().has_due_table()
     }
@@ -477,7 +475,6 @@ impl ControllerState {
         self.last_published_inputs.lock()
     }
 
-    /// Publishes which load balancers are alive.
     fn publish_liveness(&self, now: Now) {
         let controller = self.controller();
         let live_load_balancers = controller.live_load_balancers(now);
@@ -491,13 +488,13 @@ impl ControllerState {
     pub fn configure(&self, fleet: Fleet) {
         let now = self.now();
         let kept_services: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
-        // No caller waits for the encoding, or for the drop of the old configuration.
+        // No caller waits for the encoding, or until the old configuration is dropped.
         let live_load_balancers = self.controller().live_load_balancers(now);
         let configuration = fleet.load_balancer_configuration(|name| live_load_balancers.contains(name));
         let indexed_services = ServiceIndexes::of(&fleet);
         let old_configuration = self.controller().configure_indexed(fleet, indexed_services);
         drop(old_configuration);
-        // Earlier tables may name servers that are gone: the data plane skips them.
+        // Earlier tables may contain servers that are gone, which the data plane skips.
         self.publisher.publish_configuration(configuration, |service| kept_services.contains(&service));
         self.agent_configuration_version.send_modify(|count| *count += 1);
         if !self.has_settled.load(Ordering::Relaxed) {
@@ -529,7 +526,7 @@ impl ControllerState {
         }
     }
 
-    /// Allows tables to be made from now on.
+    /// Allows tables to be made after a restart.
     pub fn settle(&self) {
         self.has_settled.store(true, Ordering::Relaxed);
     }

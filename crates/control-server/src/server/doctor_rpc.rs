@@ -6,7 +6,7 @@ use coreward_wire::v1;
 use super::controller_state::ControllerState;
 use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
-/// Returns the data about the fleet that the doctor's checks on a machine need.
+/// Returns the fleet's data that `coreward doctor` needs for its checks on a machine.
 pub fn fleet_reply(state: &ControllerState) -> v1::FleetReply {
     let controller = state.controller();
     let fleet = controller.fleet();

@@ -1,7 +1,7 @@
-//! Runtime for the connections of load balancers, in a thread of its own. Agents and racks are served in order of
-//! arrival, and a burst of them takes tens of milliseconds of a CPU; tables and load balancers' messages must not wait
-//! behind it. The kernel prefers a thread that mostly sleeps, so they do not wait on a single CPU either. Without TLS
-//! the role of a connection is unknown at its start, and load balancers are served with the others.
+//! Runtime for load balancers' connections, in a thread of its own. Agents and racks are served in order of arrival,
+//! and a burst of them takes tens of milliseconds of CPU time. Tables and load balancers' messages must not wait behind
+//! it. The kernel prefers a thread that mostly sleeps, so they do not wait on a single CPU either. Without TLS, a
+//! connection's role is unknown at its start, so load balancers are served with the others.
 
 use std::io;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub struct LbRuntime {
 }
 
 impl LbRuntime {
-    /// Starts the runtime's thread. Fails if no thread can be created.
+    /// Starts the runtime's thread. Fails if it cannot be created.
     pub fn start(election: Arc<LeaderElection>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -41,7 +41,7 @@ impl LbRuntime {
         Ok(Self { runtime: Some(runtime), connections, server_task })
     }
 
-    /// Moves the connections of load balancers, recognised by their certificates, from this stream to the runtime.
+    /// Moves load balancers' connections from this stream to the runtime. Their certificates identify them.
     pub fn split_off<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
         admitted: S,
@@ -77,7 +77,7 @@ impl LbRuntime {
 
 impl Drop for LbRuntime {
     fn drop(&mut self) {
-        // Joining a thread is not possible in asynchronous code.
+        // The runtime shuts down in the background, because asynchronous code must not wait for a thread to end.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }

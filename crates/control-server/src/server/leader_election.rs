@@ -1,5 +1,5 @@
-//! Leadership. A controller with a store of its own always leads. Of several controllers on etcd one leads, and the
-//! others refer to it.
+//! Leadership among controllers. A controller with a store of its own always leads. If several controllers use etcd,
+//! one leads and the others refer to it.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -56,7 +56,7 @@ metrics! {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leader {
     pub address: SocketAddr,
-    /// `https://HOST:PORT` of its API; `None`: the API listens on its own host only, or is unknown (older version).
+    /// `https://HOST:PORT` of its API, or `None` if the API listens on its own host only or is unknown (older version).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api: Option<String>,
 }
@@ -73,21 +73,21 @@ impl fmt::Display for Leader {
 #[derive(Clone)]
 enum Role {
     Leader(Arc<ControllerState>),
-    /// Another controller leads, if any.
+    /// Another controller leads, or none does.
     Follower(Option<Leader>),
 }
 
-/// Role of this controller, as far as it knows, and what is independent of the role.
+/// Present role of this controller, as far as it knows, and the parts that do not depend on the role.
 pub struct LeaderElection {
     role: Mutex<Role>,
     cluster: Option<Arc<Cluster>>,
-    /// Access rules, which do not depend on the leader.
     pub security: Arc<Security>,
     pub api_requests: Arc<RequestCounts>,
 }
 
 impl LeaderElection {
-    /// Creates an election without a leader. `cluster`: connection to the etcd cluster in which it takes place.
+    /// Creates an election without a leader. `cluster` is the connection to the etcd cluster in which the election
+    /// takes place.
     pub fn new(cluster: Option<Arc<Cluster>>, security: Security) -> Self {
         Self {
             role: Mutex::new(Role::Follower(None)),
@@ -114,7 +114,7 @@ impl LeaderElection {
         self.role.lock().clone()
     }
 
-    /// Returns the state of this controller if it leads. Fails on a follower with UNAVAILABLE and the leader's address.
+    /// Returns the state of this controller if it leads. A follower fails with UNAVAILABLE and the leader's address.
     pub fn leader_state(&self) -> Result<Arc<ControllerState>, Status> {
         match self.role() {
             Role::Leader(state) if state.is_leading() => Ok(state),
@@ -123,7 +123,7 @@ impl LeaderElection {
         }
     }
 
-    /// Returns the record of the leader, if another controller leads.
+    /// Returns the record of the leader if another controller leads.
     pub fn leader(&self) -> Option<Leader> {
         match self.role() {
             Role::Leader(_) => None,
@@ -191,7 +191,7 @@ pub fn is_caused_by_deposition(error: &anyhow::Error) -> bool {
     matches!(etcd_error, Some(EtcdError::Deposed(_) | EtcdError::Unreachable { .. }))
 }
 
-/// Waits until this controller leads. Until then, records which controller leads.
+/// Waits until this controller leads. Until then, it records which controller leads.
 pub async fn campaign(
     election: &Arc<LeaderElection>,
     cluster: &Arc<Cluster>,
@@ -233,8 +233,7 @@ pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
     Ok(Candidate { prefix: config.prefix.clone(), value: leader_record, lease_duration: config.lease_duration })
 }
 
-/// Returns the record with which this controller describes itself in etcd. Must not be called from asynchronous code.
-/// Fails if etcd does not answer.
+/// Returns a description of the present leader. Fails if etcd does not answer. Asynchronous code must not call it.
 pub fn describe_leader(config: &EtcdConfig) -> anyhow::Result<String> {
     let cluster = connect_cluster(config)?;
     Ok(match cluster.block_on(candidate(config)?.read_leader(&cluster))? {
@@ -252,7 +251,7 @@ pub fn connect_cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
     Ok(Arc::new(Cluster::new(&config.endpoints, tls.as_ref())?))
 }
 
-/// Loads the files of `[etcd.tls]` again when they change, forever. An unusable file changes nothing.
+/// Loads the files of `[etcd.tls]` again when they change. An unusable file changes nothing. Never returns.
 pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
     let own = files.client_certificate_and_key.iter().flat_map(|(certificate, key)| [certificate, key]);

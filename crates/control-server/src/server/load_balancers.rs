@@ -1,4 +1,5 @@
-//! Stream of one load balancer. In: a registration, then its state. Out: configuration, tables and agents' answers.
+//! Stream of one load balancer. The load balancer sends a registration, then its state. The controller sends
+//! configurations, tables and agents' answers.
 
 use std::fmt::Display;
 use std::net::IpAddr;
@@ -78,8 +79,8 @@ async fn end_session(shared: &ControllerState, name: String, session: u64) {
     }
 }
 
-/// Registers the load balancer, and returns its name and session. Other load balancers are then sent its number and
-/// address.
+/// Registers the load balancer, and returns its name and session. Its number and address are then sent to other load
+/// balancers.
 async fn register(
     shared: &ControllerState,
     peer: &AuthenticatedPeer,
@@ -101,7 +102,7 @@ async fn register(
 struct Registration {
     name: String,
     address: Option<IpAddr>,
-    /// Generation of the configuration that the load balancer has in force.
+    /// Generation of the configuration that is active at the load balancer.
     generation_in_force: u64,
 }
 
@@ -119,7 +120,7 @@ async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) ->
     }
 }
 
-/// Processes the load balancer's messages about its state and its queries, until it disconnects.
+/// Processes the load balancer's messages about its state and its queries until it disconnects.
 async fn receive(
     shared: &ControllerState,
     load_balancer: &str,
@@ -160,7 +161,7 @@ async fn receive(
     }
 }
 
-/// Returns the decoded message of the load balancer; `None`: it is invalid, which is logged as `event`.
+/// Returns the decoded message of the load balancer. An invalid message is logged as `event` and gives `None`.
 fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl Display>) -> Option<T> {
     let log_invalid_message = |error: &_| {
         tracing::warn!(
@@ -173,7 +174,7 @@ fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl D
     decoded.inspect_err(log_invalid_message).ok()
 }
 
-/// Relays the query to the server's agent. If no agent is connected, the load balancer is answered at once.
+/// Relays the query to the server's agent. If no agent is connected, the load balancer gets an answer at once.
 fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
     let agent_session = state.controller().agent_session(query.server);
     let query = SocketQuery { load_balancer_session: session, ..query };
@@ -183,7 +184,7 @@ fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
     }
 }
 
-/// Sends the newest configuration and then the newest tables after each update. A slow receiver misses tables.
+/// Sends the newest configuration and then the newest tables after each update. A slow receiver misses some tables.
 async fn send_updates(
     shared: &ControllerState,
     mut cursor: UpdateCursor,

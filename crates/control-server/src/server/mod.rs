@@ -1,11 +1,11 @@
-//! The daemon: the controller's decisions behind gRPC, timers, and reloading.
+//! The daemon, which connects the controller's decisions with gRPC, timers and the files.
 //!
 //! * [`controller_state`]: state shared by all callers
 //! * [`update_publisher`]: updates for load balancers
-//! * [`state_manager`]: configuration and records; the only writer of the store
+//! * [`state_manager`]: configuration and records, as the only writer of the store
 //! * [`leader_election`]: leadership among several controllers
 //! * [`socket_query_relay`]: socket queries and answers between load balancers and agents
-//! * [`agents`], [`racks`], [`load_balancers`], [`doctor_rpc`]: one kind of caller each
+//! * [`agents`], [`racks`], [`load_balancers`], [`doctor_rpc`]: the streams of each kind of caller
 
 mod agents;
 pub(crate) mod controller_state;
@@ -71,14 +71,14 @@ use table_scheduler::make_tables;
 const STREAM_ROLES: &[Role] = &[Role::Agent, Role::Lb, Role::Rack];
 /// Pause before a former leader takes part in the next election, so that another controller can win.
 const CAMPAIGN_PAUSE: Duration = Duration::from_secs(1);
-/// Maximum number of tables sent before a load balancer confirms one: few, because newer tables wait behind them.
+/// Maximum number of tables sent before a load balancer confirms one. It is low, because newer tables wait behind them.
 const MAX_UNCONFIRMED_TABLES: usize = 4;
 /// Number of tasks after which tokio polls I/O and timers. A rack's message takes up to some hundred microseconds, so
-/// tokio's default of 61 tasks would be 10 ms.
+/// with tokio's default of 61 tasks, polls would be 10 ms apart.
 const TOKIO_EVENT_INTERVAL: u32 = 7;
-/// Interval of checks whether ids of former servers may be reused.
+/// Interval of checks whether the ids of former servers may be reused.
 const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
-/// Interval of checks for changed histories of buckets, and for the next step of a key rotation.
+/// Interval of checks for changed bucket histories, and for the next step of a key rotation.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs the controller until SIGTERM or SIGINT. SIGHUP reloads the files. Fails if a file is invalid, the store is
@@ -86,7 +86,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(500);
 pub fn run(config: &Path) -> anyhow::Result<()> {
     raise_file_limit();
     // One worker receives from agents and racks, and makes tables. A multi-thread worker runs the newest woken task
-    // first, a current-thread runtime the oldest. So a due table does not wait for the reports of a thousand agents.
+    // first, while a current-thread runtime runs the oldest. A due table thus does not wait for the reports of a
+    // thousand agents.
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .event_interval(TOKIO_EVENT_INTERVAL)
@@ -129,19 +130,19 @@ struct HangupSignals {
 }
 
 enum OpenedStore {
-    /// Embedded store, which only this controller uses.
+    /// The embedded store is used only by this controller.
     Embedded(Box<StateManager>),
     Etcd(Arc<Cluster>, EtcdConfig),
 }
 
 impl ControllerServer {
-    /// Reads the file, opens the store and binds the addresses. Boxed, so that callers need not compile the future.
+    /// Reads the file, opens the store and binds the addresses. The future is boxed to spare callers its compilation.
     pub fn bind(path: &Path) -> BoxFuture<'_, anyhow::Result<Self>> {
         Box::pin(Self::open(path))
     }
 
     async fn open(path: &Path) -> anyhow::Result<Self> {
-        // Watches before the files are read, so that later changes are not missed.
+        // The signal receivers are created before the files are read, so that later changes are not missed.
         let hangups = HangupSignals { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
         let file = path.to_owned();
         let (config, store, security) =
@@ -161,7 +162,7 @@ impl ControllerServer {
         Ok(Self { path: path.to_owned(), config, store, election, listener, address, api_listener, tokens, hangups })
     }
 
-    /// Returns the address at which the server listens, with the port that the system chose for port 0.
+    /// Returns the address at which the server listens, with the actual port if port 0 was configured.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -174,7 +175,7 @@ impl ControllerServer {
         self.api_listener.address()
     }
 
-    /// Serves forever. Fails if the listening socket fails.
+    /// Serves until the listening socket fails, and returns its error.
     pub fn serve(self) -> BoxFuture<'static, anyhow::Result<()>> {
         Box::pin(self.run())
     }
@@ -183,7 +184,7 @@ impl ControllerServer {
         let asked = self.election.clone();
         // Metrics have a low priority, so that they do not delay reports and tables on a shared CPU.
         metrics_endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
-        // Before the first request: a script that starts a single controller may query it at once.
+        // A permanent leader starts its term before the first request, which a script may send at once.
         let mode = match self.store {
             OpenedStore::Embedded(manager) => {
                 LeadershipMode::Permanent(Box::new(Term::start(*manager, &self.election, None)))
@@ -249,7 +250,7 @@ fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, 
     Ok((config, store, security))
 }
 
-/// Leads whenever no other controller leads, and follows otherwise, forever.
+/// Leads whenever no other controller leads, and follows otherwise, until an error occurs.
 async fn lead_and_follow(
     path: &Path,
     mut config: ControllerConfig,
@@ -292,7 +293,7 @@ async fn lead_and_follow(
     }
 }
 
-/// Becomes a follower after a term as leader has ended.
+/// Becomes a follower after a term as the leader has ended.
 async fn step_down(election: &LeaderElection, leadership: &Leadership, reason: &str) {
     tracing::warn!(
         event = "deposed",
@@ -328,7 +329,7 @@ struct Term {
 }
 
 impl Term {
-    /// Starts a term as the leader: from now on requests are answered.
+    /// Starts a term as the leader, so that requests are answered.
     fn start(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
         let (state, change_requests) =
             ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
@@ -337,7 +338,7 @@ impl Term {
         Self { manager, shared: state, change_requests }
     }
 
-    /// Makes tables, applies changes and answers requests, until an error ends the term.
+    /// Makes tables, applies changes and answers requests until an error ends the term.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
         let Self { manager, shared, change_requests } = self;
         tokio::select! {
@@ -348,7 +349,7 @@ impl Term {
     }
 }
 
-/// Applies requested changes of the configuration and the records in their order, forever.
+/// Applies requested changes of the configuration and the records in their order, until an error occurs.
 async fn process_changes(
     mut manager: StateManager,
     shared: &ControllerState,
@@ -385,14 +386,14 @@ async fn process_changes(
     }
 }
 
-/// Applies a change to the records, and puts the resulting configuration in force.
+/// Applies a change to the records, and activates the resulting configuration.
 pub(crate) async fn apply_change(
     mut manager: StateManager,
     shared: &ControllerState,
     change: Change,
     author: Author,
 ) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
-    // Changes are sequential, so no other change drains the last healthy server meanwhile.
+    // Changes are sequential, so no other change can drain the last healthy server meanwhile.
     if let Change::Drain(drain) = &change
         && let Err(refused) = shared.controller().check_drain(drain, shared.now())
     {
@@ -403,7 +404,7 @@ pub(crate) async fn apply_change(
     {
         return Ok((manager, Err(ForgetError::Connected(name.clone()).into())));
     }
-    // The disk may be slow: tables and reports continue.
+    // The disk may be slow, so the change is written while tables and reports continue.
     let (manager, outcome) = tokio::task::spawn_blocking(move || {
         let outcome = manager.apply_change(change, &author);
         (manager, outcome)
@@ -425,7 +426,7 @@ pub(crate) async fn apply_change(
     Ok((manager, outcome))
 }
 
-/// Writes changed bucket histories and due steps of key rotations to the records, forever.
+/// Writes changed bucket histories and due steps of key rotations to the records. Never returns.
 async fn maintenance_loop(shared: &ControllerState) {
     let mut due = tokio::time::interval(POLL_INTERVAL);
     due.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -501,7 +502,7 @@ fn rejection_status(rejection: &Rejection) -> Status {
     }
 }
 
-/// Returns the response to a stream's request, with the leader's term: a peer that knows a newer term disconnects.
+/// Returns the response to a stream's request, with the leader's term. A peer that knows a newer term disconnects.
 fn stream_response<T: Send + 'static>(
     state: &ControllerState,
     updates: mpsc::Receiver<Result<T, Status>>,

@@ -1,5 +1,6 @@
-//! Stream of one rack. In: a registration, then summaries and the messages of the rack's agents. Out: configurations of
-//! the rack and updates for its agents. Each agent behind a rack is served like a direct one ([`super::agents`]).
+//! Stream of one rack. The rack sends a registration, then summaries and its agents' messages. The controller sends
+//! configurations of the rack and updates for its agents. Each agent behind a rack is served like a direct one
+//! ([`super::agents`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,9 +24,9 @@ type UpdateSender = mpsc::Sender<Result<v1::RackUpdate, Status>>;
 /// Sender of the queue through which an agent's messages reach its task.
 type AgentMessageSender = mpsc::Sender<Result<v1::AgentMessage, Status>>;
 
-/// Maximum number of messages of one agent that wait. If the queue is full, the rack's stream waits.
+/// Maximum number of one agent's messages that wait in its queue. If the queue is full, the rack's stream waits.
 const MAX_QUEUED_MESSAGES: usize = 4;
-/// Maximum number of agents' streams through one rack: the number of server ids.
+/// Maximum number of agents' streams through one rack, which is the number of server ids.
 const MAX_AGENTS: usize = 16_384;
 
 pub async fn serve(
@@ -84,7 +85,7 @@ async fn register(
     session.map(|session| (name, session)).map_err(|refused| rejection_status(&refused))
 }
 
-/// Processes the rack's summaries and the messages of its agents, until the rack disconnects.
+/// Processes the rack's summaries and the messages of its agents until the rack disconnects.
 async fn receive_messages(
     shared: &Arc<ControllerState>,
     name: &str,
@@ -110,7 +111,7 @@ async fn receive_messages(
                     }
                     let relay = RackRelay { rack_session: session, name: name.into(), stream };
                     let agent = served.entry(stream).or_insert_with(|| start(shared, relay, updates.clone()));
-                    // If the agent's task has ended, the rack has the reason already.
+                    // If the agent's task has ended, the rack already has the reason.
                     let _ = agent.send(Ok(message)).await;
                 }
             }
@@ -120,7 +121,7 @@ async fn receive_messages(
         }
         let outcome = shared.controller().record_rack_summaries(session, &message.summaries, now);
         shared.on_loads_updated();
-        // Once, not ten times a second.
+        // A repeated rejection is logged once and not ten times a second.
         if let Err(refused) = &outcome
             && newest_refusal.as_ref() != Some(refused)
         {

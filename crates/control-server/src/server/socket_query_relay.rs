@@ -1,6 +1,6 @@
-//! Relay of socket queries from load balancers to agents, and of the answers. Nothing waits: a message to a full queue
+//! Relay of socket queries from load balancers to agents, and of the answers. It never waits. A message to a full queue
 //! or an absent peer is dropped, and the load balancer queries again. An agent may answer only queries that it
-//! received: a forged answer would free connections of other servers.
+//! received, because a forged answer would free connections of other servers.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -8,23 +8,22 @@ use coreward_wire::{SocketAnswer, SocketQuery};
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::mpsc;
 
-/// Maximum number of queries that wait for one agent, with up to 256 connections each, and of answers that wait for one
-/// load balancer.
+/// Maximum number of queries that wait for one agent, with up to 256 connections each, and also of answers that wait
+/// for one load balancer.
 const MAX_QUEUED_MESSAGES: usize = 64;
-/// Maximum number of open queries of one agent: twice the number that all load balancers with a connection table send.
+/// Maximum number of one agent's open queries, twice what all load balancers with a connection table send.
 const MAX_OPEN_QUERIES: usize = 1024;
 
-/// Relay of socket queries from load balancers to agents, and of the answers. Both are identified by their sessions.
+/// Relay of socket queries and answers. It identifies both load balancers and agents by their sessions.
 #[derive(Default)]
 pub struct SocketQueryRelay {
     agents: Mutex<HashMap<u64, QueriedAgent>>,
     load_balancers: Mutex<HashMap<u64, mpsc::Sender<SocketAnswer>>>,
 }
 
-/// Agent that load balancers can query.
 struct QueriedAgent {
     queries: mpsc::Sender<SocketQuery>,
-    /// Unanswered queries: the load balancer's session, and the number that the load balancer gave the query.
+    /// Unanswered queries, each with the load balancer's session and the number that the load balancer assigned to it.
     open_queries: VecDeque<(u64, u64)>,
 }
 
@@ -33,14 +32,14 @@ fn lock_unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl SocketQueryRelay {
-    /// Registers an agent's session, and returns the queue of its queries.
+    /// Registers an agent's session, and returns the queue of queries to the agent.
     pub fn register_agent(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
         let (questions, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
         lock_unpoisoned(&self.agents).insert(agent, QueriedAgent { queries: questions, open_queries: VecDeque::new() });
         receiver
     }
 
-    /// Registers a load balancer's session, and returns the queue of the answers to its queries.
+    /// Registers a load balancer's session, and returns the queue of answers to its queries.
     pub fn register_load_balancer_session(&self, load_balancer_session: u64) -> mpsc::Receiver<SocketAnswer> {
         let (sender, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
         lock_unpoisoned(&self.load_balancers).insert(load_balancer_session, sender);
@@ -65,7 +64,7 @@ impl SocketQueryRelay {
         }
     }
 
-    /// Relays an answer to the load balancer that asked. Returns false if the query is not open.
+    /// Relays an answer to the load balancer that sent the query. Returns false if the query is not open.
     pub fn relay_answer(&self, agent: u64, answer: SocketAnswer) -> bool {
         let query_id = (answer.load_balancer_session, answer.number);
         let was_open = lock_unpoisoned(&self.agents).get_mut(&agent).is_some_and(|asked| {

@@ -1,4 +1,4 @@
-//! Configuration and records: reading, merging, writing. A change takes effect completely or not at all.
+//! Reading, merging and writing of the configuration and the records. A change takes effect completely or not at all.
 
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -60,7 +60,6 @@ pub struct StateManager {
     state_counters: Arc<StateCounters>,
 }
 
-/// Counters of reloaded configurations and of writes to the store.
 #[derive(Debug)]
 pub struct StateCounters {
     /// Whether the last write to the store succeeded.
@@ -70,7 +69,7 @@ pub struct StateCounters {
     /// Number of successful reloads of the files.
     pub reload_count: AtomicU64,
     pub failed_reload_count: AtomicU64,
-    /// Whether the fleet's file was refused when it was last read, so that the configuration in force differs from it.
+    /// Whether the fleet's file was rejected when it was last read, so that the active configuration differs from it.
     pub is_file_refused: AtomicBool,
 }
 
@@ -123,21 +122,18 @@ impl StateCounters {
 pub enum Change {
     Reload,
     ApplyDocument(Box<DocumentRequest>),
-    /// Retire the ids whose waiting time has passed.
+    /// Release the ids of former servers and load balancers whose cookies have expired.
     RetireExpiredIds,
     RegisterLoadBalancer {
         name: String,
         /// Address at which other load balancers reach this one.
         address: Option<IpAddr>,
     },
-    /// Record that a load balancer has disconnected.
     RecordDisconnect {
         name: String,
     },
     Drain(DrainRequest),
-    /// End the drain of the server with this name.
     Undrain(String),
-    /// Forget the load balancer with this name.
     ForgetLoadBalancer(String),
     TakeKeyStep(KeyStep),
     StoreBucketHistories(Vec<(String, BucketHistory)>),
@@ -150,7 +146,7 @@ pub struct DocumentRequest {
     pub dry_run: bool,
 }
 
-/// Reason for which a fleet document is not applied.
+/// Reason why a fleet document is not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum ApplyError {
     /// The operator manages the fleet document in a file.
@@ -166,14 +162,14 @@ pub enum ApplyError {
     Invalid(#[from] Diagnostics),
 }
 
-/// Returns a random number generator for secrets, seeded by the operating system.
+/// Returns a random number generator for secrets, which the operating system seeds.
 fn system_rng() -> UnwrapErr<SysRng> {
     UnwrapErr(SysRng)
 }
 
 impl StateManager {
-    /// Reads the fleet's file, opens the store, and merges both. `config`: parsed contents of the file `path`; `denied`
-    /// receives the revoked certificates of that file.
+    /// Reads the fleet's file, opens the store, and merges both. `config` has the parsed contents of the file `path`.
+    /// `revoked` receives the revoked certificates of that file.
     pub fn open(
         path: &Path,
         config: ControllerConfig,
@@ -181,7 +177,7 @@ impl StateManager {
         open: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
         let fleet_config = config.fleet.as_deref().map(FleetConfig::load).transpose();
-        // Checked before the store is created: an invalid fleet leaves no files behind.
+        // The file is checked before the store is created, so that an invalid fleet leaves no files behind.
         if let (Err(mistakes), false) = (&fleet_config, config.store.may_contain_records()) {
             return Err(mistakes.clone().into());
         }
@@ -222,7 +218,7 @@ impl StateManager {
         };
         match (manager.save(&manager.records.clone()), stored_records) {
             (Ok(()), _) => {}
-            // With a full disk a controller continues from the records, without changes.
+            // If the disk is full, a controller continues from the records, but without changes.
             (Err(error), Some(stored)) if !matches!(error, StoreError::Etcd(_)) => {
                 tracing::warn!(
                     event = "store-read-only",
@@ -239,7 +235,6 @@ impl StateManager {
         Ok(manager)
     }
 
-    /// Returns the path of the controller's configuration file.
     pub fn path(&self) -> &Path {
         &self.config_path
     }
@@ -280,13 +275,13 @@ impl StateManager {
         Fleet::new(&self.fleet, &self.records).with_controller_settings(self.config.fleet.clone(), rss_key)
     }
 
-    /// Returns the generation of the fleet document in force.
+    /// Returns the generation of the active fleet document.
     pub fn document_generation(&self) -> u64 {
         self.records.document.generation
     }
 
-    /// Makes the change and returns the new configuration, if it differs. On an error nothing changes except revoked
-    /// certificates. A change that does not affect the configuration succeeds even if it cannot be written now.
+    /// Makes the change and returns the new configuration if it differs. After an error, nothing has changed except
+    /// revoked certificates. A change that does not affect the configuration succeeds even if it cannot be written yet.
     pub fn apply_change(&mut self, change: Change, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
@@ -305,7 +300,7 @@ impl StateManager {
             Change::RetireExpiredIds => {
                 let max_connection_lifetime = self.fleet.max_connection_lifetime;
                 self.change_records(|records| {
-                    // A crash loses at most the time between two writes of the clock.
+                    // After a crash, the clock has lost at most the time between two writes.
                     records.last_write_at = Some(whole_seconds(now));
                     records.remove_expired(max_connection_lifetime, now)
                 })
@@ -378,7 +373,7 @@ impl StateManager {
         })
     }
 
-    /// Changes a copy of the records and writes it. `change` returns whether the configuration changes, too.
+    /// Changes a copy of the records and writes it. `change` returns whether the configuration also changes.
     fn change_records(&mut self, change: impl FnOnce(&mut Records) -> bool) -> anyhow::Result<Option<Fleet>> {
         let mut records = self.records.clone();
         let is_configuration_changed = change(&mut records);
@@ -387,8 +382,8 @@ impl StateManager {
             records.last_write_at = Some(whole_seconds(self.clock.now()));
             match self.save(&records) {
                 Ok(()) => {}
-                // Connections are not part of the configuration and are written with the next change. A load balancer
-                // that returns while the disk is full gets its tables.
+                // Connections of load balancers are not part of the configuration, and are written with the next
+                // change. Thus a load balancer that returns while the disk is full gets its tables.
                 Err(error) if !is_configuration_changed && !matches!(error, StoreError::Etcd(_)) => {
                     tracing::warn!(
                         event = "change-not-stored",
@@ -428,7 +423,7 @@ impl StateManager {
 
     fn reload_files(&mut self, author: &Author) -> anyhow::Result<Fleet> {
         let config = ControllerConfig::load(&self.config_path)?;
-        // Revocations take effect even if the rest cannot: a lost key does not wait for room on a disk.
+        // Revocations take effect even if the rest cannot, so that a lost key does not wait for room on a disk.
         self.revoked_certificates.set(config.revoked_certificates.iter().copied());
         let fleet = match &config.fleet {
             Some(file) => FleetConfig::load(file)?,
@@ -458,7 +453,7 @@ impl StateManager {
     }
 }
 
-/// Merges the fleet's file, or without a file the stored document, with the records. Returns both.
+/// Merges the fleet's file with the records, and returns both. Without a file, the stored document is merged.
 fn merge_at_start(
     file: Result<Option<FleetConfig>, Diagnostics>,
     stored: Option<&Records>,
@@ -471,7 +466,7 @@ fn merge_at_start(
             .context("the fleet that was applied last cannot be read any more")?,
     };
     records.apply(&fleet, now, &mut system_rng())?;
-    // Peers that do not return count as disconnected from now on.
+    // Load balancers that do not return count as disconnected from this time.
     let load_balancer_names: Vec<String> = records.load_balancers.keys().cloned().collect();
     load_balancer_names.iter().for_each(|name| records.record_disconnect(name, now));
     records.last_write_at = Some(whole_seconds(now));
@@ -499,7 +494,7 @@ fn audit_document_change(
     records.record_change(author, change_description, wall_clock());
 }
 
-/// Describes the state of the object that an action changes. The audit log contains it before and after the change.
+/// Describes the state of the object that an action changes, which the audit log contains before and after the change.
 fn describe_subject(records: &Records, action: &str, target: &str) -> String {
     if action == "rotate-keys" {
         let next_key_suffix =
@@ -523,7 +518,7 @@ fn describe_subject(records: &Records, action: &str, target: &str) -> String {
     }
 }
 
-/// Reason for which a load balancer cannot be forgotten.
+/// Reason why a load balancer cannot be forgotten.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ForgetError {
     #[error("load balancer {0:?} does not exist")]

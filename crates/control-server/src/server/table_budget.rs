@@ -1,4 +1,4 @@
-//! Limit of the controller's time for making tables.
+//! Limit on the CPU time that the controller uses for making tables.
 
 use std::time::Duration;
 
@@ -7,18 +7,18 @@ use tokio::time::Instant;
 
 /// Maximum time for which due tables are made before reports are processed again.
 const TABLE_TIME_SLICE: Duration = Duration::from_millis(2);
-/// Pause after making tables, as a multiple of the time it took: tables take at most half of a CPU.
+/// Pause after making tables, as a multiple of the time that it took. With 1, tables take at most half of a CPU.
 const PAUSE_PER_TABLE_TIME: u32 = 1;
 /// Shortest pause between two rounds of making tables, during which changes accumulate.
 const MIN_TABLE_PAUSE: Duration = Duration::from_millis(1);
 
-/// Limit of the CPU time for tables: time from which tables may be made again; `None`: at once.
+/// Limit on the CPU time for tables, as the time from which tables may be made again, or `None` for at once.
 #[derive(Debug, Default)]
 pub struct TableBudget(Mutex<Option<Instant>>);
 
 impl TableBudget {
-    /// Runs `make_tables` if tables may be made now. It is given a time limit, and returns the time that it took.
-    /// Returns the time at which tables may be made next.
+    /// Runs `make_tables` if tables may be made at this time. The function gets a time limit, and returns the time that
+    /// it took. Returns the time at which tables may be made next.
     pub fn run_within_budget(&self, make_tables: impl FnOnce(Duration) -> Duration) -> Instant {
         let mut next_allowed_at = self.0.lock();
         if let Some(later) = next_allowed_at.filter(|next| *next > Instant::now()) {

@@ -1,5 +1,5 @@
-//! Publisher of the newest configuration and tables to all load balancers, encoded once. A slow session skips to the
-//! newest updates, so nothing queues up.
+//! Publisher of the newest configuration and tables, which are encoded once for all load balancers. A slow session
+//! skips to the newest updates, so that no queue grows.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::OnceLock;
@@ -9,7 +9,7 @@ use parking_lot::{Mutex, MutexGuard};
 use prost::bytes::Bytes;
 use tokio::sync::watch;
 
-/// Publisher of the newest configuration, and of the newest table of each service, to all load balancers' sessions.
+/// Publisher of the newest configuration and of each service's newest table to all load balancers' sessions.
 pub struct UpdatePublisher {
     published_state: Mutex<PublishedState>,
     newest_update_sender: watch::Sender<u64>,
@@ -19,20 +19,20 @@ struct PublishedState {
     configuration: PublishedConfiguration,
     newest_update_number: u64,
     tables: HashMap<ServiceIndex, (u64, Bytes)>,
-    /// Newest table of each service, encoded, by the number of the update that published it.
+    /// Newest encoded table of each service, by the number of the update that published it.
     tables_by_update: BTreeMap<(u64, ServiceIndex), Bytes>,
 }
 
 struct PublishedConfiguration {
     fleet: FleetConfiguration,
     update_number: u64,
-    /// Encoded full configuration. It is encoded when a session first needs it.
+    /// The encoded full configuration, which is made when a session first needs it.
     encoded_configuration: OnceLock<Bytes>,
     /// Number of the previous configuration's update, and the encoded changes since that update.
     change_since_update: Option<(u64, Bytes)>,
 }
 
-/// Updates that a session has not been sent yet.
+/// Updates that have not been sent to a session yet.
 pub struct PendingUpdates {
     /// Change of the configuration, which must be sent before the tables.
     pub configuration: Option<ConfigUpdate>,
@@ -60,7 +60,7 @@ impl PublishedConfiguration {
         Self { fleet, update_number, encoded_configuration: OnceLock::new(), change_since_update }
     }
 
-    /// Returns the configuration update for a session that has the configuration of this update number.
+    /// Returns the configuration update for a session whose configuration has this update number.
     fn update_since(&self, update_number: u64) -> ConfigUpdate {
         match &self.change_since_update {
             Some((base, change)) if *base == update_number => ConfigUpdate::Change(change.clone()),

@@ -1,4 +1,4 @@
-//! An agent that sends more than it may, over real gRPC.
+//! Tests, over real gRPC, of an agent that sends more than it may.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -13,9 +13,9 @@ use tonic::{Code, Status, Streaming};
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
-/// Report interval in the fleet's document, which support::TestDirectory writes.
+/// Report interval in the fleet document that `support::TestDirectory` writes.
 const REPORT_INTERVAL: Duration = Duration::from_millis(10);
-/// Number of sent reports of some 60 bytes: more than the windows of HTTP/2 hold (256 KiB).
+/// Number of sent reports of some 60 bytes each, which are more than HTTP/2's flow-control windows hold (256 KiB).
 const REPORT_COUNT: u64 = 40_000;
 
 async fn agent(
@@ -52,8 +52,8 @@ async fn decoded_report_count(running: &RunningController) -> u64 {
     status.accepted_reports + of_reports.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
 }
 
-/// Sends as many reports as the connection takes, over and over. The controller's HTTP/2 ends a connection with many
-/// small frames that wait to be read. Then another connection follows.
+/// Sends as many reports as the connection takes, repeatedly. The controller's HTTP/2 ends a connection with many small
+/// frames that wait to be read, so another connection follows.
 async fn flood(running: Arc<RunningController>) {
     loop {
         let (sender, _updates) = agent(&running, "s1").await;
@@ -79,7 +79,7 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
         while decoded_report_count(&running).await < at_once {}
     })
     .await;
-    // Another agent's reports pass meanwhile.
+    // Another agent's reports are accepted meanwhile.
     let (other, _updates) = agent(&running, "s2").await;
     for sequence in 1..=10 {
         other.send(report(sequence)).await.unwrap();
@@ -91,8 +91,8 @@ async fn flooding_agent_is_read_at_its_rate_limit() {
     with_timeout("the other agent's reports", async { while !of_other().await {} }).await;
     for _ in 0..200 {
         let decoded = decoded_report_count(&running).await;
-        // Counted: two reports per interval, the burst, the other agent's report, and one event for exceeding the
-        // limit.
+        // The count includes two reports per interval, the burst, the other agent's reports, and one event for
+        // exceeding the limit.
         let allowed = began.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
         let counted = 2 * (u64::try_from(allowed).unwrap() + at_once) + 12;
         assert!(decoded <= counted, "{decoded} decoded, at most {counted} expected");

@@ -1,4 +1,4 @@
-//! The HTTP API over loopback, before a controller in this process.
+//! Tests of the HTTP API over loopback, with a controller in this process.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -63,7 +63,7 @@ impl TestEnv {
     }
 }
 
-/// Returns the operations of the OpenAPI document: method, path, and the role that the operation requires.
+/// Returns the method, the path and the required role of each operation in the OpenAPI document.
 fn operations(document: &Value) -> Vec<(String, String, Role)> {
     let mut operations = Vec::new();
     for (path, item) in document["paths"].as_object().unwrap() {
@@ -93,7 +93,7 @@ async fn every_endpoint_authenticates() {
         let path = path.replace("{service}", "web").replace("{server}", "s1").replace("{load_balancer}", "lb1");
         let path = path.replace("{generation}", "1");
         assert!(!path.contains('{'), "{path}: expected a value for it here");
-        // The body does not matter: it is not read.
+        // The body does not matter, because it is not read.
         for token in [None, Some("nonsense"), Some(""), Some(&operator[1..])] {
             // Each burst of refusals is short enough for the limit.
             let (status, problem) = loop {
@@ -240,13 +240,13 @@ async fn drain_lasts_until_undrain() {
     assert_eq!(client.undrain("s2").await.unwrap().drained, None);
 
     env.running.kill().await;
-    // Another document, in which the server is active.
+    // The server is active in another document.
     env.home.write(&["s1", "s2", "s3"], WEB_SERVICE_TOML);
     env.running = env.home.start().await;
     let client = env.client(Role::Operator);
     let drain_after_restart = client.drain_status("s1").await.unwrap().drained.unwrap();
     assert_eq!(drain_after_restart.by, DrainedBy::Command);
-    // The stored clock stops while no controller runs, and is saved once a second.
+    // The stored clock stops while no controller runs, and it is saved once a second.
     let allowed_deviation_ms = 1_000 + start_time.elapsed().as_millis() as u64;
     let deviation_ms = drain_after_restart.since_unix_ms.unwrap().abs_diff(drain.since_unix_ms.unwrap());
     assert!(deviation_ms <= allowed_deviation_ms, "{drain_after_restart:?}, {drain:?}");
@@ -285,7 +285,7 @@ async fn session_cookie_may_read_but_not_change() {
     assert_eq!(status, StatusCode::UNAUTHORIZED);
 }
 
-/// A watcher is sent the present state at once, then events; after a reconnect it is sent the missed events.
+/// A watcher is first sent the present state, and then events. After a reconnect, it is sent the missed events.
 #[tokio::test]
 async fn watcher_is_sent_missed_events_after_a_reconnect() {
     let test_directory = TestDirectory::new(&[], "");
@@ -301,7 +301,7 @@ async fn watcher_is_sent_missed_events_after_a_reconnect() {
         assert_eq!(response.headers()["content-type"], "text/event-stream");
         let mut received_text = String::new();
         with_timeout(end_marker, async {
-            // To the end of an event.
+            // The text must be read to the end of an event.
             while !(received_text.contains(end_marker) && received_text.ends_with("\n\n")) {
                 received_text += std::str::from_utf8(&response.chunk().await.unwrap().unwrap()).unwrap();
             }
@@ -334,7 +334,7 @@ async fn requests_in_the_api_manual_work() {
     let output = with_timeout("curl", curl_script).await.unwrap();
     let printed_text = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{printed_text}{}", String::from_utf8_lossy(&output.stderr));
-    // `settling` for as long as it waits for agents.
+    // The state is `settling` while the controller waits for agents.
     let is_leading = ["ready", "settling"].iter().any(|state| printed_text.contains(&format!("\"state\":\"{state}\"")));
     assert!(is_leading && printed_text.contains("expected a number above 0"), "{printed_text}");
 }

@@ -1,4 +1,4 @@
-//! The HTTP API beyond its own host: TLS, with a token or with a certificate.
+//! Tests of the HTTP API beyond its own host, with TLS and a token or a certificate.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 
 const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
-/// Controller whose API listens on all addresses with TLS, and the authority of its certificates.
+/// A controller whose API listens on all addresses with TLS, and the authority of its certificates.
 struct TestEnv {
     home: TestDirectory,
     authority: Authority,
@@ -94,7 +94,7 @@ fn path_text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// curl may authenticate by a token with TLS, or by a certificate without a token, but not without both.
+/// curl may authenticate by a token with TLS, or by a certificate without a token, but not without either.
 #[tokio::test]
 async fn curl_authenticates_by_token_or_certificate() {
     let env = TestEnv::start().await;
@@ -116,7 +116,7 @@ async fn curl_authenticates_by_token_or_certificate() {
     assert!(untrusted_error.contains("certificate"), "{untrusted_error}");
     for (role, reads, writes) in [
         (Role::Viewer, 200, 403),
-        // The key is too new for a rotation.
+        // The present key is too new for a rotation.
         (Role::Operator, 200, 409),
         (Role::Agent, 401, 401),
         (Role::Lb, 401, 401),

@@ -1,4 +1,4 @@
-//! `coreward apply` and `coreward fleet` against a controller, by its API.
+//! Tests of `coreward apply` and `coreward fleet` through a controller's API.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use proptest::prelude::*;
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-/// Returns a test directory with a controller's file that does not name a fleet's file.
+/// Returns a test directory whose controller's file names no fleet file.
 fn home() -> TestDirectory {
     let test_directory = TestDirectory::new(&[], "");
     test_directory.write_controllers_file("");
@@ -64,8 +64,8 @@ impl RunningController {
         .await;
     }
 
-    /// Returns the stored parts of the configuration: server ids, states and weights, and services with their servers.
-    /// A server in its slow start counts as active, because the progress of the slow start is not stored.
+    /// Returns the stored parts of the configuration, which are server ids, states and weights, and services with their
+    /// servers. A server in its slow start counts as active, because the progress of the slow start is not stored.
     async fn stored_configuration(
         &self,
     ) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
@@ -168,7 +168,7 @@ async fn invalid_document_changes_nothing() {
              `buckets`, `servers`, `health`, `when_all_down`",
         ]
     );
-    // Right by itself, but the id's connections may still live: only the controller knows.
+    // The document itself is valid, but only the controller knows that connections may still use the id.
     let duplicate_id_document = fleet_document(&["s2"], "").replace("address", "id = 7\naddress");
     assert_eq!(
         controller.apply(&test_directory, &duplicate_id_document).await.unwrap_err(),
@@ -184,7 +184,7 @@ async fn invalid_document_changes_nothing() {
     assert_eq!(controller.stored_configuration().await, stored_before);
 }
 
-/// The slow start of a server is not stored: the next controller gives the server its full share at once.
+/// The slow start of a server is not stored, so the next controller gives the server its full share at once.
 #[tokio::test]
 async fn slow_start_ends_with_a_restart() {
     let test_directory = home();
@@ -209,7 +209,7 @@ async fn fleet_managed_by_a_file_changes_only_there() {
     let applied_fleet = controller.applied_document().await;
     assert_eq!((applied_fleet.generation, applied_fleet.text), (1, std::fs::read_to_string(&fleet_file).unwrap()));
     assert_eq!(applied_fleet.file, Some(fleet_file.display().to_string()));
-    // To look what a document would change is allowed.
+    // An operator may still see what a document would change.
     let proposed_fleet = controller.proposed(&test_directory, &fleet_document(&["s2"], "")).await.unwrap();
     assert!(
         proposed_fleet.changes().iter().any(|change| change.message == "- server s1"),
@@ -273,8 +273,8 @@ proptest! {
             let test_directory = home();
             let controller = test_directory.start().await;
             prop_assert_eq!(controller.apply(&test_directory, &first).await, Ok(1));
-            // An id that the first document assigned may still be in cookies: then the second document is rejected
-            // completely.
+            // An id that the first document assigned may still be in cookies. In this case the second document is
+            // rejected completely.
             let apply_result = controller.apply(&test_directory, &second).await;
             let expected_document = if apply_result.is_ok() { &second } else { &first };
             prop_assert_eq!(&controller.applied_document().await.text, expected_document);

@@ -1,4 +1,4 @@
-//! Audit entries, rejected updates and concurrent changes, with a controller in this process.
+//! Tests of audit entries, rejected updates and concurrent changes, with a controller in this process.
 
 use coreward_api::types::{AuditQuery, DrainServer, NewFleet, ServerState};
 use coreward_http::{Problem, ProblemKind};
@@ -8,7 +8,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-/// Returns a test directory without a fleet's file: the fleet is applied by the API.
+/// Returns a test directory without a fleet file, because the tests apply the fleet through the API.
 fn directory_without_fleet_file() -> TestDirectory {
     let test_directory = TestDirectory { directory: tempfile::tempdir().unwrap() };
     test_directory.write_controllers_file("");
@@ -146,7 +146,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
     assert_eq!(controller.status().await.load_balancers, []);
 }
 
-/// Server s3 is down: of the two healthy servers, only one may be drained.
+/// Server s3 is down, so only one of the two healthy servers may be drained.
 #[tokio::test]
 async fn concurrent_drains_leave_one_healthy_server() {
     let test_directory = directory_without_fleet_file();

@@ -1,4 +1,4 @@
-//! A controller whose store has less than its load balancers have in force.
+//! Tests of a controller whose store lacks a configuration that is active at its load balancers.
 
 use coreward_api::types::NewFleet;
 use coreward_wire::v1::{self, load_balancer_message::Message};
@@ -13,7 +13,7 @@ const SERVER_AND_SERVICE_TOML: &str = "[[server]]\nname = \"s1\"\naddress = \"10
                    [[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = { check = \"tcp\" }\n";
 const NO_SERVICES_TOML: &str = "report_interval = \"50ms\"\n";
 
-/// Load balancer that is connected, and has had a configuration in force before.
+/// A connected load balancer that has already had an active configuration.
 struct LoadBalancer {
     updates: Streaming<DataplaneUpdate>,
     newest: Option<FleetConfiguration>,
@@ -57,7 +57,7 @@ fn metric_line(controller: &RunningController, name: &str) -> String {
     metrics_text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
 }
 
-/// Returns a test directory without a fleet's file: the fleet is applied by the API.
+/// Returns a test directory without a fleet file, because the tests apply the fleet through the API.
 fn directory_without_fleet_file() -> TestDirectory {
     let test_directory = TestDirectory { directory: tempfile::tempdir().unwrap() };
     test_directory.write_controllers_file("");

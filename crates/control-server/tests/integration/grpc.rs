@@ -1,4 +1,4 @@
-//! The controller as its peers see it: real gRPC over loopback, with agents and load balancers that only pretend.
+//! Tests of the controller as its peers see it, with simulated agents and load balancers over real gRPC on loopback.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -71,7 +71,7 @@ impl Agent {
         }
     }
 
-    /// Reports loads of the cores: the busy fractions of the time since the last report.
+    /// Reports the load of each core, as the busy fraction of the time since the last report.
     async fn report(&mut self, loads: [f64; 2]) {
         self.sequence += 1;
         let measured_ns = self.sequence * 10_000_000;
@@ -141,7 +141,7 @@ impl LoadBalancer {
 
 const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 
-/// Returns the server of each core's buckets: even buckets belong to core 0, odd ones to core 1.
+/// Returns the server of each core's buckets. Even buckets belong to core 0, and odd ones to core 1.
 fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
     let at = |bucket: usize| table.candidates.get(bucket).map(|candidate| candidate.server.get());
     Some([at(0)?, at(1)?])
@@ -171,7 +171,7 @@ async fn tables_follow_reported_loads() {
         .next_table_where("the loads in the table", |table| servers_of_cores(table) == expected_servers)
         .await;
     assert_eq!(table.members.len(), 2);
-    // The cores change places.
+    // The loads of the two cores are exchanged.
     for _ in 0..10 {
         agents[0].report([0.1, 0.9]).await;
     }
@@ -186,7 +186,7 @@ async fn tables_follow_reported_loads() {
     let status = with_timeout("the load balancer's state", async {
         loop {
             let status = controller.status().await;
-            // Each stream is read on its own.
+            // Each stream is read independently, so their messages may arrive in any order.
             if status.load_balancers[0].state.is_some() && status.accepted_reports >= 16 {
                 return status;
             }
@@ -202,7 +202,7 @@ async fn tables_follow_reported_loads() {
     assert!(explanation.reason.contains(" is the least loaded"), "{}", explanation.reason);
     assert_eq!(explanation.servers.len(), 2);
 
-    // Answer to `coreward doctor` on the fleet's machines.
+    // The reply to `coreward doctor` on the fleet's machines has the same services and servers.
     let fleet = controller.client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
     assert_eq!((fleet.services[0].name.as_str(), fleet.services[0].timestamps.as_str()), ("web", "server"));
     assert_eq!(BTreeSet::from_iter(&fleet.services[0].servers), BTreeSet::from([&"s1".to_owned(), &"s2".to_owned()]));
@@ -229,12 +229,12 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
         controller.kill().await;
     }
     let (second, first) = (stored_identities.pop().unwrap(), stored_identities.pop().unwrap());
-    // One for the file, one for the load balancer that was new then; one for the restart.
+    // The file and the load balancer, which was new then, caused one generation each. The restart caused one more.
     assert_eq!((first.0, second.0), (2, 3));
     assert_eq!(first.1.keys, second.1.keys);
     assert_eq!(first.1.services, second.1.services);
     assert_eq!((first.2, first.3), (second.2, second.3));
-    // Another fleet has other secrets.
+    // Another fleet has different secrets.
     let other_controller = TestDirectory::new(&["s1", "s2", "s3"], &services).start().await;
     let mut load_balancer = other_controller.load_balancer(other_controller.client().await).await;
     assert_ne!(load_balancer.configuration().await.keys, first.1.keys);
@@ -243,7 +243,7 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
 #[tokio::test]
 async fn first_table_after_a_restart_waits_for_the_agents() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
-    // Waits have a limit. Another attempt follows if the machine paused longer than this.
+    // Waits have a limit. Another attempt follows if the machine paused for longer.
     const TIMEOUT: Duration = Duration::from_secs(4);
     for _ in 0..5 {
         let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
@@ -291,7 +291,7 @@ async fn unknown_and_duplicate_agents_are_rejected() {
     );
     let status = controller.status().await;
     assert_eq!((status.refused_reports["unknown_server"], status.refused_reports["duplicate_session"]), (1, 1));
-    // The first one still reports; when it hangs up, there is room for another at once.
+    // The first agent still reports. When it disconnects, another one can register at once.
     first_agent.report([0.0, 0.0]).await;
     drop(first_agent);
     with_timeout("room for another agent", async {
@@ -405,7 +405,7 @@ async fn owners_of_lost_load_balancers_are_announced() {
     let controller = test_directory.start().await;
     let mut first_balancer = controller.load_balancer_named("lb1", controller.client().await).await;
     let second_balancer = controller.load_balancer_named("lb2", controller.client().await).await;
-    // A silent one would count as lost, too.
+    // A silent load balancer would also count as lost.
     let first_sender = first_balancer.sender.clone();
     let keep_alive_task = tokio::spawn(async move {
         loop {

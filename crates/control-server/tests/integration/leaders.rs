@@ -1,4 +1,4 @@
-//! Two controllers on a real etcd: reports of the leader, and of the follower about it.
+//! Tests of two controllers on a real etcd, and of what the follower reports about the leader.
 
 use std::net::SocketAddr;
 use std::process::Child;
@@ -46,7 +46,7 @@ impl Drop for Etcd {
     }
 }
 
-/// Proxy through which a controller reaches etcd, and which can be closed.
+/// Proxy through which a controller reaches etcd, and which the test can close.
 struct TcpProxy {
     address: SocketAddr,
     target: SocketAddr,
@@ -81,7 +81,7 @@ async fn forward(listener: TcpListener, to: SocketAddr) {
     }
 }
 
-/// One of several controllers, with API tokens of its own.
+/// One of several controllers, each with its own API tokens.
 struct Controller {
     home: TestDirectory,
     running: RunningController,
@@ -117,7 +117,7 @@ impl Controller {
         (answer.status().as_u16(), answer.json().await.unwrap())
     }
 
-    /// Requests a rotation of the cookie keys at a follower. Returns the problem with which it is rejected.
+    /// Requests a rotation of the cookie keys from a follower, and returns the problem with which it is rejected.
     async fn rejected_rotation(&self) -> Problem {
         let url = format!("http://{}/v1/keys/rotate", self.running.api);
         let body = serde_json::json!({ "force": true });
@@ -173,13 +173,13 @@ async fn followers_name_the_leader_and_terms_increase() {
     first_controller.running.kill().await;
     assert!(second_controller.wait_until_leading().await > term);
 
-    // A watch of a former leader ends.
+    // A watch stream from a former leader ends.
     let url = format!("http://{}/v1/watch", second_controller.running.api);
     let mut watch_response =
         reqwest::Client::new().get(url).bearer_auth(second_controller.token()).send().await.unwrap();
     assert_eq!(watch_response.status(), 200);
     etcd.delete("/coreward/leader");
-    // Its next write finds that.
+    // The controller's next write detects that the leader's key is gone.
     let rotation_problem = second_controller.rejected_rotation().await;
     assert_eq!(rotation_problem.kind, ProblemKind::NotLeading, "{}", rotation_problem.detail);
     with_timeout("the stream's end", async { while watch_response.chunk().await.unwrap().is_some() {} }).await;

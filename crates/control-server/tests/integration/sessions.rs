@@ -1,4 +1,4 @@
-//! Sessions of browsers and streams of watchers end when access is checked again.
+//! Tests that browser sessions and watchers' streams end after access is checked again.
 
 use coreward_api::Role;
 use coreward_http::tokens::token_file;
@@ -32,7 +32,7 @@ async fn new_token_ends_the_sessions_of_the_old_token() {
         send_with_cookie(http_client.get(url("watch"))).await,
     ];
 
-    // The tokens are the same: a stream may be of one who has been revoked, and ends; a session goes on.
+    // The tokens are the same. A stream ends, because its user may have been revoked, but a session continues.
     kill(getpid(), Signal::SIGHUP).unwrap();
     with_timeout("the stream's end", async { while watch_response[1].chunk().await.unwrap().is_some() {} }).await;
     assert_eq!(send_with_cookie(http_client.get(url("health"))).await.status(), StatusCode::OK);

@@ -1,4 +1,4 @@
-//! Explanation of packets that do not open a connection, as far as the controller can know the decision.
+//! Explanation of packets that do not open a connection, as far as the controller can know their destination.
 
 use coreward_model::ServerId;
 use coreward_model::connection_table::decode_cookie_index;
@@ -14,7 +14,7 @@ use super::{ConnectionCase, PacketVerdict};
 pub enum ExplainedPacket {
     NewConnection,
     Established {
-        /// Echoed timestamp (TSecr) of the packet; `None`: the packet has no timestamps.
+        /// Echoed timestamp (TSecr) of the packet, or `None` if the packet has no timestamps.
         tsecr: Option<u32>,
         is_reset: bool,
     },
@@ -24,7 +24,6 @@ const LB_STAMPED_RESET: &str = "a reset without timestamps follows the load bala
                                 is dropped, as these servers accept no broadcast";
 
 impl ConnectionCase<'_> {
-    /// Returns the verdict on a packet that does not open a connection.
     pub(super) fn established_verdict(
         &self,
         table: Option<&PlacementTable>,
@@ -109,7 +108,7 @@ impl ConnectionCase<'_> {
         }
     }
 
-    /// Returns the verdict by a cookie of LB-side stamping. A connection without a cookie is in the flow table instead.
+    /// Returns the verdict by a cookie that a load balancer stamped. Without one, a connection is in the flow table.
     fn verdict_by_lb_stamped_cookie(&self, tsecr: u32) -> PacketVerdict {
         let id = lb_stamping::decode_server_id(&self.service_view.cookie_keys, &self.four_tuple, tsecr);
         let reason_start = "without an entry in the load balancer's flow table its cookie decides:";

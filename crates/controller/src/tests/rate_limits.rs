@@ -1,4 +1,4 @@
-//! Limits of reports and registrations.
+//! Tests of the rate limits for reports and registrations.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Commands that stand below a daemon's name are no daemons.
+//! Tests that sub-commands of daemons, such as `coreward lb forget`, do not handle signals as daemons do.
 
 use std::fs::Permissions;
 use std::net::TcpListener;
@@ -16,12 +16,12 @@ fn root_may_use_another_users_token_and_interrupt_the_command() {
     let token_path = directory.path().join("operator.token");
     std::fs::write(&token_path, "0".repeat(64)).unwrap();
     std::fs::set_permissions(&token_path, Permissions::from_mode(0o600)).unwrap();
-    // The controller's user; without rights it is ours, and the rest is shown still.
+    // The file gets the controller's user. Without root this fails, but the rest of the test does not depend on it.
     let _ = chown(&token_path, Some(65_534), None);
-    // It takes the request, and does not answer.
+    // This controller accepts the request, but does not answer it.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    // A shell in the background ignores SIGINT, and its children inherit that.
+    // A background shell ignores SIGINT, and its child processes inherit that.
     let mut command = Command::new("env");
     command.arg("--default-signal=INT").arg(coreward_command().get_program());
     command.args(["lb", "forget", "lb1", "--controller", &url, "--token-file"]).arg(&token_path);
@@ -36,6 +36,6 @@ fn root_may_use_another_users_token_and_interrupt_the_command() {
     };
     forget_process.send_signal("INT");
     assert_eq!(forget_process.0.wait().unwrap().signal(), Some(SIGINT));
-    // The request was open until here: neither a response nor the HTTP timeout ended the command.
+    // The request was open until here, so neither a response nor the HTTP timeout has ended the command.
     drop(request_stream);
 }

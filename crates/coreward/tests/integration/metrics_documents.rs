@@ -1,11 +1,11 @@
-//! Names of metrics; docs/metrics.md and the dashboard against their declarations.
+//! Tests that metrics' names follow the rules, and that docs/metrics.md and the dashboard match their declarations.
 
 use std::collections::BTreeSet;
 
 use coreward_metrics::table::{METRICS, Metric, MetricKind};
 use serde_json::Value;
 
-// The daemons that declare metrics.
+// These crates declare metrics, so they must be linked.
 use coreward_agent as _;
 use coreward_control_server as _;
 use coreward_lb as _;

@@ -1,4 +1,4 @@
-//! Output that cannot be written: a disk full of logs, a reader that is gone.
+//! Tests with output that cannot be written, because the disk is full or the reader has closed the pipe.
 
 use std::fs::OpenOptions;
 use std::path::Path;
@@ -17,7 +17,7 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// `/dev/full` answers every write as a full disk does (ENOSPC).
+/// `/dev/full` rejects every write with ENOSPC, as a full disk does.
 #[test]
 fn daemon_continues_when_its_log_cannot_be_written() {
     let directory = tempfile::tempdir().unwrap();
@@ -35,7 +35,7 @@ fn daemon_continues_when_its_log_cannot_be_written() {
     wait_until("it has drawn its tokens", || {
         path("operator.token").exists() || controller.0.try_wait().unwrap().is_some()
     });
-    // Many lines: a missing token, an invalid file.
+    // Each reload logs several lines, about the missing token and about the invalid file.
     for round in 0..5 {
         let token_path = path("viewer.token");
         std::fs::remove_file(&token_path).unwrap();
@@ -48,7 +48,7 @@ fn daemon_continues_when_its_log_cannot_be_written() {
     assert!(controller.0.wait().unwrap().success());
 }
 
-/// Emulates `coreward check FILE 2>&1 | head -1`, and a closed pipe behind a command that prints much.
+/// Emulates `coreward check FILE 2>&1 | head -1`, and a command with long output whose reader has closed the pipe.
 #[test]
 fn closed_pipe_does_not_change_the_exit_status() {
     let mut completions_process =

@@ -1,4 +1,4 @@
-//! A controller that starts: what comes too early, and on a disk where nothing can be written.
+//! Tests of a controller that gets signals while it starts, or that starts on a full disk.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use crate::support::{CorewardProcess, coreward_command};
 
-/// Timeout of operations that a controller normally finishes at once; only a safety net.
+/// Time limit for operations that normally take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Writes the controller's file and returns its path. `more`: further keys.
+/// Writes the controller's configuration file, with the keys in `more`, and returns its path.
 fn write_controller_file(directory: &Path, more: &str) -> PathBuf {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     let text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
@@ -20,7 +20,7 @@ fn write_controller_file(directory: &Path, more: &str) -> PathBuf {
     path
 }
 
-/// Returns the API's address from the log; a thread reads the rest of the log.
+/// Returns the API's address from the log. A thread continues to read the log, so that the controller can write it.
 fn read_api_address(log: ChildStderr) -> String {
     let mut lines = BufReader::new(log).lines().map(Result::unwrap);
     let mut log_lines = Vec::new();
@@ -44,11 +44,11 @@ fn output_text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
 }
 
-/// Opens a pipe for writing as soon as the controller reads from it.
+/// Opens a named pipe for writing once the controller has opened it for reading.
 fn open_pipe_for_writing(pipe: &Path) -> File {
     let (opened, file) = mpsc::channel();
     let pipe = pipe.to_owned();
-    // The opening itself waits without limit, also when the controller has ended.
+    // Opening the pipe would block forever if the controller has exited, so another thread does it.
     std::thread::spawn(move || opened.send(OpenOptions::new().write(true).open(pipe)));
     file.recv_timeout(TIMEOUT).expect("the controller does not read the pipe").unwrap()
 }
@@ -64,8 +64,8 @@ fn wait_for_exit(controller: &mut CorewardProcess) -> ExitStatus {
     }
 }
 
-/// The controller gets SIGHUP or SIGTERM while it starts and waits for its fleet document, a pipe without a writer.
-/// The signals take effect after the start.
+/// A controller gets SIGHUP or SIGTERM during its start, while it waits for its fleet document from a pipe. It handles
+/// the signals after the start.
 #[test]
 fn early_signals_are_handled_after_startup() {
     let directory = tempfile::tempdir().unwrap();
@@ -75,13 +75,13 @@ fn early_signals_are_handled_after_startup() {
     let mut command = coreward_command();
     command.arg("controller").arg("--config").arg(&config_path).stderr(Stdio::null());
     let mut controller = CorewardProcess(command.spawn().unwrap());
-    // Each opening waits for it to read: the first time as it starts, the second time because of SIGHUP.
+    // Each opening waits until the controller reads the pipe, first because of its start and then because of SIGHUP.
     for round in 0..2 {
         let mut file = open_pipe_for_writing(&fleet_pipe);
         if round == 0 {
             controller.send_signal("HUP");
         }
-        // The next reading is of another pipe.
+        // The controller reads another pipe the next time.
         std::fs::remove_file(&fleet_pipe).unwrap();
         assert!(Command::new("mkfifo").arg(&fleet_pipe).status().unwrap().success());
         file.write_all(b"load_ewma_alpha = 0.5\n").unwrap();
@@ -99,7 +99,7 @@ fn early_signals_are_handled_after_startup() {
     assert!(exit_status.success(), "{exit_status}");
 }
 
-/// A limit of 0 bytes for every file emulates a full disk, and the previous controller was killed.
+/// A file size limit of 0 bytes emulates a full disk. The previous controller was killed.
 #[test]
 fn controller_starts_and_recovers_on_a_full_disk() {
     let directory = tempfile::tempdir().unwrap();
@@ -141,7 +141,7 @@ fn controller_starts_and_recovers_on_a_full_disk() {
     assert!(drain_output.status.success(), "{}", output_text(&drain_output));
 }
 
-/// `systemctl reload` runs `coreward check` first; if the check fails, the controller does not reload its files.
+/// `systemctl reload` first runs `coreward check`. If the check fails, the controller does not reload its files.
 #[test]
 fn reload_of_an_invalid_fleet_fails() {
     let unit = include_str!("../../../../packaging/systemd/coreward-controller.service");

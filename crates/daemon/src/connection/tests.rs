@@ -1,4 +1,4 @@
-//! Order of connection attempts; also with real listeners on loopback.
+//! Tests of the order in which controllers are tried, partly with real listeners on loopback.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -64,7 +64,7 @@ fn named_leader_is_tried_next() {
         (attempt_order.record_end(&StreamEnd::NotTheLeader(0)), attempt_order.current_controller_index),
         (FIRST_RETRY_INTERVAL, 0)
     );
-    // Two that name each other are asked less and less often.
+    // Two controllers that name each other as leader are tried less and less often.
     let retry_intervals_ms: Vec<u128> =
         (0..9).map(|n| attempt_order.record_end(&StreamEnd::NotTheLeader(n % 2)).as_millis()).collect();
     assert_eq!(retry_intervals_ms, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
@@ -74,7 +74,7 @@ fn named_leader_is_tried_next() {
 fn older_leader_is_rejected_for_a_minute() {
     let (start, mut terms) = (Instant::now(), TermTracker::default());
     let at = |seconds| start + Duration::from_secs(seconds);
-    // A controller with a store of its own, or one of an older version.
+    // Controllers with their own store, or with an older version, send no term.
     terms.check_term(None, at(0)).unwrap();
     terms.check_term(Some(9), at(1)).unwrap();
     terms.record_message(at(30));
@@ -83,7 +83,7 @@ fn older_leader_is_rejected_for_a_minute() {
     terms.check_term(Some(9), at(89)).unwrap();
     terms.check_term(Some(12), at(90)).unwrap();
     terms.check_term(Some(11), at(149)).unwrap_err();
-    // The term of another etcd.
+    // The term now comes from another etcd.
     terms.check_term(Some(2), at(150)).unwrap();
     terms.check_term(Some(1), at(151)).unwrap_err();
     terms.check_term(None, at(152)).unwrap();
@@ -100,7 +100,7 @@ async fn leader_term_is_read_from_the_response() {
     };
     connection.accept_stream(response_with_term(Some(7))).unwrap();
     let error = connection.accept_stream(response_with_term(Some(6))).unwrap_err();
-    // The others are asked at once: this is no refusal of this daemon.
+    // This error does not count as a rejection of the daemon, so the other controllers are tried at once.
     assert_eq!(connection.classify_end(Some(&error)), StreamEnd::Lost);
     connection.accept_stream(response_with_term(Some(7))).unwrap();
 }
@@ -121,7 +121,7 @@ fn retry_pauses_are_random() {
     assert!(pauses.iter().any(|pause| *pause != pauses[0]));
 }
 
-/// A controller that answers every request with the same status.
+/// Controller that answers every request with the same status.
 #[derive(Clone)]
 struct FixedAnswer(Status);
 
@@ -144,7 +144,7 @@ impl tower_service::Service<http::Request<Body>> for FixedAnswer {
     }
 }
 
-/// Starts a controller that gives this answer, and serves as long as the runtime lives.
+/// Starts a controller that answers with this status until the runtime ends.
 async fn start_server_with_status(answer: Status) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -153,7 +153,7 @@ async fn start_server_with_status(answer: Status) -> SocketAddr {
     address
 }
 
-/// Returns an address at which no process listens. Its port stays bound, so that no other test gets it.
+/// Returns an address at which no process listens. The port stays bound, so that other tests do not get it.
 fn unused_address() -> SocketAddr {
     let socket = tokio::net::TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -170,7 +170,7 @@ fn not_leader_status(leader: Option<SocketAddr>) -> Status {
     status
 }
 
-/// Tries controllers as a daemon does, but without waiting. Returns the tried addresses, until one answers.
+/// Tries controllers as a daemon does, but without waiting, until one answers. Returns the tried addresses.
 async fn try_controllers(connection: &mut ControllerConnection, attempts: usize) -> Vec<SocketAddr> {
     let mut asked = Vec::new();
     for _ in 0..attempts {

@@ -1,4 +1,4 @@
-//! Options of a service before its program is loaded.
+//! Options of a dispatched service, which are needed to load its programs.
 
 use std::net::SocketAddr;
 use std::str::FromStr;
@@ -47,7 +47,7 @@ impl Policy {
     }
 }
 
-/// Error for a policy name that does not exist.
+/// Error for the name of a policy that does not exist.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?}: expected one of {names}", names = intf::DISPATCH_POLICY_NAMES.join(", "))]
 pub struct UnknownPolicyName(pub String);
@@ -60,40 +60,40 @@ impl FromStr for Policy {
     }
 }
 
-/// Position in payloads of the number by which a response is matched to its request.
+/// Position of the request number in payloads, by which a response is matched to its request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestIdPosition {
-    /// Offset of the number from the start of a request's payload, in bytes.
+    /// Offset of the request number from the start of a request's payload, in bytes.
     pub offset: u16,
-    /// Offset of the number from the start of a response's payload, in bytes.
+    /// Offset of the request number from the start of a response's payload, in bytes.
     pub response_offset: u16,
-    /// Length of the number in bytes: 1 to 8.
+    /// Length of the request number in bytes, from 1 to 8.
     pub bytes: u8,
 }
 
-/// Type of requests, recognised by bytes of the payload.
+/// Type of requests, which is recognised by some bytes of the payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RequestType {
-    /// Bytes that requests of this type have at [`Options::type_offset`]; bits outside `mask` are 0.
+    /// Bytes that a request of this type has at [`Options::type_offset`]. Bits outside `mask` are 0.
     pub value: [u8; intf::DISPATCH_TYPE_BYTES as usize],
     /// Mask of the bits that are compared with `value`.
     pub mask: [u8; intf::DISPATCH_TYPE_BYTES as usize],
-    /// Priority class of requests of this type; 0 is the highest.
+    /// Priority class of requests of this type. Class 0 has the highest priority.
     pub class: u8,
 }
 
-/// Options of the dispatcher for one service.
+/// Options for dispatching one service's requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Address to which the service's sockets are bound; the unspecified address matches any address.
+    /// Address to which the service's sockets are bound. The unspecified address matches any address.
     pub service: SocketAddr,
-    /// Policy by which a worker is selected.
+    /// Policy by which a worker is selected for each request.
     pub policy: Policy,
-    /// Position of the request's number; `None`: responses are matched by the client's address and port alone.
+    /// Position of the request number, or `None` if responses are matched only by the client's address and port.
     pub request_id_position: Option<RequestIdPosition>,
-    /// Offset in the payload of the bytes compared with [`RequestType::value`].
+    /// Offset from the start of the payload, in bytes, at which [`RequestType::value`] is compared.
     pub type_offset: u16,
-    /// Types of requests, at most [`MAX_TYPES`]; the first that matches a request applies.
+    /// Types of requests, at most [`MAX_TYPES`]. If several types match a request, the first one applies.
     pub types: Vec<RequestType>,
     /// Priority class of requests that match none of `types`.
     pub default_class: u8,
@@ -101,7 +101,7 @@ pub struct Options {
     pub measures_service_times: bool,
 }
 
-/// Maximum number of configured request types. The data plane has one more, for all other requests.
+/// Maximum number of configured request types. The data plane has one more type, for all other requests.
 pub const MAX_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 
 /// Timeouts after which requests are given up and workers are disabled.
@@ -109,7 +109,7 @@ pub const MAX_TYPES: usize = intf::MAX_DISPATCH_TYPES as usize - 1;
 pub struct Timeouts {
     /// Time after which a request that has left the queue but got no response is given up.
     pub response_timeout: Duration,
-    /// Time without a response after which a worker with queued requests gets no new requests until it responds.
+    /// Time without a response after which a worker with queued requests gets no new ones until it responds again.
     pub stall_after: Duration,
 }
 
@@ -119,9 +119,9 @@ impl Default for Timeouts {
     }
 }
 
-/// Interval at which the dispatcher polls the queues; [`Timeouts`] are rounded up to multiples of it.
+/// Interval at which the dispatcher polls the sockets' queues. [`Timeouts`] are rounded up to multiples of it.
 pub const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Maximum [`Timeouts::response_timeout`]: the ages of requests are kept modulo 256 polls.
+/// Maximum of [`Timeouts::response_timeout`]. A request's age is stored in polls modulo 256, which limits it.
 pub const MAX_RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
-//! Ledger of one service: its workers' outstanding requests, read and adjusted while the programs write.
+//! Ledger of one service's outstanding requests, which user space reads and adjusts while the BPF programs write it.
 //!
-//! All writers follow one rule (`bpf/dispatch/state.h`): the writer that removes an entry from `requests` by
-//! compare-and-swap subtracts its contribution. User space removes requests that will have no response.
+//! All writers follow one rule (`bpf/dispatch/state.h`). A writer that removes an entry from `requests`
+//! by compare-and-swap also subtracts that request from its worker's counts. User space removes the requests that will
+//! get no response.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -24,37 +25,38 @@ type RequestTable = [u64; intf::DISPATCH_REQUESTS as usize];
 
 const WORKER_COUNT: usize = intf::MAX_DISPATCH_WORKERS as usize;
 const CLASS_COUNT: usize = intf::MAX_DISPATCH_CLASSES as usize;
-/// Expected service time of all types before any is configured. As it is equal, `jlq` then acts like `jsq`.
+/// Expected service time of all types until others are set. As all types then cost the same, `jlq` acts like `jsq`.
 const INITIAL_SERVICE_TIME: Duration = Duration::from_micros(10);
-/// Mask of the flag bits above the expected work in a worker's word.
+/// Mask of the flag bits, which are above the expected work in each worker's word.
 const WORK_FLAGS_MASK: u64 = !((1 << intf::DISPATCH_WORK_FLAGS_SHIFT) - 1);
 
-/// Counts of the requests of one worker.
+/// Counts of one worker's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WorkerCounts {
-    /// Slot of the worker's socket in the array.
+    /// Slot of the worker's socket in the array of sockets.
     pub socket_slot: u32,
-    /// Id of the process that reads the socket.
+    /// Id of the worker process, which reads the socket.
     pub worker_pid: u32,
     /// Number of requests that have no response yet.
     pub outstanding_requests: u32,
-    /// Expected service time of all outstanding requests (used by `jlq`).
+    /// Expected time to serve all outstanding requests, which the policy `jlq` compares.
     pub outstanding_work: Duration,
     /// Number of requests dispatched to the worker.
     pub dispatched_requests: u64,
-    /// Number of requests whose response was observed.
+    /// Number of requests to which a response was observed.
     pub completed_requests: u64,
-    /// Number of requests given up: without a response, dropped, or sent to a dead former worker of the slot.
+    /// Number of requests given up because they got no response, were dropped, or were sent to the slot's dead former
+    /// worker.
     pub abandoned_requests: u64,
-    /// Number of datagrams in the socket's queue at the last poll.
+    /// Number of datagrams in the socket's receive queue at the last poll.
     pub queued_datagrams: u32,
-    /// Number of datagrams dropped because the socket's receive buffer was full, by the kernel's 32-bit counter.
+    /// Number of datagrams dropped because the socket's receive buffer was full. The kernel counts them modulo 2^32.
     pub dropped_datagrams: u32,
-    /// Whether the worker gets requests.
+    /// Whether the worker currently gets requests.
     pub is_eligible: bool,
 }
 
-/// Ledger of one service's outstanding requests, in memory shared with the BPF programs.
+/// Ledger of one service's outstanding requests, in memory that is shared with the BPF programs.
 #[derive(Debug)]
 pub struct RequestLedger {
     state: MmapArray<intf::dispatch_state>,
@@ -62,7 +64,7 @@ pub struct RequestLedger {
     stall_detectors: BTreeMap<u32, StallDetector>,
 }
 
-/// Converts an address to the layout of `struct client` in bpf/dispatch/request.h; the unspecified address becomes 0.
+/// Converts an address to the layout of `struct client` in bpf/dispatch/request.h. The unspecified address becomes 0.
 pub(super) fn client_address_words(address: IpAddr) -> [u64; 2] {
     match address {
         IpAddr::V4(v4) => [0, u32::from_ne_bytes(v4.octets()).into()],
@@ -93,7 +95,7 @@ impl RequestEntry {
         (self.0 >> intf::DISPATCH_WORKER_SHIFT) as u32 & intf::DISPATCH_WORKER_MASK
     }
 
-    /// Returns the number of polls since the request was dispatched, modulo 256.
+    /// Returns the request's age as the number of polls since it was dispatched, modulo 256.
     fn age_in_polls(self, epoch: u64) -> u32 {
         epoch.wrapping_sub(self.0 >> intf::DISPATCH_EPOCH_SHIFT) as u32 & intf::DISPATCH_EPOCH_MASK
     }
@@ -116,7 +118,7 @@ impl RequestLedger {
         self.state.load(offset_of!(intf::dispatch_state, layout_version)) == u64::from(intf::DISPATCH_LAYOUT_VERSION)
     }
 
-    /// Initialises the newly created maps. Fails when the kernel provides no random numbers.
+    /// Initialises newly created maps. Fails when the kernel provides no random numbers.
     pub(super) fn initialise_maps(&self) -> anyhow::Result<()> {
         let mut random_seed = [0; 8];
         SysRng.try_fill_bytes(&mut random_seed).context("random numbers of the kernel")?;
@@ -130,7 +132,7 @@ impl RequestLedger {
         Ok(())
     }
 
-    /// Stores the service's address and policy, for commands that read the pinned maps.
+    /// Stores the service's address and policy for commands that read the pinned maps.
     pub(super) fn store_service_info(&self, options: &Options) {
         let at = |field| self.state.word32(field);
         at(offset_of!(intf::dispatch_state, policy)).store(options.policy.number(), Ordering::Relaxed);
@@ -152,19 +154,19 @@ impl RequestLedger {
         (SocketAddr::new(Ipv6Addr::from(*address_octets).to_canonical(), port), policy_name)
     }
 
-    /// Returns the wall-clock time since the last poll. If it is more than a few [`POLL_INTERVAL`]s, no process
+    /// Returns the wall-clock time since the last poll. If it is more than a few times [`POLL_INTERVAL`], no process
     /// maintains the service.
     pub fn time_since_last_poll(&self) -> Duration {
         let last_poll_ms = self.state.load(offset_of!(intf::dispatch_state, polled_ms));
         Duration::from_millis(wall_clock_ms().saturating_sub(last_poll_ms))
     }
 
-    /// Returns the counters of the programs, in the order of [`super::COUNTER_NAMES`].
+    /// Returns the programs' counters in the order of [`super::COUNTER_NAMES`].
     pub fn counters(&self) -> [u64; intf::DISPATCH_COUNTER_COUNT as usize] {
         *self.state.read(offset_of!(intf::dispatch_state, counters))
     }
 
-    /// Returns the counts of each slot that has a worker or had one.
+    /// Returns the counts of each slot that has or had a worker.
     pub fn worker_counts(&self) -> Vec<WorkerCounts> {
         (0..intf::MAX_DISPATCH_WORKERS).filter_map(|slot| self.counts_of_slot(slot)).collect()
     }
@@ -172,7 +174,7 @@ impl RequestLedger {
     fn counts_of_slot(&self, slot: u32) -> Option<WorkerCounts> {
         let outstanding_word = self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed);
         let worker_entry = self.state.read::<intf::dispatch_worker>(worker_entry_offset(slot));
-        // Computed from the counts of requests: a counter of its own would cost every request an atomic operation.
+        // The number is computed, because a separate counter would cost each request an atomic operation.
         let in_flight_requests = (outstanding_word & intf::DISPATCH_COUNT_MASK).saturating_sub(worker_entry.surplus);
         let dispatched_requests =
             worker_entry.untracked + worker_entry.completed + worker_entry.abandoned + u64::from(in_flight_requests);
@@ -190,7 +192,7 @@ impl RequestLedger {
         })
     }
 
-    /// Returns the sum in ns and the number of measured service times, for each of the first `types` types.
+    /// Returns the sum (in ns) and the number of measured service times for each of the first `types` types.
     pub fn observed_service_times(&self, types: usize) -> Vec<(u64, u64)> {
         let read_sum_and_count = |number: usize| {
             let type_entry = self.state.read::<intf::dispatch_type>(type_entry_offset(number));
@@ -205,7 +207,8 @@ impl RequestLedger {
         self.state.store(at, weight.to_bits().into());
     }
 
-    /// Sets the bounds. `rows` has a bound by class and worker of `slots`; `first` is the bound of slot 0.
+    /// Sets how many outstanding requests each worker may have. `rows` has a row for each class, with a limit for each
+    /// of `slots`. `first`, if given, replaces the limit of slot 0.
     pub(super) fn set_request_limits(&self, slots: &[u32], rows: &[Vec<u32>], first: Option<u32>) {
         for (class, row) in rows.iter().take(CLASS_COUNT).enumerate() {
             let at = |slot: u32| {
@@ -217,7 +220,7 @@ impl RequestLedger {
         }
     }
 
-    /// Assigns a slot to a worker. The slot stays closed, because the worker's socket is not in the array yet.
+    /// Assigns a slot to a worker. The slot gets no requests yet, because the worker's socket is not in the array.
     pub(super) fn assign_slot(&self, slot: u32, socket: SocketCookie, pid: u32) {
         self.abandon_all_requests(slot);
         self.state.store(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, socket), socket);
@@ -236,7 +239,6 @@ impl RequestLedger {
         }
     }
 
-    /// Opens a slot, so that its worker gets requests from now on.
     pub(super) fn open_slot(&self, slot: u32) {
         self.enable_worker(slot);
         self.update_rotation();
@@ -248,7 +250,8 @@ impl RequestLedger {
         self.state.store(offset_of!(intf::dispatch_state, polled_ms), wall_clock_ms());
     }
 
-    /// Repairs the counts after a read of the queues. `sockets`: those of the array. Returns whether a worker has died.
+    /// Repairs the counts after the queues were read. `sockets` are those in the array. Returns whether a worker has
+    /// died.
     pub(super) fn reconcile(
         &mut self,
         sockets: &BTreeMap<u32, SocketCookie>,
@@ -296,13 +299,12 @@ impl RequestLedger {
             as usize
     }
 
-    /// Returns the id of the process whose socket is in the slot.
     fn worker_pid(&self, slot: u32) -> u32 {
         self.state.word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, pid)).load(Ordering::Relaxed)
     }
 
-    /// Disables a worker that does not read its requests, or enables it again. The programs enable it by its first
-    /// response, but that may come from another socket, or the queue may be emptied without a response.
+    /// Disables a worker that does not read its requests, or enables it again. The BPF programs also enable a worker
+    /// when it responds. They may miss that if it responds by another socket or empties its queue without responding.
     fn update_liveness(&mut self, slot: u32, now: Duration, timeouts: &Timeouts) {
         let response_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, responses));
         let completed_count = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, completed));
@@ -340,7 +342,6 @@ impl RequestLedger {
         }
     }
 
-    /// Gives up all outstanding requests of a slot's worker.
     fn abandon_all_requests(&self, slot: u32) {
         let entries_of_slot: Vec<_> =
             self.outstanding_entries().filter(|(_, entry)| entry.worker_slot() == slot).collect();
@@ -381,14 +382,14 @@ impl RequestLedger {
         self.state.word(outstanding_work_offset(slot)).fetch_and(!WORK_FLAGS_MASK, Ordering::AcqRel);
     }
 
-    /// Updates the order in which slots take turns, and the number of slots up to the highest one with a worker.
+    /// Updates the order in which workers take turns, and the number of slots up to the highest one with a worker.
     fn update_rotation(&self) {
         let worker_flags = |slot| {
             self.state.word32(outstanding_count_offset(slot)).load(Ordering::Relaxed) & !intf::DISPATCH_COUNT_MASK
         };
         let present_slots: Vec<u32> =
             (0..intf::MAX_DISPATCH_WORKERS).filter(|slot| worker_flags(*slot) & intf::DISPATCH_GONE == 0).collect();
-        // The kernel's own choice also selects stalled workers.
+        // With the policy `random` the kernel chooses, which also selects stalled workers.
         let is_random_policy = self.state.word32(offset_of!(intf::dispatch_state, policy)).load(Ordering::Relaxed)
             == intf::DISPATCH_POLICY_RANDOM;
         let mut rotation_order = [0u8; WORKER_COUNT];

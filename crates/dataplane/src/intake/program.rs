@@ -1,4 +1,4 @@
-//! `bpf/orchestrate/intake.bpf.c` at a device.
+//! Loads `bpf/orchestrate/intake.bpf.c`, the XDP program that redirects requests to AF_XDP sockets.
 
 use std::mem::MaybeUninit;
 use std::net::SocketAddrV4;
@@ -18,10 +18,10 @@ use crate::mac::MacAddress;
 use crate::per_cpu::sum_over_cpus;
 use crate::skeleton::intake::IntakeSkelBuilder;
 
-/// Number of counters of the intake program.
+/// Number of counters that the intake program has.
 pub const COUNTER_COUNT: usize = intf::INTAKE_COUNTER_COUNT as usize;
 
-/// XDP program that redirects requests to AF_XDP sockets, and its maps. A drop or the process's end detaches it.
+/// XDP program that redirects requests to AF_XDP sockets, with its maps. It is detached by a drop or the process's end.
 #[derive(Debug)]
 pub struct IntakeProgram {
     program: OwnedFd,
@@ -31,7 +31,8 @@ pub struct IntakeProgram {
 }
 
 impl IntakeProgram {
-    /// Loads the program for a device with the address `mac`. Fails when the kernel rejects something.
+    /// Loads the program for a device with the MAC address `mac`. Fails with too many listeners, or when the kernel
+    /// rejects it.
     pub fn load(mac: MacAddress, listeners: &[SocketAddrV4]) -> anyhow::Result<Self> {
         let max_listeners = intf::MAX_INTAKE_LISTENERS as usize;
         ensure!(
@@ -76,13 +77,13 @@ impl IntakeProgram {
         self.program.as_fd()
     }
 
-    /// Sets the AF_XDP socket to which requests of a receive queue are redirected. It must be bound to that queue.
+    /// Sets the AF_XDP socket that gets the requests of a receive queue. The socket must be bound to that queue.
     pub fn set_queue_socket(&self, queue: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         let socket_value = (socket.as_raw_fd() as u32).to_ne_bytes();
         self.xdp_sockets.update(&queue.to_ne_bytes(), &socket_value, MapFlags::ANY).context("adding an AF_XDP socket")
     }
 
-    /// Returns the counters in the order of [`COUNTER_NAMES`], counted since the program was loaded.
+    /// Returns the counters in the order of [`COUNTER_NAMES`]. They count from the loading of the program.
     pub fn counters(&self) -> anyhow::Result<[u64; COUNTER_COUNT]> {
         sum_over_cpus(&self.counters)
     }

@@ -1,4 +1,4 @@
-//! AF_XDP socket of one receive queue, which only receives.
+//! AF_XDP socket of one receive queue. It is used only to receive.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd};
@@ -11,12 +11,12 @@ use xdp::socket::{XdpSocket, XdpSocketBuilder};
 use xdp::umem::{FrameSize, UmemCfgBuilder};
 use xdp::{RingConfigBuilder, RxRing, Umem, WakableFillRing};
 
-/// Number of frames in the memory of one socket; each frame is in the fill ring or the receive ring.
+/// Number of frames in one socket's memory. Each frame is in either the fill ring or the receive ring.
 const FRAMES_PER_SOCKET: u32 = 2048;
 /// Maximum number of frames received in one batch.
 const MAX_BATCH_FRAMES: usize = 32;
 
-/// Way by which received frames get into a socket's memory.
+/// Way in which received frames get into a socket's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyMode {
     /// The driver writes frames directly into the socket's memory.
@@ -44,8 +44,8 @@ pub struct XdpQueue {
 }
 
 impl XdpQueue {
-    /// Binds an AF_XDP socket to a receive queue of a device. `is_native`: the XDP program runs in the driver, which
-    /// uses zero-copy if it can. Fails without CAP_NET_RAW, or when the queue already has a socket.
+    /// Binds an AF_XDP socket to a device's receive queue. `is_native` means that the XDP program runs in the driver,
+    /// which then uses zero-copy if it can. Fails without CAP_NET_RAW, or when the queue already has a socket.
     pub fn bind_socket(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
         let umem_config =
             UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAMES_PER_SOCKET, ..Default::default() };
@@ -70,12 +70,12 @@ impl XdpQueue {
         Ok(Self { socket, rx_ring, fill_ring, umem, copy_mode })
     }
 
-    /// Returns how frames get into the socket's memory.
+    /// Returns how received frames get into the socket's memory.
     pub fn copy_mode(&self) -> CopyMode {
         self.copy_mode
     }
 
-    /// Receives a batch of frames, passes each to `accept` and returns their number. Fails if the driver cannot be
+    /// Receives a batch of frames, passes each to `accept` and returns their number. Fails when the driver cannot be
     /// woken.
     pub fn receive(&mut self, accept: &mut impl FnMut(&[u8])) -> io::Result<usize> {
         let mut frame_batch = StackSlab::<MAX_BATCH_FRAMES>::new();
@@ -99,7 +99,7 @@ impl XdpQueue {
         Ok(DropCounts { receive_ring_full: statistics.rx_ring_full, fill_ring_empty: statistics.rx_dropped })
     }
 
-    /// Checks the state of the socket. Fails when the device was removed.
+    /// Checks that the socket's device still exists. Fails when it was removed.
     pub fn check_device(&self) -> io::Result<()> {
         match getsockopt(&self.as_fd(), sockopt::SocketError)? {
             0 => Ok(()),

@@ -1,16 +1,16 @@
-//! Buddy allocator of blocks of 2^k bytes, each at a multiple of its size. It computes offsets, without a memory.
+//! Buddy allocator whose blocks have 2^k bytes and begin at multiples of their size. It only computes offsets.
 
 use std::collections::BTreeSet;
 
-/// Size of the smallest block in bytes: a cache line.
+/// Size of the smallest block in bytes, which is that of a cache line.
 const MIN_BLOCK_BYTES: u32 = 64;
 
-/// Block of memory that is in use.
+/// Allocated block of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Block {
-    /// Offset of the block from the start of the memory, in bytes; never 0.
+    /// Offset of the block from the start of the memory, in bytes. It is never 0.
     pub offset: u32,
-    /// Binary logarithm of the size in bytes.
+    /// Binary logarithm of the block's size in bytes.
     size_log2: u32,
 }
 
@@ -20,7 +20,6 @@ impl Block {
         Self { offset: at, size_log2: size_log2_for(bytes) }
     }
 
-    /// Returns the block's size in bytes.
     pub fn bytes(self) -> u32 {
         1 << self.size_log2
     }
@@ -32,13 +31,13 @@ fn size_log2_for(bytes: u32) -> u32 {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct BuddyAllocator {
-    /// Offsets of the free blocks, indexed by the binary logarithm of their size.
+    /// Offsets of the free blocks, indexed by the binary logarithm of the blocks' size.
     free_offsets_by_log2: [BTreeSet<u32>; 32],
     memory_bytes: u32,
 }
 
 impl BuddyAllocator {
-    /// Creates an allocator of `bytes` bytes (a power of two). The first block and `used` (offset, size) are in use.
+    /// Creates an allocator for `bytes` bytes, a power of two. The first block and `used` (offsets, sizes) are in use.
     pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut allocator = Self { memory_bytes: bytes, ..Self::default() };
         let mut used_blocks: Vec<Block> =
@@ -61,7 +60,6 @@ impl BuddyAllocator {
         self.free_range(old_bytes, bytes);
     }
 
-    /// Frees the bytes from `start` to `end`, exclusive.
     fn free_range(&mut self, mut start: u32, end: u32) {
         while start < end {
             let max_aligned_log2 = if start == 0 { 31 } else { start.trailing_zeros() };
@@ -72,19 +70,19 @@ impl BuddyAllocator {
         }
     }
 
-    /// Allocates a block of at least `bytes` bytes; `None`: no free block is large enough.
+    /// Allocates a block of at least `bytes` bytes. Returns `None` if no free block is large enough.
     pub fn allocate(&mut self, bytes: u32) -> Option<Block> {
         let needed_log2 = size_log2_for(bytes);
         let free_log2 = (needed_log2..32).find(|order| !self.free_offsets_by_log2[*order as usize].is_empty())?;
         let at = self.free_offsets_by_log2[free_log2 as usize].pop_first()?;
-        // The upper halves of a larger block stay free.
+        // A larger block is split, and its upper halves stay free.
         for half in needed_log2..free_log2 {
             self.free_offsets_by_log2[half as usize].insert(at + (1 << half));
         }
         Some(Block { offset: at, size_log2: needed_log2 })
     }
 
-    /// Frees a block, and merges it with free neighbours.
+    /// Frees a block and merges it with free neighbours.
     pub fn free(&mut self, block: Block) {
         let Block { offset: mut at, size_log2: mut order } = block;
         loop {
@@ -145,7 +143,7 @@ mod tests {
                 let used_bytes: u64 = allocated.iter().map(|(block, _)| 1u64 << block.size_log2).sum();
                 prop_assert_eq!(allocator.free_bytes() + used_bytes, initial_allocator.free_bytes());
             }
-            // An allocator from the same used blocks, as after a take-over, has the same state.
+            // An allocator that is rebuilt from the used blocks, as after a take-over, has the same state.
             let rebuilt_allocator = BuddyAllocator::new(1 << 16,
                 allocated.iter().map(|(block, bytes)| (block.offset, *bytes)));
             prop_assert_eq!(&rebuilt_allocator, &allocator);

@@ -1,6 +1,6 @@
-//! `bpf/lb/capture.h`: captures packets and their decisions during operation.
+//! Capture of packets, and of the program's decisions about them, during operation (`bpf/lb/capture.h`).
 //!
-//! During a capture, a variant of the program is attached to the device in place of the program that is in operation.
+//! During a capture, a capturing variant of the program is attached to the device in place of the regular program.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ use crate::mac::MacAddress;
 /// Options of a packet capture.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// The load balancer's pin directory, below a BPF file system.
+    /// Pin directory of the load balancer, on a BPF file system.
     pub pin_directory: PathBuf,
     /// Service whose packets are captured.
     pub service: ServiceAddress,
@@ -34,41 +34,41 @@ pub struct Options {
     pub max_captured_bytes: u32,
 }
 
-/// Captured packet, with the program's decision about it.
+/// Captured packet with the program's decision about it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CapturedPacket {
-    /// Time at which the packet arrived, by CLOCK_MONOTONIC.
+    /// Time of CLOCK_MONOTONIC at which the packet arrived.
     pub time: Duration,
-    /// Length of the arrived frame in bytes. Only the first `max_captured_bytes` bytes of a longer frame are captured.
+    /// Length in bytes of the frame as it arrived. At most `max_captured_bytes` of them are captured.
     pub length: u32,
     /// Captured bytes of the frame as it arrived.
     pub frame_in: Vec<u8>,
     /// Captured bytes of the frame as the program left it.
     pub frame_out: Vec<u8>,
-    /// Name of the counter that counted the packet: one of [`COUNTER_NAMES`].
+    /// Name of the counter that counted the packet, which is one of [`COUNTER_NAMES`].
     pub outcome: &'static str,
     /// Destination of the packet.
     pub destination: Destination,
 }
 
-/// Destination of a captured packet.
+/// Destination to which the program sent a captured packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Destination {
     /// Network stack of the load balancer's own host.
     Kernel,
-    /// No destination: the program dropped the packet.
+    /// No destination, because the program dropped the packet.
     Dropped,
-    /// Server with this MAC address; several ids if several servers share the address.
+    /// Server with this MAC address. There are several ids if several servers share the address.
     Server(MacAddress, Vec<ServerId>),
-    /// Load balancer with this owner number.
+    /// Another load balancer, which has this owner number.
     LoadBalancer(u8),
-    /// All servers: the packet was broadcast.
+    /// All servers of the service, because the packet was broadcast.
     Broadcast,
-    /// Unknown destination: no server of the service has this MAC address (any more).
+    /// Destination with this MAC address, which belongs to no current server of the service.
     UnknownMac(MacAddress),
 }
 
-/// Running capture of packets; dropping the value ends the capture.
+/// Running packet capture, which ends when the value is dropped.
 pub struct Capture {
     options: Options,
     maps: Maps,
@@ -80,17 +80,16 @@ pub struct Capture {
     records: Rc<RefCell<CaptureRecords>>,
 }
 
-/// Capturing variant attached to the device, and the program that it replaced.
+/// Capturing variant that is attached to the device, and the program that it replaced.
 struct AttachedCapture {
     replaced_program: OwnedFd,
-    /// Id of the attached variant. If the device has a program of another id, the daemon has attached a newer one.
+    /// Id of the attached variant. If the device has another program, the daemon has attached a newer one.
     capture_program_id: u32,
     perf_buffer: PerfBuffer<'static>,
-    /// Map of the perf buffer, held because closing it would remove the buffers that it inserted.
+    /// Map of the perf buffer. It is held because closing it would remove the buffers that it contains.
     _perf_buffer_map: MapHandle,
 }
 
-/// Records from the perf buffer.
 #[derive(Default)]
 struct CaptureRecords {
     /// Packets whose arrival was recorded but not yet the decision about them, by CPU.
@@ -105,8 +104,8 @@ const PERF_BUFFER_PAGE_COUNT: usize = 1024;
 const PROGRAM_CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 impl Capture {
-    /// Replaces the program of the load balancer in `pin_directory` by the capturing variant. Fails when no load
-    /// balancer is pinned there, or the load balancer lacks the service or was loaded by another version of coreward.
+    /// Replaces the program of the load balancer in `pin_directory` by a variant that captures. Fails when no load
+    /// balancer is pinned there, it lacks the service, or another version of coreward loaded it.
     pub fn start(options: Options) -> anyhow::Result<Self> {
         ensure!(options.max_captured_bytes > 0, "a capture of 0 bytes of each packet: expected at least 1");
         let lb_directory = super::pin_directory::find_pin_directory(&options.pin_directory)?;
@@ -135,13 +134,13 @@ impl Capture {
         Ok(capture)
     }
 
-    /// Waits for packets, at most `timeout`, and passes each to `sink`. The packets of one CPU keep their order. Fails
+    /// Waits at most `timeout` for packets and passes each to `sink`. Packets of the same CPU keep their order. Fails
     /// when the load balancer was detached during the capture.
     pub fn poll(&mut self, timeout: Duration, sink: &mut dyn FnMut(CapturedPacket)) -> anyhow::Result<()> {
         if self.last_program_check.elapsed() >= PROGRAM_CHECK_INTERVAL {
             self.last_program_check = Instant::now();
             if self.pinned_link.program_id()? != self.attached_capture.capture_program_id {
-                // The daemon may have replaced the connection table by one of another size.
+                // The daemon may also have replaced the connection table by one of another size.
                 self.maps = Maps::take_over(&super::pin_directory::find_pin_directory(&self.options.pin_directory)?)?;
                 self.attached_capture = AttachedCapture::new(
                     &self.options,
@@ -153,7 +152,7 @@ impl Capture {
             }
         }
         match self.attached_capture.perf_buffer.poll(timeout) {
-            // A signal interrupted the wait: the caller handles it.
+            // If a signal interrupted the wait, the caller handles it.
             Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
             outcome => outcome.context("reading what was captured")?,
         }
@@ -172,7 +171,7 @@ impl Capture {
         Ok(())
     }
 
-    /// Returns the number of records that were lost because the perf buffer was full.
+    /// Returns the number of records that were lost because a perf buffer was full.
     pub fn lost_record_count(&self) -> u64 {
         self.records.borrow().lost_record_count
     }
@@ -240,7 +239,7 @@ impl AttachedCapture {
     }
 }
 
-/// Restores the replaced program, unless the daemon has attached another one.
+/// Restores the replaced program unless the daemon has attached another one.
 impl Drop for Capture {
     fn drop(&mut self) {
         let restore_program = || -> anyhow::Result<()> {
@@ -260,7 +259,7 @@ impl Drop for Capture {
 }
 
 impl CaptureRecords {
-    /// Stores one record of the perf buffer: a `struct captured_packet`, followed by bytes of the packet.
+    /// Stores a record from the perf buffer. It consists of a `struct captured_packet` and bytes of the packet.
     fn add_record(&mut self, cpu: i32, data: &[u8]) {
         let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };
         let captured_bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();

@@ -1,4 +1,4 @@
-//! Memory of the connection table: two BPF maps, which the program changes as well.
+//! Memory of the connection table. It consists of two BPF maps, which the BPF program changes as well.
 
 use std::mem::offset_of;
 use std::os::fd::BorrowedFd;
@@ -13,7 +13,6 @@ use crate::mmap_array::MmapArray;
 #[derive(Debug)]
 pub(super) struct SharedTableMemory {
     entries: MmapArray<[intf::connection]>,
-    /// Stack of each partition's free entries.
     free_stacks: MmapArray<[intf::connection_stack]>,
     table_size: TableSize,
 }
@@ -71,7 +70,7 @@ impl AtomicWordStorage for SharedTableMemory {
     }
 }
 
-/// Maps the memory of the entries and the free stacks. Returns the connection table of `size` in that memory.
+/// Maps the memory for entries and free stacks. Returns the connection table of `size` in that memory.
 pub(super) fn map_connection_table(
     entries: BorrowedFd<'_>,
     free_stacks: BorrowedFd<'_>,
@@ -83,7 +82,6 @@ pub(super) fn map_connection_table(
     Ok(ConnectionTable::new(SharedTableMemory { entries, free_stacks, table_size: size }, size))
 }
 
-/// Returns the number of connection table entries in use.
 pub(super) fn count_used_entries(table: &SharedConnectionTable) -> usize {
     table.size().entry_indexes().filter(|index| !table.is_free(*index)).count()
 }

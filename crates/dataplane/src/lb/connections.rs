@@ -1,5 +1,5 @@
-//! The connection table of stateful services: reading, freeing, take-over. `bpf/lb/connection_table.h` has the
-//! program's operations on the table, [`coreward_model::connection_table::table`] those of user space.
+//! Reading, freeing and take-over of connection table entries of stateful services. The operations on the table are in
+//! `bpf/lb/connection_table.h` for the BPF program, and in [`coreward_model::connection_table::table`] for user space.
 
 use std::mem::offset_of;
 use std::path::Path;
@@ -27,7 +27,7 @@ use crate::rcu::wait_for_running_programs;
 const CLOCK_WORD_OFFSET: usize = offset_of!(intf::lb_state, clock);
 const OWNER_ENTRIES_OFFSET: usize = offset_of!(intf::lb_state, owners);
 
-/// Initialises new maps: all slots free, the hash key `key` or a random one, no owner number.
+/// Initialises new maps with free entries only, the hash key `key` or a random one, and no owner number.
 pub(super) fn initialise_connection_table(maps: &Maps, key: Option<CookieKey>) {
     maps.connections.initialise();
     let hash_key = key.unwrap_or_else(|| CookieKey::random(&mut UnwrapErr(SysRng)));
@@ -36,7 +36,7 @@ pub(super) fn initialise_connection_table(maps: &Maps, key: Option<CookieKey>) {
     store_owner_number(maps, None);
 }
 
-/// Stores the timers after which packets may reuse entries, and the time `swept` of the daemon's last sweep.
+/// Stores the timers after which packets may reuse entries, and `swept`, the time of the daemon's last sweep.
 fn store_timers(maps: &Maps, timers: &ConnectionTimeouts, swept: ClockTicks) {
     maps.state.write(offset_of!(intf::lb_state, timers), &timers.to_bpf_timers(swept));
 }
@@ -46,13 +46,13 @@ fn connection_hash_key(maps: &Maps) -> CookieKey {
     CookieKey { k0: bpf_key.k0, k1: bpf_key.k1 }
 }
 
-/// Returns the program's counter of connection table entries of one shard of source prefixes.
+/// Returns the program's counter of the connection table entries that one shard of source prefixes holds.
 fn source_prefix_counter(maps: &Maps, shard: usize) -> &AtomicU64 {
     maps.connection_takes.word(offset_of!(intf::connection_takes, entries_by_source) + shard * size_of::<u64>())
 }
 
-/// Counts the entries in use. Corrects the count of each source prefix, since an earlier process may have been killed
-/// between freeing and subtracting. The next call repairs a count that changes meanwhile.
+/// Counts the entries in use, and corrects the count of each source prefix. A count may be wrong because a process was
+/// killed between freeing an entry and subtracting it. The next call corrects counts that change during this one.
 fn recount_used_entries(maps: &Maps) -> u64 {
     let hash_key = connection_hash_key(maps);
     let shard_indexes = 0..intf::SOURCE_SHARDS as usize;
@@ -64,7 +64,7 @@ fn recount_used_entries(maps: &Maps) -> u64 {
         counts_by_shard[source_prefix_shard(&hash_key, client)] += 1;
     }
     for shard in shard_indexes.filter(|shard| counts_before[*shard] != counts_by_shard[*shard]) {
-        // The exchange fails when the prefix's count has changed since.
+        // The exchange fails if the prefix's count has changed since.
         let (before, counted) = (counts_before[shard], counts_by_shard[shard]);
         let _ =
             source_prefix_counter(maps, shard).compare_exchange(before, counted, Ordering::AcqRel, Ordering::Relaxed);
@@ -72,7 +72,8 @@ fn recount_used_entries(maps: &Maps) -> u64 {
     counts_by_shard.iter().sum()
 }
 
-/// Pushes free slots that an earlier process did not push on a stack. Fails when the kernel offers no grace period.
+/// Puts free entries back on their stacks if an earlier process ended before it did so. Fails when the kernel offers no
+/// grace period.
 pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Result<()> {
     let mut indexes_off_stack = Vec::new();
     for partition in 0..table.size().partition_count() {
@@ -89,7 +90,8 @@ pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Res
     if indexes_off_stack.is_empty() {
         return Ok(());
     }
-    // A running program may be filling a missing slot; all such programs have ended after this.
+    // A running program may just be filling such an entry, so the entries are checked again when all such programs have
+    // ended.
     wait_for_running_programs()?;
     let lost_indexes: Vec<_> = indexes_off_stack.into_iter().filter(|index| table.is_free(*index)).collect();
     lost_indexes.iter().for_each(|index| table.push(*index));
@@ -103,7 +105,7 @@ pub(super) fn recover_lost_entries(table: &SharedConnectionTable) -> anyhow::Res
     Ok(())
 }
 
-/// Stores the owner number in the word that holds the clock, too. A packet's concurrent clock update may be lost.
+/// Stores the owner number in the word that also holds the clock. A concurrent clock update by a packet may be lost.
 fn store_owner_number(maps: &Maps, owner: Option<TableOwnerNumber>) {
     let owner_word = owner.map_or(intf::MAX_OWNERS, |owner| u32::from(owner.get()));
     let clock_ticks = maps.state.load(CLOCK_WORD_OFFSET) as u32;
@@ -125,11 +127,11 @@ fn is_server_known(maps: &Maps, service: ServiceIndex, server: ServerId) -> bool
     (server_entry(maps, service, server) >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_KNOWN != 0
 }
 
-/// Number of connection table entries in use: the number at the last count, and the changes since then.
+/// Number of used connection table entries, computed from the last count and the changes since then.
 #[derive(Debug)]
 pub(super) struct TableOccupancy {
     counted_entries: u64,
-    /// Number of entries that packets had ever allocated, at the time of the last count.
+    /// Number of allocations that packets had ever made at the time of the last count.
     allocations_at_count: u64,
     freed_since_count: u64,
 }
@@ -143,7 +145,6 @@ fn total_allocations(maps: &Maps) -> u64 {
 }
 
 impl TableOccupancy {
-    /// Counts all connection table entries in use.
     pub fn count_used_entries(maps: &Maps) -> Self {
         let allocations_at_count = total_allocations(maps);
         Self { counted_entries: recount_used_entries(maps), allocations_at_count, freed_since_count: 0 }
@@ -165,24 +166,24 @@ pub(super) fn connections_of_service(
     all_connections.filter(move |connection| connection.identity.service == service.0)
 }
 
-/// Read access to the connection table of a running load balancer, without its daemon.
+/// Read access to a running load balancer's connection table without its daemon.
 #[derive(Debug)]
 pub struct PinnedConnections {
     maps: Maps,
 }
 
 impl PinnedConnections {
-    /// Opens the maps in `pin_directory`. Fails when no load balancer is pinned there, or one of another version.
+    /// Opens the maps pinned in `pin_directory`. Fails when it has no pinned load balancer, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         Ok(Self { maps: Maps::take_over(&super::pin_directory::find_pin_directory(pin_directory)?)? })
     }
 
-    /// Returns the load balancer's services and their configured names.
+    /// Returns the load balancer's services with their configured names.
     pub fn services(&self) -> Vec<(ServiceAddress, String)> {
         services_with_names(&self.maps)
     }
 
-    /// Returns the size of the table.
+    /// Returns the size of the connection table.
     pub fn size(&self) -> TableSize {
         self.maps.connections.size()
     }
@@ -192,7 +193,7 @@ impl PinnedConnections {
         packet_clock(&self.maps)
     }
 
-    /// Returns the connection table entries of a service; none if the service does not exist.
+    /// Returns a service's connection table entries, of which there are none if the service does not exist.
     pub fn connections(&self, service: ServiceAddress) -> impl Iterator<Item = Connection> + '_ {
         let service_index = read_services(&self.maps).get(&service).map(|service| service.index);
         service_index.into_iter().flat_map(|index| connections_of_service(&self.maps.connections, index))
@@ -210,40 +211,40 @@ impl LoadBalancer {
         connection_hash_key(&self.maps)
     }
 
-    /// Sets this load balancer's owner number, which is unique among all load balancers with a connection table. With
-    /// `None`, the default, new connections of stateful services get stateless cookies. After a change, cookies that
-    /// carry the former number no longer lead to entries of this table.
+    /// Sets this load balancer's owner number, which must be unique among all load balancers with a connection table.
+    /// With `None`, the default, new connections of stateful services get stateless cookies. After a change, cookies
+    /// with the former number no longer lead to entries of this table.
     pub fn set_owner_number(&mut self, owner: Option<TableOwnerNumber>) {
         store_owner_number(&self.maps, owner);
     }
 
-    /// Returns this load balancer's owner number; `None`: it has none.
+    /// Returns this load balancer's owner number, or `None` if it has none.
     pub fn owner_number(&self) -> Option<TableOwnerNumber> {
         TableOwnerNumber::try_from(self.maps.state.load(CLOCK_WORD_OFFSET) >> 32).ok()
     }
 
-    /// Sets the MAC address of another load balancer, to which packets are sent whose cookies name an entry of its
-    /// table. `None`: that load balancer is lost, and its packets are broadcast at a separate rate
-    /// ([`Options::broadcast_limits`](super::Options::broadcast_limits)).
+    /// Sets the MAC address of the load balancer that owns a connection table. Packets whose cookies name an entry of
+    /// that table are sent to it. With `None`, that load balancer counts as lost. Its packets are then broadcast at a
+    /// separate rate ([`Options::broadcast_limits`](super::Options::broadcast_limits)).
     pub fn set_owner_mac(&mut self, owner: TableOwnerNumber, mac: Option<MacAddress>) {
         let server_flags = intf::SERVER_KNOWN | if mac.is_some() { intf::SERVER_RESOLVED } else { 0 };
         let owner_entry = mac.map_or(0, MacAddress::to_word) | u64::from(server_flags) << SERVER_FLAGS_SHIFT;
         self.maps.state.store(owner_entry_offset(owner), owner_entry);
     }
 
-    /// Returns the MAC address set by [`set_owner_mac`](Self::set_owner_mac), also by an earlier process.
+    /// Returns the MAC address set by [`set_owner_mac`](Self::set_owner_mac), even if an earlier process set it.
     pub fn owner_mac(&self, owner: TableOwnerNumber) -> Option<MacAddress> {
         let owner_entry = self.maps.state.load(owner_entry_offset(owner));
         let is_resolved = (owner_entry >> SERVER_FLAGS_SHIFT) as u32 & intf::SERVER_RESOLVED != 0;
         is_resolved.then(|| MacAddress::from_word(owner_entry))
     }
 
-    /// Removes an owner number that no connection uses. Packets with indexes of that owner are then treated as forged.
+    /// Removes an owner number that no connection uses. Packets with that owner's cookies then count as forged.
     pub fn remove_owner(&mut self, owner: TableOwnerNumber) {
         self.maps.state.store(owner_entry_offset(owner), 0);
     }
 
-    /// Sets the clock that packets read, in tenths of a second, from CLOCK_MONOTONIC. To be called every 100 ms.
+    /// Sets the clock that packets read, in tenths of a second, from CLOCK_MONOTONIC. It must be called every 100 ms.
     pub fn tick(&mut self, monotonic: Duration) {
         let owner_bits = self.maps.state.load(CLOCK_WORD_OFFSET) & !u64::from(u32::MAX);
         self.maps.state.store(CLOCK_WORD_OFFSET, owner_bits | u64::from(ClockTicks::from_monotonic_time(monotonic).0));
@@ -254,38 +255,38 @@ impl LoadBalancer {
         packet_clock(&self.maps)
     }
 
-    /// Returns the connection table entries of a service. Packets may change the table while it is read.
+    /// Returns a service's connection table entries. Packets may change the table while it is read.
     pub fn connections(&self, service: ServiceIndex) -> impl Iterator<Item = Connection> + '_ {
         connections_of_service(&self.maps.connections, service)
     }
 
-    /// Updates the limit of entries that one source prefix may have. To be called as often as [`tick`](Self::tick).
+    /// Updates how many entries one source prefix may have. It must be called as often as [`tick`](Self::tick).
     pub fn update_source_prefix_limit(&mut self) {
         let source_entry_limit =
             max_entries_per_source_prefix(self.maps.connections.size(), self.occupancy.used_entries(&self.maps) as u32);
         self.maps.state.store(offset_of!(intf::lb_state, entries_per_source), source_entry_limit.into());
     }
 
-    /// Returns the number of connection table entries in use: the result of the last
-    /// [`recount_connections`](Self::recount_connections), and the changes since then.
+    /// Returns the number of connection table entries in use. It is computed from the result of the last
+    /// [`recount_connections`](Self::recount_connections) and the changes since then.
     pub fn used_entry_count(&self) -> u64 {
         self.occupancy.used_entries(&self.maps)
     }
 
-    /// Counts all entries in use, so that [`used_entry_count`](Self::used_entry_count) and the counts of source
-    /// prefixes are exact again. Counter rows that two CPUs share lose an increment now and then.
+    /// Counts all entries in use, so that [`used_entry_count`](Self::used_entry_count) and the source prefixes' counts
+    /// are exact again. They drift because counters lose an increment now and then if two CPUs share their row.
     pub fn recount_connections(&mut self) {
         self.occupancy = TableOccupancy::count_used_entries(&self.maps);
     }
 
-    /// Returns the number of connection table entries in use, by reading the whole table.
+    /// Returns the number of connection table entries in use by reading the whole table.
     pub fn scan_used_entry_count(&self) -> usize {
         count_used_entries(&self.maps.connections)
     }
 
     /// Checks the next `entries` entries of the table. Returns the connections that may be freed, each with the reason.
-    /// Each call continues after the last one and wraps, as a full sweep would pause the daemon. After
-    /// [`intf::CONNECTION_UNSWEPT_TICKS`] without a call, packets reuse entries by the timers of the last call.
+    /// Each call continues after the last one and wraps around, because a full sweep would pause the daemon. If no call
+    /// is made for [`intf::CONNECTION_UNSWEPT_TICKS`], packets reuse expired entries by the timers of the last call.
     pub fn scan_expired_connections(
         &mut self,
         timers: &ConnectionTimeouts,
@@ -307,8 +308,8 @@ impl LoadBalancer {
     }
 
     /// Frees the entries of `connections` and returns how many were freed. An entry stays in use if it now has another
-    /// connection, or its connection had another packet. Waits for an RCU grace period (some ms). Fails when the kernel
-    /// offers no grace period: the slots are then lost until another process takes over.
+    /// connection, or if its connection had another packet. Waits for an RCU grace period (some ms). Fails when the
+    /// kernel offers no grace period, in which case the entries stay lost until another process takes over.
     pub fn free_connections(&mut self, connections: &[Connection]) -> anyhow::Result<usize> {
         let table = &self.maps.connections;
         let is_unchanged = |connection: &&Connection| {
@@ -321,7 +322,7 @@ impl LoadBalancer {
             .filter(|connection| table.release(connection.index, connection.identity))
             .collect();
         if !released_connections.is_empty() {
-            // A program that found the connection may still be updating the entry.
+            // A program that found the connection may still be updating its entry.
             self.grace_periods.wait(self.grace_periods.request())?;
         }
         let hash_key = connection_hash_key(&self.maps);
@@ -335,7 +336,7 @@ impl LoadBalancer {
         Ok(released_connections.len())
     }
 
-    /// Frees all entries of services that were removed or are no longer stateful, once no packet can find them.
+    /// Frees all entries of services that were removed or are no longer stateful. Packets can no longer find them.
     pub(super) fn free_connections_of_services(&mut self, services: &[ServiceIndex]) -> anyhow::Result<()> {
         for service in services {
             let service_connections: Vec<Connection> = self.connections(*service).collect();

@@ -1,4 +1,4 @@
-//! Counters of packets and events, by service.
+//! Counters of packets and events for each service.
 
 use std::mem::offset_of;
 
@@ -6,20 +6,21 @@ use coreward_intf as intf;
 
 use super::{LoadBalancer, ServiceIndex};
 
-/// Number of outcomes of a packet, which are named by [`COUNTER_NAMES`](super::COUNTER_NAMES).
+/// Number of possible outcomes of a packet, which are named by [`COUNTER_NAMES`](super::COUNTER_NAMES).
 pub const COUNTER_COUNT: usize = intf::LB_COUNTER_COUNT as usize;
 
 /// Number of kinds of events, which are named by [`EVENT_NAMES`](super::EVENT_NAMES).
 pub const EVENT_COUNT: usize = intf::LB_EVENT_COUNT as usize;
 
-/// Counters of packets and events, since the maps were created.
+/// Counters of packets and events since the maps were created.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct PacketCounters {
-    /// Packets by outcome, in the order of [`COUNTER_NAMES`](super::COUNTER_NAMES). Each packet has one outcome.
+    /// Number of packets with each outcome, in the order of [`COUNTER_NAMES`](super::COUNTER_NAMES). Each packet has
+    /// one outcome.
     pub packets_by_outcome: [u64; COUNTER_COUNT],
-    /// Number of events of each kind, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
+    /// Number of events by kind, in the order of [`EVENT_NAMES`](super::EVENT_NAMES).
     pub event_counts: [u64; EVENT_COUNT],
-    /// Number of bytes in frames of forwarded packets.
+    /// Number of bytes in the frames of forwarded packets.
     pub forwarded_bytes: u64,
 }
 
@@ -29,13 +30,13 @@ impl PacketCounters {
         named_counts.filter(|(name, _)| outcomes.contains(name)).map(|(_, count)| count).sum()
     }
 
-    /// Returns the number of SYNs that the placement rule or a connection table entry sent to servers. SYNs of clients
-    /// without timestamps and of `beamer` services are counted by [`PacketCounters::established_packets`] only.
+    /// Returns the number of SYNs sent to servers by the placement rule or a connection table entry. SYNs of clients
+    /// without timestamps and of `beamer` services are counted only by [`PacketCounters::established_packets`].
     pub fn syn_packets(&self) -> u64 {
         self.sum_of_outcomes(&["new_connection"])
     }
 
-    /// Returns the number of packets that were sent to servers as part of established connections.
+    /// Returns the number of packets sent to servers as part of established connections.
     pub fn established_packets(&self) -> u64 {
         self.sum_of_outcomes(&[
             "established",
@@ -49,7 +50,7 @@ impl PacketCounters {
 }
 
 impl LoadBalancer {
-    /// Returns the counters of the packets of one service.
+    /// Returns the counters of one service's packets.
     pub fn service_counters(&self, service: ServiceIndex) -> PacketCounters {
         self.sum_over_rows(&[usize::from(service.0)])
     }
@@ -63,7 +64,7 @@ impl LoadBalancer {
         (0..self.maps.counter_row_count()).map(opened_in_row).sum()
     }
 
-    /// Moves a removed service's counters to the total of removed services, so that the next service with this index
+    /// Adds a removed service's counters to the total of removed services, so that the next service with this index
     /// starts at zero. No packet may be counted for the index during the call.
     pub(super) fn move_counters_to_removed(&self, service: ServiceIndex) {
         let words_per_entry = size_of::<intf::lb_counters>() / size_of::<u64>();
@@ -84,8 +85,8 @@ impl LoadBalancer {
         self.sum_over_rows(&[intf::LB_COUNTERS_NO_SERVICE as usize])
     }
 
-    /// Returns the counters of all packets, those of removed services included. No counter ever decreases, not even
-    /// after a take-over, before the services are configured again.
+    /// Returns the counters of all packets, including those of removed services. No counter ever decreases, not even
+    /// between a take-over and the new configuration of the services.
     pub fn total_counters(&self) -> PacketCounters {
         let service_indexes = 0..self.services_by_index.len();
         let special_indexes = [intf::LB_COUNTERS_NO_SERVICE as usize, intf::LB_COUNTERS_REMOVED as usize];

@@ -1,4 +1,4 @@
-//! Attaching the program to a device: replacement of an earlier program, and the device's MAC address.
+//! Attachment of the program to a device, and its updates when the device's addresses change.
 
 use std::mem::offset_of;
 use std::os::fd::AsFd as _;
@@ -18,9 +18,9 @@ use crate::veth;
 use crate::vlan_device;
 
 impl LoadBalancer {
-    /// Attaches the program to an interface, in place of a pinned program. Fails when the interface does not exist or
-    /// has another XDP program, or the pinned state is of another interface. Also fails when `mode` is
-    /// [`XdpMode::Native`] and the driver cannot run XDP.
+    /// Attaches the program to an interface, and replaces a pinned program there. Fails when the interface does not
+    /// exist or has another XDP program, or the pinned state is of another interface. Also fails when `mode` is
+    /// [`XdpMode::Native`] and the driver does not support XDP.
     pub fn attach(&mut self, interface: &str, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let interface_index = nix::net::if_::if_nametoindex(interface)
             .map_err(|_| anyhow::anyhow!(missing_interface_error(interface)))?;
@@ -116,12 +116,12 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    /// Returns an error message about an XDP program of someone else on the interface: its origin and the remedy.
+    /// Returns an error message about a foreign XDP program on the interface, with the program's origin and the remedy.
     fn foreign_program_error(&self, interface: &str, index: u32) -> String {
         let own_pin_directory = self.lb_directory.as_deref().and_then(Path::parent);
         let other_pin_directories =
             own_pin_directory.map(|own| pins::other_pin_directories(own, "lb/link")).unwrap_or_default();
-        // Program ids are compared because an interface index may be one of another network namespace.
+        // Program ids are compared because the same interface index may exist in another network namespace.
         let xdp_state = device::query_xdp_state(index).unwrap_or_default();
         let is_attached_here = |directory: &&PathBuf| {
             let pinned_program = pinned_program_id(directory).ok().flatten();
@@ -141,7 +141,8 @@ impl LoadBalancer {
     }
 
     /// Updates the MAC address, other addresses and MTU from the attached interface. The program ignores frames to
-    /// other MAC addresses. To be called often, as the operator may change them. Fails when the interface was removed.
+    /// other MAC addresses, so this must be called often, in case the address changes. Fails when the interface was
+    /// removed.
     pub fn refresh_interface_addresses(&mut self) -> anyhow::Result<()> {
         let interface = self.attached_interface.as_deref().context("not attached")?;
         let interface_mac = mac_of(interface)?.with_context(|| match nix::net::if_::if_nametoindex(interface) {
@@ -154,7 +155,7 @@ impl LoadBalancer {
         let tagged_devices = vlan_devices.iter().filter(|(vlan, _)| vlan.is_tagged());
         let smallest_mtu =
             tagged_devices.filter_map(|(_, device)| device::mtu(device).ok()).fold(interface_mtu, u32::min);
-        // Without a device for the VIPs' VLAN, the interface itself has this host's address.
+        // If the VIPs' VLAN has no device of its own, the interface itself has this host's address.
         let outer_source_addresses =
             neighbour::outer_source_addresses(vlan_devices.get(&vip_vlan).map_or(interface, String::as_str));
         self.set_own_mac(interface_mac);
@@ -162,8 +163,8 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Sets the MAC address from which frames are sent and to which frames are accepted. [`attach`](Self::attach) sets
-    /// it to the device's address.
+    /// Sets the load balancer's MAC address, from which it sends frames and to which it accepts frames.
+    /// [`attach`](Self::attach) sets it to the device's address.
     pub fn set_own_mac(&mut self, mac: MacAddress) {
         self.maps.state.store(offset_of!(intf::lb_state, own_mac_shifted), mac.to_word() << 16);
     }

@@ -1,4 +1,4 @@
-//! LB-side stamping (`timestamps = "lb"`): servers' MAC addresses, and the servers' clocks that the program has learned
+//! Management of LB-side stamping (`timestamps = "lb"`), for which the program learns servers' MAC addresses and clocks
 //! (`bpf/lb/lb_cookie.h`).
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,14 +18,15 @@ use super::{LbStampingClock, LoadBalancer, ServiceIndex, service_state_offset};
 use crate::clock::monotonic_ms;
 use crate::mac::MacAddress;
 
-/// Measurements of the clock behind a server's TCP timestamps, from the server's replies.
+/// Measurements of the clock behind a server's TCP timestamps, taken from the server's replies.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerClock {
-    /// Number of latest consecutive connections whose SYN-ACKs agreed on one clock, up to [`MIN_AGREEING_SYN_ACKS`].
+    /// Number of latest consecutive connections whose SYN-ACKs agreed on one clock. The count stops at
+    /// [`MIN_AGREEING_SYN_ACKS`].
     pub agreeing_connections: u16,
-    /// Number of sampled connections whose TSval grew by 1 per ms; it is halved by a sample with another rate.
+    /// Number of sampled connections whose TSval grew by 1 per ms. A sample with another rate halves this number.
     pub steady_samples: u16,
-    /// Whether the TSval of the newest sample grew at another rate than 1 per ms.
+    /// Whether the newest sample's TSval grew at a rate other than 1 per ms.
     pub is_unsteady: bool,
     /// Number of new connections sent to the server.
     pub opened_connections: u64,
@@ -33,24 +34,25 @@ pub struct ServerClock {
     pub syn_ack_count: u64,
     /// Number of the server's SYN-ACKs that had TCP timestamps.
     pub timestamped_syn_acks: u64,
-    /// Number of replies whose clock differed from that of the connection before.
+    /// Number of replies whose clock differed from that of the previous connection.
     pub disagreeing_replies: u64,
 }
 
-/// State of a server's clock, which decides whether its new connections are stamped.
+/// State of a server's clock, which decides whether the server's new connections are stamped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClockState {
-    /// Stamped: all connections of the server share one clock.
+    /// All connections of the server share one clock. They are stamped.
     SharedClock,
-    /// Stamped: each connection has its own clock, which grows by 1 per ms.
+    /// Each connection of the server has its own clock, which grows by 1 per ms. The connections are stamped.
     PerConnection,
-    /// Undecided: more connections are needed.
+    /// Stamping is still undecided, because more connections are needed to learn the server's clock.
     Learning,
-    /// Not stamped: none of the server's replies has passed this load balancer.
+    /// None of the server's replies has passed this load balancer. Its connections are not stamped.
     NoReplies,
-    /// Not stamped: the server's replies have no TCP timestamps.
+    /// The server's replies have no TCP timestamps. Its connections are not stamped.
     NoTimestamps,
-    /// Not stamped: each connection has a separate clock, which does not grow by 1 per ms or has not been measured.
+    /// Each connection has its own clock, which is unmeasured or does not grow by 1 per ms. Connections are not
+    /// stamped.
     Unusable,
 }
 
@@ -68,11 +70,11 @@ impl ClockState {
     }
 }
 
-/// Number of disagreeing replies after which a clock that no sample measured counts as [`ClockState::Unusable`].
+/// Number of disagreeing replies after which an unmeasured clock counts as [`ClockState::Unusable`].
 const MAX_UNMEASURED_DISAGREEMENTS: u64 = 100;
 
 impl ServerClock {
-    /// Returns the state of the clock that follows from the measurements.
+    /// Returns the clock's state, which follows from the measurements.
     pub fn state(&self) -> ClockState {
         if self.agreeing_connections >= MIN_AGREEING_SYN_ACKS {
             ClockState::SharedClock
@@ -91,8 +93,8 @@ impl ServerClock {
         }
     }
 
-    /// Returns the reason why the server's new connections are not stamped, and the remedy; `None`: they are stamped,
-    /// or it is not decided yet.
+    /// Returns the reason why the server's new connections are not stamped, and the remedy. Returns `None` if they are
+    /// stamped, or the clock is still being learned.
     pub fn problem(&self) -> Option<String> {
         const FALLBACK_NOTE: &str = "its connections use the flow table";
         match self.state() {
@@ -125,7 +127,7 @@ impl ServerClock {
     }
 }
 
-/// Numbers of established packets of a service with LB-side stamping, by the way their server was found.
+/// Numbers of a service's established packets with LB-side stamping, by the way their server was found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct StampedPacketCounts {
     /// Number of packets whose server was found by their cookie.
@@ -140,14 +142,14 @@ pub struct StampedPacketCounts {
 pub struct ServerIdTooLarge(ServerId);
 
 impl LoadBalancer {
-    /// Sets the key that masks the time part of a service's cookies. All load balancers need the same key, and it must
-    /// not change while the service has connections.
+    /// Sets the key that masks the time part of a service's cookies. All load balancers need the same key. It must not
+    /// change while the service has connections.
     pub fn set_time_key(&mut self, service: ServiceIndex, key: CookieKey) {
         let bpf_key = key.to_bpf_key();
         self.maps.state.write(service_state_offset(service) + offset_of!(intf::service_state, time_key), &bpf_key);
     }
 
-    /// Returns the TSval, by this machine's clock in ms, from which the current key of `new` applies.
+    /// Returns the TSval from which the current key of `new` applies, by this machine's clock in ms.
     pub(super) fn key_switch_ms(&self, new: &FleetCookieKeys) -> u32 {
         let now_ms = match self.variant.lb_stamping_clock {
             LbStampingClock::Kernel => monotonic_ms(),
@@ -161,8 +163,8 @@ impl LoadBalancer {
         key_activation::activation_time_ms(&previous_keys, new, now_ms)
     }
 
-    /// Returns the clocks of a service's servers, sorted by server id. If two ids have one MAC address (the operator
-    /// changed the id), only the id that takes new connections is returned. Fails when the map cannot be read.
+    /// Returns the clocks of a service's servers, sorted by server id. If two ids share a MAC address because the
+    /// operator changed the id, only the id that takes new connections is returned. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
         let service_entries = read_lb_stamped_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
         let server_clock = |(_, known): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
@@ -196,7 +198,7 @@ impl LoadBalancer {
         self.service(service).mode.timestamps == TimestampOrigin::LoadBalancer
     }
 
-    /// Moves a server's entry, with its clock, to the address `mac`; with `None`, an unknown address, nothing changes.
+    /// Moves a server's entry, with its clock, to the MAC address `mac`. Nothing changes if `mac` is `None` (unknown).
     pub(super) fn move_stamped_server_clock(
         &mut self,
         service: ServiceIndex,
@@ -206,7 +208,7 @@ impl LoadBalancer {
     ) -> anyhow::Result<()> {
         let Some(mac) = mac.filter(|_| self.is_lb_stamped(service)) else { return Ok(()) };
         if !can_carry_server_id(id) {
-            // A service may have such ids from the time before it got LB-side stamping.
+            // A service may have such ids from the time before it used LB-side stamping.
             ensure!(!eligible, ServerIdTooLarge(id));
             return Ok(());
         }
@@ -221,7 +223,7 @@ impl LoadBalancer {
         }
         let stored_clock = match read_lb_stamped_server(clock_map, service, mac)? {
             Some(here) if here.server_id == id.get() => return Ok(()),
-            // Both servers have the address: the server that takes new connections is stamped.
+            // If two servers have this address, the one that takes new connections is stamped.
             Some(here) if !eligible && self.is_last_known_mac(service, here.server_id, mac) => return Ok(()),
             Some(here) => here,
             None => stored_elsewhere.unwrap_or_default(),
@@ -255,7 +257,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Removes the entry of the MAC address `mac`, or assigns it to another server id with that address.
+    /// Removes the entry with this MAC address, or assigns it to another server id that has the same address.
     fn remove_or_reassign_clock(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
         let other_server = self.lb_stamped_macs.iter().find(|((of, _), at)| *of == service && **at == mac);
         match (other_server, read_lb_stamped_server(map, service, mac)?) {
@@ -271,7 +273,7 @@ impl LoadBalancer {
     }
 }
 
-/// Returns the source MAC address of each server's replies, from maps taken over.
+/// Returns the source MAC address of each server's replies, as read from maps that were taken over.
 pub(super) fn lb_stamped_macs(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
     let stored_clocks = read_lb_stamped_servers(maps)?.into_iter();
     stored_clocks.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()

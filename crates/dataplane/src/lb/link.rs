@@ -1,4 +1,4 @@
-//! XDP links and pins for which libbpf-rs has no function: a link with flags, a pin of a file descriptor.
+//! XDP link operations that libbpf-rs lacks, namely creating a link with flags and pinning a file descriptor.
 
 use std::ffi::CString;
 use std::io;
@@ -16,7 +16,7 @@ fn c_path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Converts the result of a libbpf function to an owned file descriptor; a negative result is a negated errno.
+/// Converts a libbpf function's result to an owned file descriptor. A negative result is a negated errno.
 fn owned_fd(result: i32) -> io::Result<OwnedFd> {
     if result < 0 {
         return Err(io::Error::from_raw_os_error(-result));
@@ -72,8 +72,8 @@ impl XdpLink {
         Ok(Self(owned_fd(link_fd_or_error)?))
     }
 
-    /// Attaches the program in native mode if the driver supports it, else in generic mode. Fails when the device has
-    /// another XDP program (`EBUSY`).
+    /// Attaches the program in native mode if the driver supports it, or else in generic mode. Fails when the device
+    /// has another XDP program (`EBUSY`).
     pub fn create_in_any_mode(program: BorrowedFd<'_>, interface_index: u32) -> io::Result<(Self, AttachedXdpMode)> {
         let create_in_mode = |attachment| Ok((Self::create(program, interface_index, attachment)?, attachment));
         create_in_mode(AttachedXdpMode::Native).or_else(|error: io::Error| match error.raw_os_error() {
@@ -82,7 +82,7 @@ impl XdpLink {
         })
     }
 
-    /// Opens the link that is pinned at `path`; `None`: there is no such pin.
+    /// Opens the link that is pinned at `path`. Returns `None` if there is no such pin.
     pub fn open_pinned(path: &Path) -> anyhow::Result<Option<Self>> {
         if !path.exists() {
             return Ok(None);
@@ -93,7 +93,7 @@ impl XdpLink {
         Ok(Some(Self(owned_fd(link_fd_or_error).with_context(|| path.display().to_string())?)))
     }
 
-    /// Returns the index of the device to which the program is attached; 0: the device was removed.
+    /// Returns the index of the device to which the program is attached, or 0 if the device was removed.
     pub fn interface_index(&self) -> anyhow::Result<u32> {
         match LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.info {
             LinkTypeInfo::Xdp(xdp) => Ok(xdp.ifindex),
@@ -105,7 +105,7 @@ impl XdpLink {
         Ok(LinkInfo::from_fd(self.0.as_fd()).context("reading the link")?.prog_id)
     }
 
-    /// Replaces the attached program atomically, without loss of packets.
+    /// Replaces the attached program atomically, without losing packets.
     pub fn replace(&self, program: BorrowedFd<'_>) -> io::Result<()> {
         // SAFETY: no options are passed.
         check_result(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })

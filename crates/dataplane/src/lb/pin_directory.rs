@@ -1,4 +1,4 @@
-//! Directory of a load balancer's pinned maps.
+//! Directory that contains a load balancer's pinned maps.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,8 +8,8 @@ use anyhow::{Context as _, ensure};
 use super::program::has_pinned_map;
 use crate::pins::ensure_bpf_file_system;
 
-/// Returns the load balancer's directory below the configured one, which is created if it is missing. Fails when the
-/// directory is not on a BPF file system.
+/// Returns the load balancer's directory below the configured one, and creates it if it is missing. Fails when it is
+/// not on a BPF file system.
 pub(super) fn ensure_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
     let lb_directory = configured.join("lb");
     fs::create_dir_all(&lb_directory).with_context(|| lb_directory.display().to_string())?;

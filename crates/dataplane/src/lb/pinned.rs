@@ -1,4 +1,4 @@
-//! Pinned state of an earlier process, for read-only commands.
+//! Access to an earlier process's pinned state, for read-only commands.
 
 use std::path::Path;
 
@@ -11,8 +11,8 @@ use super::servers::{resolved_mac, server_entry};
 use super::services::read_services;
 use super::{SERVER_FLAGS_SHIFT, Server, ServiceIndex};
 
-/// Returns why [`SimulatedLoadBalancer::load`](super::LoadBalancer::load) would not take over the state that is pinned
-/// below `pin_directory`; `None`: it would, or nothing is pinned.
+/// Returns why [`LoadBalancer::load`](super::LoadBalancer::load) would not take over the state that is pinned below
+/// `pin_directory`. Returns `None` if it would, or if nothing is pinned.
 pub fn take_over_problem(pin_directory: &Path) -> Option<String> {
     let lb_directory = pin_directory.join("lb");
     if !lb_directory.join("link").exists() {
@@ -21,30 +21,30 @@ pub fn take_over_problem(pin_directory: &Path) -> Option<String> {
     Maps::take_over(&lb_directory).err().map(|error| format!("{error:#}"))
 }
 
-/// Returns the id of the attached program of the load balancer that is pinned below `pin_directory`; `None`: no link is
-/// pinned. Fails when the link cannot be read.
+/// Returns the id of the attached program of the load balancer that is pinned below `pin_directory`. Returns `None` if
+/// no link is pinned. Fails when the link cannot be read.
 pub fn pinned_program_id(pin_directory: &Path) -> anyhow::Result<Option<u32>> {
     XdpLink::open_pinned(&pin_directory.join("lb").join("link"))?.map(|link| link.program_id()).transpose()
 }
 
-/// Read access to the servers of a running load balancer, without its daemon.
+/// Read access to a running load balancer's servers without its daemon.
 #[derive(Debug)]
 pub struct PinnedServers {
     maps: Maps,
 }
 
 impl PinnedServers {
-    /// Opens the maps in `pin_directory`. Fails when no load balancer is pinned there, or one of another version.
+    /// Opens the maps pinned in `pin_directory`. Fails when it has no pinned load balancer, or one of another version.
     pub fn open(pin_directory: &Path) -> anyhow::Result<Self> {
         Ok(Self { maps: Maps::take_over(&super::pin_directory::find_pin_directory(pin_directory)?)? })
     }
 
-    /// Returns the index of the service with this address; `None`: there is no such service.
+    /// Returns the index of the service with this address, or `None` if there is no such service.
     pub fn service(&self, address: &ServiceAddress) -> Option<ServiceIndex> {
         read_services(&self.maps).get(address).map(|service| service.index)
     }
 
-    /// Returns the current state of a service's server; `None`: the service has no such server.
+    /// Returns the current state of a service's server, or `None` if the service has no such server.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let entry_word = server_entry(&self.maps, service, id);
         let server_flags = (entry_word >> SERVER_FLAGS_SHIFT) as u32;

@@ -1,4 +1,4 @@
-//! Installation of placement tables during operation.
+//! Installation and change of services' placement tables during operation.
 
 use std::collections::BTreeMap;
 use std::mem::offset_of;
@@ -15,10 +15,10 @@ use super::variant::{ProgramVariant, RequiredFeatures};
 use super::{LoadBalancer, ServiceIndex, service_state_offset, tables};
 
 impl LoadBalancer {
-    /// Installs a service's table by one atomic switch: every new connection is placed by the old or by the new table.
-    /// Does not wait for programs that still read the old table. Fails when the data plane cannot hold the table
-    /// ([`TableError`]), memory for tables is exhausted, or the kernel rejects the program for the table's rule. The
-    /// old table stays then. Panics when `service` is none of [`services`](Self::services).
+    /// Installs a service's table by one atomic switch, so that each new connection is placed by either the old or the
+    /// new table. Does not wait for programs that still read the old table. Fails when the data plane cannot hold the
+    /// table ([`TableError`]), memory for tables is exhausted, or the kernel rejects the program for the table's rule.
+    /// The old table then stays active. Panics when `service` is none of [`services`](Self::services).
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
@@ -27,8 +27,8 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Returns the number of connections assigned to each of the first `count` core slots of a service's table; an
-    /// empty list if it has no table.
+    /// Returns how many connections are assigned to each of the first `count` core slots in a service's table. Returns
+    /// an empty list if the service has no table.
     pub fn assigned_connection_counts(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
         let at = self.maps.state.load(table_offset_position(service)) as u32;
         if at == 0 {
@@ -39,8 +39,9 @@ impl LoadBalancer {
     }
 
     /// Replaces the rule and the candidates of a service's table by those that `choose` returns. `choose` gets the
-    /// table without candidates and keys. The rest stays, since established packets depend on it: hash, consistent
-    /// choices, members, generation. Does nothing without a table with members, or if `choose` returns no candidates.
+    /// table without candidates and keys. Hash, consistent choices, members and generation stay, because established
+    /// packets depend on them. Does nothing if the service has no table with members, or if `choose` returns no
+    /// candidates.
     pub fn replace_candidates(
         &mut self,
         service: ServiceIndex,
@@ -60,7 +61,8 @@ impl LoadBalancer {
         self.store_and_activate_table(service, ToeplitzSource::PresentTable, &merged_table)
     }
 
-    /// Returns whether `table` has another rule than the installed table; `install_table` may then load a program.
+    /// Returns whether `table` has another rule than the installed table. If so, [`install_table`](Self::install_table)
+    /// may have to load a program.
     pub fn differs_in_rule(&self, service: ServiceIndex, table: &PlacementTable) -> bool {
         self.service(service).rule_bit() != table_rule_bit(table)
     }
@@ -88,8 +90,8 @@ impl LoadBalancer {
         if previous_rule_bit == rule_bit {
             return Ok(());
         }
-        // The new variant lacks features that no table uses now. A packet on another CPU may still have the old table's
-        // offset; that packet runs in the old program.
+        // The new variant lacks features that no table uses now. Packets that still use the old table on another CPU
+        // are processed by the old program, which has these features.
         self.load_variant(ProgramVariant { required_features: required_features(&self.services), ..self.variant })
     }
 
@@ -113,7 +115,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Doubles the memory for tables: creates a larger map, and loads the program against that map.
+    /// Doubles the memory for placement tables by creating a larger map and loading the program with that map.
     fn double_placement_memory(&mut self) -> anyhow::Result<()> {
         let memory_bytes = self.maps.placement_memory_bytes() * 2;
         ensure!(
@@ -133,7 +135,7 @@ impl LoadBalancer {
             },
         )?;
         self.program = program;
-        // Programs that still run mask offsets with the old size. They must end before a table lies beyond it.
+        // Programs that still run limit offsets to the old size, so they must end before a table lies beyond that size.
         self.grace_periods.wait(self.grace_periods.request())?;
         tracing::info!(
             event = "table-memory-grown",
@@ -143,24 +145,24 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Returns the generation of a service's table; `None`: the service has no table, or its table has no members.
+    /// Returns the generation of a service's table, or `None` if the service has no table with members.
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
         let at = self.maps.state.load(table_offset_position(service)) as u32;
         tables::rule_bit(self.maps.tables.mapped_memory(), at).map(|_| self.maps.tables.generation(at))
     }
 }
 
-/// Returns the bit of the table's placement rule; `None`: the table has no members and places no connections.
+/// Returns the bit of the table's placement rule, or `None` if the table has no members and so places no connections.
 fn table_rule_bit(table: &PlacementTable) -> Option<u32> {
     (!table.members.is_empty()).then(|| 1 << table.rule.number())
 }
 
-/// Returns the offset of the word that holds the offset of a service's table.
+/// Returns the offset in `struct lb_state` of the word that holds the offset of a service's table.
 fn table_offset_position(service: ServiceIndex) -> usize {
     service_state_offset(service) + offset_of!(intf::service_state, table_at)
 }
 
-/// Assigns the tables in the placement memory to their services. To be called once, after a take-over.
+/// Assigns the tables in the placement memory to their services. It must be called once, after a take-over.
 pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
     let at = |service: &Service| maps.state.load(table_offset_position(service.index)) as u32;
     let mut services_with_tables: Vec<((u32, AddressFamily), &mut Service)> = services

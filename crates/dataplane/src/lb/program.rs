@@ -1,4 +1,4 @@
-//! Loading `bpf/lb/lb.bpf.c`: its maps, pinned or anonymous, and the variant of the program that the tables need.
+//! Loading of `bpf/lb/lb.bpf.c`, with its maps and in the variant that the services and tables need.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -22,25 +22,25 @@ use crate::lru;
 use crate::mmap_array::MmapArray;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
 
-/// Placement rule that is compiled in as long as no service has a table; most likely the first table uses it.
+/// Placement rule that is compiled in while no service has a table. The first table most likely uses this rule.
 const DEFAULT_RULE_BITS: u32 = 1 << intf::PLACEMENT_RULE_TABLE;
 const DEFAULT_MODE_BITS: u32 = 1 << intf::CONSISTENCY_STATELESS;
 const DEFAULT_FORWARDING_BITS: u32 = 1 << intf::FORWARDING_L2;
 
-/// Sizes of the maps that are configured, or grow.
+/// Sizes of the maps whose size is configured or may grow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MapSizes {
-    /// Number of sets of entries in the flow table.
+    /// Number of sets in the flow table, each of which has several entries.
     pub flow_table_set_count: u32,
     pub connection_table_size: TableSize,
     /// Size of the memory for placement tables in bytes, a power of two.
     pub placement_memory_bytes: u32,
-    /// Number of rows of counters, a power of two.
+    /// Number of counter rows, a power of two.
     pub counter_row_count: u32,
 }
 
 impl MapSizes {
-    /// Returns the sizes for new maps: configured ones, the smallest placement memory, a row of counters per CPU.
+    /// Returns the sizes for new maps, with the smallest placement memory and a counter row per CPU.
     pub fn new(flow_table_entries: u32, connection_table_size: TableSize) -> anyhow::Result<Self> {
         let cpu_count = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
         let counter_row_count = cpu_count.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
@@ -74,10 +74,10 @@ impl MapSizes {
 }
 
 pub(super) type ServerEntries = [intf::server_entry; intf::SERVER_ID_COUNT as usize];
-/// Flags of the servers of each service, with `intf::SERVER_MEMBERS_PER_WORD` servers in each word.
+/// Flags of each service's servers. Each word holds the flags of `intf::SERVER_MEMBERS_PER_WORD` servers.
 pub(super) type ServiceMemberFlags = [u64; intf::MAX_SERVICES as usize * intf::MEMBERSHIP_WORDS as usize];
 
-/// Maps of the program, in the order of [`MAP_NAMES`], and the mapped memory of those that are accessed directly.
+/// The program's maps in the order of [`MAP_NAMES`], and memory mappings of those that are accessed directly.
 #[derive(Debug)]
 pub(super) struct Maps {
     map_handles: [MapHandle; MAP_NAMES.len()],
@@ -181,7 +181,7 @@ impl Maps {
         })
     }
 
-    /// Creates empty maps and loads the program that uses them. Returns the maps and the program.
+    /// Creates empty maps and loads the program with them. Returns the maps and the program.
     pub fn create(variant: &ProgramVariant, sizes: MapSizes) -> anyhow::Result<(Self, OwnedFd)> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = open_variant(&mut object_storage, variant, &sizes)?;
@@ -212,7 +212,7 @@ impl Maps {
         Ok((maps, loaded_skeleton.progs.lb.as_fd().try_clone_to_owned()?))
     }
 
-    /// Loads another variant of the program, which uses the same maps.
+    /// Loads another variant of the program with the same maps.
     pub fn load(&self, variant: &ProgramVariant) -> anyhow::Result<OwnedFd> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = open_variant(&mut object_storage, variant, &self.map_sizes)?;
@@ -223,7 +223,7 @@ impl Maps {
         Ok(loaded_skeleton.progs.lb.as_fd().try_clone_to_owned()?)
     }
 
-    /// Loads the variant of the program `like` that captures the packets of one service ([`super::capture`]). Returns
+    /// Loads a variant of the program `like` that also captures one service's packets ([`super::capture`]). Returns
     /// this variant and the map of its perf buffer.
     pub fn load_capturing_program(
         &self,
@@ -233,7 +233,7 @@ impl Maps {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage).context("opening lb.bpf.o")?;
         let loaded_constants = read_only_data(like)?;
-        // In another version of coreward the constants have another layout and meaning.
+        // In another version of coreward, the constants have another layout and meaning.
         let other_version_message =
             "the attached program was not loaded by this version of coreward: restart the daemon first";
         open_skeleton.maps.rodata.set_initial_value(&loaded_constants).context(other_version_message)?;
@@ -272,7 +272,7 @@ impl Maps {
         Ok(())
     }
 
-    /// Takes over the maps pinned in `directory`. Fails when a map is missing, or has not the layout of this version.
+    /// Takes over the maps pinned in `directory`. Fails when a map is missing or does not have this version's layout.
     pub fn take_over(directory: &Path) -> anyhow::Result<Self> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage).context("opening lb.bpf.o")?;
@@ -297,8 +297,8 @@ impl Maps {
         Ok(maps)
     }
 
-    /// Changes the connection table in `directory` to the requested size; the flow table keeps its size. Fails when the
-    /// connection table has another size and entries in use.
+    /// Changes the connection table in `directory` to the requested size. The flow table keeps its size. Fails when the
+    /// connection table has another size and also entries in use.
     pub fn resize_connection_table(&mut self, directory: &Path, requested: MapSizes) -> anyhow::Result<()> {
         if self.map_sizes.flow_table_set_count != requested.flow_table_set_count {
             let flow_entry_count = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
@@ -351,8 +351,8 @@ impl Maps {
         Ok(larger_map)
     }
 
-    /// Loads the program with the placement memory `map`, attaches it by `switch` and returns it. After an error, the
-    /// former memory stays in use.
+    /// Loads the program with the placement memory `map`, attaches it by calling `switch`, and returns it. If this
+    /// fails, the former memory stays in use.
     pub fn switch_placement_memory(
         &mut self,
         map: MapHandle,
@@ -381,7 +381,7 @@ impl Maps {
         Ok(program)
     }
 
-    /// Replaces the array of `T` that is pinned in `directory` as `name` by a new one, filled with zeros.
+    /// Replaces the array map of `T` that is pinned in `directory` as `name` by a new one that is filled with zeros.
     fn replace_array<T>(&mut self, directory: &Path, name: &str, entries: u32) -> anyhow::Result<()> {
         let zeroed_map = create_mmapable_array(name, size_of::<T>() as u32, entries)?;
         super::link::unpin(&directory.join(name))?;
@@ -394,12 +394,10 @@ impl Maps {
         self.map_handles[map_index(name)].as_fd()
     }
 
-    /// Returns the map that holds the destinations of fragmented datagrams.
     pub fn fragment_map(&self) -> &MapHandle {
         &self.map_handles[map_index(FRAGMENTS_MAP)]
     }
 
-    /// Returns the map that holds the clocks of servers with LB-side stamping.
     pub fn lb_stamped_server_map(&self) -> &MapHandle {
         &self.map_handles[map_index(LB_STAMPED_SERVERS_MAP)]
     }
@@ -425,7 +423,6 @@ fn create_mmapable_array(name: &str, value_bytes: u32, entries: u32) -> anyhow::
     .with_context(|| format!("making {name} of {entries} entries of {value_bytes} bytes"))
 }
 
-/// Maps the first `bytes` bytes of the map for placement tables into memory.
 fn map_placement_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<[u64]>> {
     MmapArray::new_slice(map, bytes as usize / size_of::<u64>()).context("mapping the placement tables")
 }
@@ -438,7 +435,7 @@ pub(super) struct CaptureTarget {
     pub length: u32,
 }
 
-/// Returns the read-only data of a loaded program, which holds the constants that variants differ in.
+/// Returns a loaded program's read-only data, which holds the constants in which variants differ.
 fn read_only_data(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
     let id = libbpf_rs::Program::id_from_fd(program).context("the program's id")?;
     let query_options = ProgInfoQueryOptions::default().include_map_ids(true);
@@ -501,7 +498,7 @@ fn open_pinned_map(path: &Path, expected: &OpenMapMut<'_>) -> anyhow::Result<Map
     Ok(map)
 }
 
-/// Removes the pins of all maps ([`Maps::pin`]), of any version, but not that of the link.
+/// Removes the pins that [`Maps::pin`] made in this or another version. The link's pin stays.
 pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     for entry in fs::read_dir(directory).with_context(|| directory.display().to_string())? {
         let path = entry?.path();
@@ -512,7 +509,7 @@ pub(super) fn unpin_maps(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether the attached program, of any version, has a counter row per CPU, as generic XDP needs.
+/// Returns whether the attached program, of any version, has a counter row per CPU. Generic XDP needs such rows.
 pub(super) fn pinned_program_counts_by_cpu(directory: &Path) -> anyhow::Result<bool> {
     let state_path = directory.join("state");
     let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
@@ -523,7 +520,7 @@ pub(super) fn pinned_program_counts_by_cpu(directory: &Path) -> anyhow::Result<b
     Ok(counters_by_cpu_word.iter().any(|byte| *byte != 0))
 }
 
-/// Removes the pins of all maps ([`Maps::pin`]), and the directory.
+/// Removes the pins that [`Maps::pin`] made, and the directory.
 pub(super) fn unpin_maps_and_directory(directory: &Path) -> anyhow::Result<()> {
     unpin_maps(directory)?;
     match fs::remove_dir(directory) {
@@ -580,7 +577,7 @@ fn bits_or_default(bits: u32, default: u32) -> u32 {
     if bits == 0 { default } else { bits }
 }
 
-/// Converts a rate to the fields of `struct token_bucket` in `bpf/lb/broadcast.h`: ns per token, and burst in ns.
+/// Converts a rate to fields of `struct token_bucket` (`bpf/lb/broadcast.h`), namely ns per token and the burst in ns.
 fn token_bucket_times(rate: PacketRate) -> (u64, u64) {
     let ns_per_token = 1_000_000_000 / u64::from(rate.per_second.max(1));
     (ns_per_token, ns_per_token * u64::from(rate.burst_packets.max(1) - 1))

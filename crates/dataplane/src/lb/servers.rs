@@ -1,4 +1,4 @@
-//! Servers of the services: addresses, flags and traffic.
+//! Addresses, flags and traffic of the services' servers.
 
 use std::collections::BTreeSet;
 use std::mem::offset_of;
@@ -13,16 +13,16 @@ use super::variant::ProgramVariant;
 use super::{LoadBalancer, SERVER_FLAGS_SHIFT, Server, ServiceIndex, server_entry_offset};
 use crate::mac::MacAddress;
 
-/// Flags of a server that are set by the configuration.
+/// Server flags that the configuration determines.
 const CONFIGURED_SERVER_FLAGS: u32 = intf::SERVER_KNOWN | intf::SERVER_ELIGIBLE;
 
-/// Returns the MAC address in a `struct server_entry`; `None`: the address is not resolved.
+/// Returns the MAC address in a `struct server_entry`, or `None` if the address is not resolved.
 pub(super) fn resolved_mac(entry: u64) -> Option<MacAddress> {
     let server_flags = (entry >> SERVER_FLAGS_SHIFT) as u32;
     (server_flags & intf::SERVER_RESOLVED != 0).then(|| MacAddress::from_word(entry))
 }
 
-/// Returns the offset of the word with the flags of a service's server, and the position of the lowest flag in it.
+/// Returns the offset of the word with a server's flags in a service, and the position of its lowest flag in that word.
 fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
     let word_index = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize
         + usize::from(id) / intf::SERVER_MEMBERS_PER_WORD as usize;
@@ -30,7 +30,7 @@ fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
     (word_index * size_of::<u64>(), flags_shift)
 }
 
-/// Returns the entry of a service's server as a word, as server_at() of `bpf/lb/placement.h` does for packets.
+/// Returns a server's address and its flags in a service as one word, as server_at() in `bpf/lb/placement.h` does.
 pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
     let (word, shift) = member_flags_position(service, id.get());
     let member_flags = maps.service_member_flags.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
@@ -55,7 +55,7 @@ pub(super) fn servers_with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -
 }
 
 impl LoadBalancer {
-    /// Sets the flags in `mask` of a service's server. The write is not atomic, as only this process writes flags.
+    /// Sets the flags in `mask` of a service's server. The write need not be atomic, as only this process writes flags.
     fn set_member_flags(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
         let (at, shift) = member_flags_position(service, id.get());
         let present_flags_word = self.maps.service_member_flags.load(at);
@@ -76,7 +76,7 @@ impl LoadBalancer {
         down_ids.into_iter().for_each(|id| self.set_member_flags(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
 
-    /// Adds a server to a service, or changes it. The MAC address applies to every service that has the server.
+    /// Adds a server to a service, or changes it. The MAC address then holds in every service that has this server.
     pub fn set_server(&mut self, service: ServiceIndex, id: ServerId, server: Server) {
         let server_flags = intf::SERVER_KNOWN | if server.is_eligible { intf::SERVER_ELIGIBLE } else { 0 };
         let resolved_entry = |mac: MacAddress| mac.to_word() | u64::from(intf::SERVER_RESOLVED) << SERVER_FLAGS_SHIFT;
@@ -95,8 +95,8 @@ impl LoadBalancer {
         self.set_member_flags(service, id, CONFIGURED_SERVER_FLAGS, server_flags);
     }
 
-    /// Sets whether the health checks of this load balancer found the server down. If so, UDP flows move to other
-    /// servers; the server still gets new connections as long as it is eligible.
+    /// Sets whether this load balancer's health checks found the server down. If so, UDP flows move to other servers.
+    /// The server still gets new connections as long as it is eligible.
     pub fn set_masked(&mut self, service: ServiceIndex, id: ServerId, is_masked: bool) {
         self.set_member_flags(service, id, intf::SERVER_MASKED, if is_masked { intf::SERVER_MASKED } else { 0 });
     }
@@ -115,7 +115,7 @@ impl LoadBalancer {
         self.set_member_flags(service, id, intf::SERVER_MEMBER_MASK, 0);
     }
 
-    /// Returns the servers of a service, sorted by id. After a take-over these are the servers of the previous process.
+    /// Returns a service's servers, sorted by id. After a take-over, they are those of the previous process.
     pub fn servers(&self, service: ServiceIndex) -> Vec<(ServerId, Server)> {
         member_ids(&self.maps, service).into_iter().filter_map(|id| Some((id, self.server(service, id)?))).collect()
     }
@@ -125,7 +125,7 @@ impl LoadBalancer {
         member_ids(&self.maps, service)
     }
 
-    /// Returns the state of a service's server; `None`: the service has no such server.
+    /// Returns the state of a service's server, or `None` if the service has no such server.
     pub fn server(&self, service: ServiceIndex, id: ServerId) -> Option<Server> {
         let entry_word = server_entry(&self.maps, service, id);
         let server_flags = (entry_word >> SERVER_FLAGS_SHIFT) as u32;
@@ -133,7 +133,8 @@ impl LoadBalancer {
         (server_flags & intf::SERVER_KNOWN != 0).then_some(server)
     }
 
-    /// Sets whether packets and bytes are counted by server (off by default), which costs two additions per packet.
+    /// Sets whether packets and bytes are counted for each server. It is off by default, because it costs two additions
+    /// per packet.
     pub fn set_traffic_counting(&mut self, is_enabled: bool) -> anyhow::Result<()> {
         self.load_variant(ProgramVariant { counts_server_traffic: is_enabled, ..self.variant })
     }
@@ -144,8 +145,8 @@ impl LoadBalancer {
         sum
     }
 
-    /// Returns the traffic of each server of `ids`, in that order. Counters are read row by row, because reading them
-    /// server by server would miss the cache for each server.
+    /// Returns the traffic of each server in `ids`, in the same order. Counters are read row by row, because reading
+    /// them server by server would cause a cache miss for each server.
     pub fn traffic_of_servers(&self, ids: &[ServerId]) -> Vec<ServerTraffic> {
         let mut traffic_sums = vec![ServerTraffic::default(); ids.len()];
         for row in 0..self.maps.counter_row_count() {

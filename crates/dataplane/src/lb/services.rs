@@ -1,4 +1,5 @@
-//! Services in the data plane: a directory with two halves, of which one is active. One store switches between them.
+//! Configuration of the services in the data plane. The program finds services in a directory with two halves, of which
+//! one is active. The other half is written first, and then activated by one store.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::mem::offset_of;
@@ -30,28 +31,29 @@ impl Service {
         Self { index, mode, table: None }
     }
 
-    /// Returns the bit of the table's placement rule; `None`: the service has no table, or its table has no members.
+    /// Returns the bit of the table's placement rule, or `None` if the service has no table with members.
     pub fn rule_bit(&self) -> Option<u32> {
         self.table.as_ref()?.rule_bit
     }
 }
 
-/// Error for a mode that the service's protocol or another setting does not allow.
+/// Error for a service mode that the service's protocol or another setting does not allow.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ModeError {
-    /// The consistency mode needs TCP: a datagram carries no cookie, and a server cannot recognise its UDP flows.
+    /// The consistency mode needs TCP, because datagrams carry no cookie and servers cannot recognise UDP flows.
     #[error("service {0}: consistency {name:?} needs TCP: expected \"hash-table\" or \"none\"", name = .1.name())]
     NeedsTcp(ServiceAddress, Consistency),
     /// LB-side stamping needs a stateless TCP service, because its cookie holds only a server id.
     #[error("service {0}: timestamps by the load balancer need consistency \"stateless\" and TCP")]
     NeedsStateless(ServiceAddress),
-    /// The service cannot be migrated, because a server could not recognise packets of other connections.
+    /// The service cannot be migrated, because a server could not recognise packets of connections that it does not
+    /// have.
     #[error(
         "service {0}: only TCP with consistency \"stateless\", \"stateful\" or \"hash-table\" and without timestamps \
          by the load balancer can be adopted or handed over"
     )]
     CannotMigrate(ServiceAddress),
-    /// LB-side stamping needs L2 forwarding: replies of servers behind routers do not pass the load balancer.
+    /// LB-side stamping needs L2 forwarding, because replies of servers behind routers do not pass the load balancer.
     #[error("service {0}: timestamps by the load balancer need forwarding \"l2\"")]
     NeedsL2(ServiceAddress),
 }
@@ -74,12 +76,12 @@ fn check_mode_combination(address: &ServiceAddress, mode: &ServiceMode) -> Resul
     Ok(())
 }
 
-/// Encodes a service's index and mode as the number of its directory slot (layout of `bpf/include/intf.h`).
+/// Encodes a service's index and mode as the number in its directory slot (with the layout of `bpf/include/intf.h`).
 fn encode_slot_number(index: ServiceIndex, mode: ServiceMode) -> u32 {
     u32::from(index.0) | mode.service_slot_bits()
 }
 
-/// Decodes the index and the mode, without its forwarding, from a slot's number; `None`: the slot is empty.
+/// Decodes the index and the mode, except its forwarding, from a slot's number, or returns `None` if the slot is empty.
 fn decode_slot_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
     let service_index = (number & intf::SERVICE_INDEX_MASK) as u16;
     let service_mode = ServiceMode::from_service_slot_bits(number & !intf::SERVICE_INDEX_MASK)?;
@@ -103,17 +105,17 @@ pub(super) fn required_features(services: &BTreeMap<ServiceAddress, Service>) ->
 }
 
 impl LoadBalancer {
-    /// Sets the services and their modes. Returns the index of each service. A known service keeps its index, servers,
-    /// table and connections; a new service starts empty. Fails when a service has no slot (too many, a duplicate), a
-    /// mode does not suit its protocol ([`ModeError`]), or the kernel rejects the program. A failed call changes
-    /// nothing.
+    /// Sets the services and their modes, and returns each service's index. A known service keeps its index, servers,
+    /// table and connections, while a new one starts empty. Fails when there are too many services, or one is listed
+    /// twice. Also fails when a mode does not suit its service ([`ModeError`]), or the kernel rejects the program. A
+    /// failed call changes nothing.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<Vec<ServiceIndex>> {
         let addresses_without_numbers: Vec<_> = services.iter().map(|(address, _)| (*address, 0)).collect();
         service_slots::build_lb_directory(&addresses_without_numbers)?;
         services.iter().try_for_each(|(address, mode)| check_mode_combination(address, mode))?;
         let modes_by_address: BTreeMap<_, _> = services.iter().copied().collect();
 
-        // The program must support a mode before the first service with it.
+        // The program must support a mode before it gets the first service with that mode.
         let new_services =
             modes_by_address.iter().map(|(address, mode)| (*address, Service::new(ServiceIndex(0), *mode)));
         let new_features = required_features(&new_services.collect());
@@ -147,7 +149,7 @@ impl LoadBalancer {
             self.grace_periods.wait(self.directory_grace_ticket)?;
             self.free_connections_of_services(&no_longer_stateful)?;
         }
-        // Packets may still find a removed index: a later fragment gets it from the first fragment's map entry.
+        // Packets may still find a removed index, for example in the map entry of a datagram's first fragment.
         removed_services.into_iter().for_each(|(_, index)| self.clear_member_flags(index));
         let added_services: Vec<_> =
             services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
@@ -169,7 +171,7 @@ impl LoadBalancer {
         Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
     }
 
-    /// Stores the name of a service, for commands that read the pinned state without the daemon. A name longer than
+    /// Stores a service's name for commands that read the pinned state without the daemon. A name longer than
     /// [`SERVICE_NAME_BYTES`](intf::SERVICE_NAME_BYTES) bytes is cut.
     pub fn set_service_name(&mut self, service: ServiceIndex, name: &str) {
         let mut name_bytes: ServiceNameBytes = [0; intf::SERVICE_NAME_BYTES as usize];
@@ -199,7 +201,7 @@ impl LoadBalancer {
             .collect()
     }
 
-    /// Writes the services into the unused half of the service directory, and then activates that half.
+    /// Writes the services into the idle half of the service directory and then activates that half.
     fn switch_directory(&mut self) -> anyhow::Result<()> {
         self.grace_periods.wait(self.directory_grace_ticket)?;
         let service_directory = service_slots::build_lb_directory(&self.addresses_with_slot_numbers())?;
@@ -226,7 +228,7 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Removes the destinations of fragmented datagrams that belong to the services with these indexes.
+    /// Removes the destinations of fragmented datagrams to the services with these indexes.
     fn remove_fragments(&self, indexes: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
         let fragment_map = self.maps.fragment_map();
         // Keys are collected first, because the kernel's iteration restarts when its current key is deleted.
@@ -298,7 +300,7 @@ pub(super) fn services_with_names(maps: &Maps) -> Vec<(ServiceAddress, String)> 
     read_services(maps).into_iter().map(with_name).collect()
 }
 
-/// Returns the configured name of a service; an empty string if none is set.
+/// Returns a service's configured name, or an empty string if none is set.
 pub(super) fn service_name(maps: &Maps, service: ServiceIndex) -> String {
     let name_bytes = maps.state.read::<ServiceNameBytes>(service_name_offset(service));
     String::from_utf8_lossy(&name_bytes[..]).trim_end_matches('\0').to_owned()

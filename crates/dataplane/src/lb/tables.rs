@@ -1,7 +1,7 @@
-//! Writes a [`PlacementTable`] into a free part of the memory of all tables.
+//! Storage of [`PlacementTable`]s in the memory that the tables of all services share.
 //!
-//! Each placement table has a block of its own. The Toeplitz tables of an RSS key have another block, which all
-//! placement tables with that key share. A block is reused a grace period after its last table was retired.
+//! Each placement table has its own block. The Toeplitz tables of an RSS key are in another block, which is shared by
+//! all placement tables with that key. A block is reused one grace period after the last table in it was retired.
 
 use std::collections::{HashMap, VecDeque};
 use std::mem::offset_of;
@@ -34,7 +34,7 @@ pub enum TableError {
     WrongCandidateCount {
         /// Number of candidates in the table.
         found: usize,
-        /// Number of candidates that the numbers of groups and buckets require.
+        /// Number of candidates that follows from the numbers of groups and buckets.
         expected: usize,
     },
     /// The rule selects among candidates, but the table has members and no candidates.
@@ -54,7 +54,7 @@ pub enum TableError {
     /// The table has too many members.
     #[error("{0} members: expected at most {max}", max = intf::MAX_MEMBERS)]
     TooManyMembers(usize),
-    /// The number of consistent choices is not that of buckets. (A table without members may have none.)
+    /// The number of consistent choices is not the number of buckets. (A table without members may have no choices.)
     #[error("{found} consistent choices for {buckets} buckets")]
     WrongConsistentChoiceCount {
         /// Number of consistent choices in the table.
@@ -64,7 +64,7 @@ pub enum TableError {
     },
 }
 
-/// Checks that the data plane can hold the table. Fails with the first violated limit.
+/// Checks that the data plane can hold the table. Fails when the table violates a limit.
 pub(super) fn validate_table(table: &PlacementTable) -> Result<(), TableError> {
     let (groups, buckets, per_bucket) = (table.groups.len(), table.bucket_count.get(), table.candidates_per_bucket);
     if groups == 0 || groups > intf::MAX_RSS_GROUPS as usize {
@@ -102,18 +102,17 @@ pub(super) fn validate_table(table: &PlacementTable) -> Result<(), TableError> {
     Ok(())
 }
 
-/// Error: the memory for placement tables has no free block of the required size.
+/// Error for a placement table that fits into no free block of the memory for placement tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct PlacementMemoryFull;
 
-/// Placement table that is stored in the memory for placement tables.
+/// Placement table that has been written to the memory for placement tables.
 #[derive(Debug)]
 pub(super) struct StoredTable {
     memory_block: Block,
-    /// Blocks that hold the Toeplitz tables of the groups' RSS keys.
     toeplitz_blocks: Vec<Block>,
     core_slot_index: CoreSlotIndex,
-    /// Bit of the table's rule; `None`: the table has no members.
+    /// Bit of the table's placement rule, or `None` if the table has no members.
     pub rule_bit: Option<u32>,
 }
 
@@ -127,17 +126,17 @@ impl StoredTable {
 /// Origin of the Toeplitz tables that a new placement table uses.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ToeplitzSource {
-    /// Computed from the RSS keys of the new table's groups, with this VIP as the destination.
+    /// Toeplitz tables computed from the RSS keys of the new table's groups, with this VIP as the destination.
     RssKeys(SocketAddr),
-    /// Taken from the first group of the service's present table.
+    /// Toeplitz tables of the first group in the service's present table.
     PresentTable,
 }
 
-/// Key by which Toeplitz tables are shared: the RSS key, the address family and, if the NIC combines source and
-/// destination before hashing, the VIP.
+/// Key by which placement tables share Toeplitz tables. It contains the RSS key and the address family. If the NIC
+/// combines source and destination before hashing, it also contains the VIP.
 type ToeplitzTableKey = (RssKey, AddressFamily, Option<SocketAddr>);
 
-/// Address family of a service's VIP, on which the size of its Toeplitz tables depends.
+/// Address family of a service's VIP, which determines the size of its Toeplitz tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum AddressFamily {
     Ipv4,
@@ -145,7 +144,6 @@ pub(super) enum AddressFamily {
 }
 
 impl AddressFamily {
-    /// Returns the family of a VIP.
     pub fn of(vip: &SocketAddr) -> Self {
         if vip.is_ipv4() { Self::Ipv4 } else { Self::Ipv6 }
     }
@@ -161,7 +159,7 @@ impl AddressFamily {
 /// Toeplitz tables of one RSS key, which several placement tables may use.
 #[derive(Debug, Default)]
 struct SharedToeplitzTables {
-    /// Key of the Toeplitz tables; `None`: it is not known, since they were taken over.
+    /// Key of these Toeplitz tables, or `None` if it is not known because they were taken over.
     key: Option<ToeplitzTableKey>,
     /// Number of placement tables that use these Toeplitz tables.
     reference_count: usize,
@@ -174,13 +172,13 @@ pub(super) struct PlacementMemory {
     allocator: BuddyAllocator,
     toeplitz_tables_by_block: HashMap<Block, SharedToeplitzTables>,
     toeplitz_blocks_by_key: HashMap<ToeplitzTableKey, Block>,
-    /// Replaced tables that programs may still read, oldest first.
+    /// Replaced tables that programs may still read, from the oldest to the newest.
     retired_tables: VecDeque<(GraceTicket, StoredTable)>,
 }
 
 const TABLE_HEADER_BYTES: u32 = size_of::<intf::placement_table>() as u32;
 
-/// Returns the offset in bytes of a field of the table at offset `at`.
+/// Returns the offset in bytes of a field in the table at offset `at`.
 macro_rules! field {
     ($at:expr, $field:ident) => {
         $at as usize + offset_of!(intf::placement_table, $field)
@@ -192,7 +190,7 @@ fn low_and_high_half(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
 
-/// Returns the bit of the rule of the table at offset `at`; `None`: `at` is 0, or the table has no members.
+/// Returns the bit of the placement rule in the table at offset `at`. Returns `None` if `at` is 0 or it has no members.
 pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     const { assert!(offset_of!(intf::placement_table, member_count) % 8 == 0) };
     const { assert!(offset_of!(intf::placement_table, rule) == offset_of!(intf::placement_table, member_count) + 4) };
@@ -203,13 +201,13 @@ pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
     (members != 0).then_some(1 << rule)
 }
 
-/// Layout of a table's block, to which lists are appended.
+/// Layout of a table's block, to which lists are appended one after the other.
 struct TableBlockLayout {
     reserved_bytes: u32,
 }
 
 impl TableBlockLayout {
-    /// Reserves space for `count` values of type `T`. Returns their offset from the start of the table.
+    /// Reserves space for `count` values of type `T`. Returns the offset of that space from the start of the table.
     fn reserve_list<T>(&mut self, count: usize) -> u32 {
         let at = self.reserved_bytes;
         self.reserved_bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
@@ -218,7 +216,7 @@ impl TableBlockLayout {
 }
 
 impl PlacementMemory {
-    /// Creates the allocator and the registry of an empty placement memory with `bytes` bytes.
+    /// Creates an empty placement memory of `bytes` bytes.
     pub fn new(mapped_memory: MmapArray<[u64]>, bytes: u32) -> Self {
         let allocator = BuddyAllocator::new(bytes, []);
         Self {
@@ -230,7 +228,7 @@ impl PlacementMemory {
         }
     }
 
-    /// Registers the tables that an earlier process has stored at the offsets `in_use`, and returns them.
+    /// Registers and returns the tables that an earlier process has stored at the offsets `in_use`.
     pub fn adopt_tables(&mut self, bytes: u32, in_use: &[(u32, AddressFamily)]) -> Vec<StoredTable> {
         let mut reference_counts: HashMap<Block, usize> = HashMap::new();
         let read_header = |at: u32| self.mapped_memory.read::<intf::placement_table>(at as usize);
@@ -267,24 +265,22 @@ impl PlacementMemory {
         stored_tables
     }
 
-    /// Switches to a larger memory, to which the contents have been copied.
+    /// Switches to a larger memory, into which the contents have already been copied.
     pub fn switch_to_larger_memory(&mut self, memory: MmapArray<[u64]>, bytes: u32) {
         self.mapped_memory = memory;
         self.allocator.grow(bytes);
     }
 
-    /// Returns the mapped memory.
     pub fn mapped_memory(&self) -> &MmapArray<[u64]> {
         &self.mapped_memory
     }
 
-    /// Returns the generation of the table at `at`.
     pub fn generation(&self, at: u32) -> u64 {
         self.mapped_memory.load(field!(at, generation))
     }
 
-    /// Reads the table at offset `at`, without its candidates and its groups' keys; `None`: `at` is 0, or the table has
-    /// no members.
+    /// Reads the table at offset `at`, except its candidates and its groups' keys. Returns `None` if `at` is 0 or the
+    /// table has no members.
     pub fn read(&self, at: u32) -> Option<PlacementTable> {
         rule_bit(&self.mapped_memory, at)?;
         let header = self.mapped_memory.read::<intf::placement_table>(at as usize);
@@ -305,14 +301,15 @@ impl PlacementMemory {
         })
     }
 
-    /// Returns the initial counts of assigned connections in `next`. A core whose load is not newer keeps its count. A
-    /// core with a newer load starts at 0, because the load includes earlier assignments (docs/policies.md).
+    /// Returns the initial numbers of connections assigned to the cores in `next`. A core whose load is not newer keeps
+    /// its number. A core with a newer load starts at 0, because that load includes the connections assigned before
+    /// (docs/policies.md).
     fn initial_assigned_counts(&self, before: Option<&StoredTable>, next: &PlacementTable) -> Vec<u32> {
         let Some(before) = before else { return vec![0; next.core_slots.len()] };
         before.core_slot_index.initial_counts(next, |slot| self.assigned_connection_count(before.memory_offset(), slot))
     }
 
-    /// Returns the number of connections that were assigned to a core slot of the table at offset `at`.
+    /// Returns the number of connections assigned to a core slot in the table at offset `at`.
     pub fn assigned_connection_count(&self, at: u32, slot: u16) -> u32 {
         let counts_offset = self.mapped_memory.word32(field!(at, assigned_offset)).load(Ordering::Relaxed) as usize;
         self.mapped_memory.word32(counts_offset + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
@@ -375,7 +372,7 @@ impl PlacementMemory {
     fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {
         let padded_ids = |servers: &mut dyn Iterator<Item = u16>| {
             let mut server_ids: Vec<u16> = servers.collect();
-            // `write` takes only whole words, of 4 ids each.
+            // `write` takes only whole words, each of which holds 4 ids.
             server_ids.resize(server_ids.len().next_multiple_of(4), 0);
             server_ids
         };
@@ -403,7 +400,7 @@ impl PlacementMemory {
         self.mapped_memory.write(header.assigned_offset as usize, counts.as_slice());
     }
 
-    /// Returns the Toeplitz tables for source addresses and the hash of the destination, for each RSS group.
+    /// Returns, for each RSS group, the block with the source addresses' Toeplitz tables, and the destination's hash.
     fn acquire_group_hashes(
         &mut self,
         before: Option<&StoredTable>,
@@ -434,8 +431,8 @@ impl PlacementMemory {
         Ok(group_hashes)
     }
 
-    /// Returns the block with the Toeplitz tables of an RSS key. Placement tables with the same key share it; if the
-    /// key has an input transform, only those of the same VIP do.
+    /// Returns the block with the Toeplitz tables of an RSS key. Placement tables with the same key share the block. If
+    /// the key transforms its input, only tables with the same VIP share it.
     fn acquire_toeplitz_block(&mut self, key: &RssKey, vip: SocketAddr) -> Result<Block, PlacementMemoryFull> {
         let address_family = AddressFamily::of(&vip);
         let table_key = (key.clone(), address_family, (key.input_transform() != InputTransform::None).then_some(vip));
@@ -468,12 +465,12 @@ impl PlacementMemory {
         }
     }
 
-    /// Retires a replaced table. New program runs do not find it any more, but running programs may still read it.
+    /// Retires a replaced table. Programs that start now no longer find it, but running programs may still read it.
     pub fn retire_table(&mut self, table: StoredTable, grace_periods: &GracePeriods) {
         self.retired_tables.push_back((grace_periods.request(), table));
     }
 
-    /// Frees the blocks of retired tables that no program reads any more.
+    /// Frees the blocks of retired tables that no program reads any longer.
     fn free_unread_tables(&mut self, grace_periods: &GracePeriods) {
         while self.retired_tables.front().is_some_and(|(moment, _)| grace_periods.has_passed(*moment)) {
             let Some((_, table)) = self.retired_tables.pop_front() else { return };
@@ -482,7 +479,7 @@ impl PlacementMemory {
         }
     }
 
-    /// Returns the grace period ticket of the table that was retired last; `None`: no table is retired.
+    /// Returns the grace period ticket of the table that was retired last, or `None` if no table is retired.
     pub fn last_retirement_ticket(&self) -> Option<GraceTicket> {
         self.retired_tables.back().map(|(moment, _)| *moment)
     }

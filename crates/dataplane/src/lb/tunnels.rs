@@ -1,4 +1,4 @@
-//! Outer headers of services that encapsulate: `bpf/lb/outer_header.h`.
+//! Outer headers of encapsulated packets (`bpf/lb/outer_header.h`).
 
 use std::mem::offset_of;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -11,13 +11,13 @@ use super::{LoadBalancer, server_entry_offset};
 /// Outer header with which packets to a server are encapsulated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tunnel {
-    /// Destination address of the outer header, which also determines its address family.
+    /// Destination address of the outer header. The outer header has the same address family.
     pub address: IpAddr,
-    /// UDP source port of a GUE header; `None`: a hash of the client's flow.
+    /// UDP source port of a GUE header. With `None`, the port is a hash of the client's flow.
     pub source_port: Option<u16>,
 }
 
-/// Source addresses of outer headers. An address is unspecified if the device has none of that family.
+/// Source addresses of outer headers. An address is unspecified if the device has no address of that family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OuterSourceAddresses {
     /// Source address of outer IPv4 headers.
@@ -28,7 +28,7 @@ pub struct OuterSourceAddresses {
 
 impl LoadBalancer {
     /// Sets a server's outer header for services that encapsulate. Such services drop packets to a server without an
-    /// outer header. A change of an IPv6 address waits for a grace period; fails when the kernel offers none.
+    /// outer header. A change of an IPv6 address waits for a grace period and fails when the kernel offers none.
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: Tunnel) -> anyhow::Result<()> {
         let at = offset_of!(intf::server_tunnels, entry) + server_entry_offset::<intf::server_tunnel>(id.get());
         let (address, family) = match tunnel.address {
@@ -44,8 +44,8 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Writes the IPv6 destination of the entry at offset `entry_at`. As the address has two words, no program may read
-    /// it during the change.
+    /// Writes the IPv6 destination of the tunnel entry at offset `entry_at`. No program may read the address during the
+    /// change, because it has two words.
     fn write_ipv6_destination(&mut self, id: ServerId, entry_at: usize, address: Ipv6Addr) -> anyhow::Result<()> {
         let at = offset_of!(intf::server_tunnels, address_ipv6) + super::server_entry_offset::<[u64; 2]>(id.get());
         let address_words = ipv6_address_words(address);
@@ -60,12 +60,12 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Sets the source addresses of all outer headers, and the MTU of the device in bytes.
+    /// Sets the source addresses of all outer headers and the device's MTU in bytes.
     pub fn set_outer_header(&mut self, sources: OuterSourceAddresses, mtu: u32) {
-        // The IPv4 address and the MTU share one word: own_address, then mtu.
+        // One word holds both fields, own_address (the IPv4 address) and then mtu.
         let address_and_mtu_word = u64::from(u32::from_ne_bytes(sources.ipv4.octets())) | u64::from(mtu) << 32;
         self.maps.state.store(offset_of!(intf::lb_state, own_address), address_and_mtu_word);
-        // The two words change one after the other: servers drop packets whose source mixes both addresses.
+        // The two words change one after the other. Servers drop packets whose source mixes both addresses.
         self.maps.state.write(offset_of!(intf::lb_state, own_address_ipv6), &ipv6_address_words(sources.ipv6));
     }
 }

@@ -1,4 +1,4 @@
-//! Features that are compiled into the program. A change of the features loads the program again.
+//! Features that are compiled into the program. If they change, the program is loaded again.
 
 use coreward_model::vlan::Vlan;
 
@@ -7,26 +7,23 @@ use super::{BroadcastLimits, LbStampingClock};
 /// Features that the services and their tables need. The kernel removes the code of all other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RequiredFeatures {
-    /// Placement rules that tables use: bits 1 << `enum placement_rule`.
+    /// Placement rules that tables use, as bits `1 << enum placement_rule`.
     pub placement_rule_bits: u32,
-    /// Consistency modes that services use: bits 1 << `enum consistency`.
+    /// Consistency modes that services use, as bits `1 << enum consistency`.
     pub consistency_mode_bits: u32,
-    /// Whether a TCP service has packets without a cookie, as its timestamps are off.
+    /// Whether a TCP service has its timestamps off, so that its packets carry no cookie.
     pub has_tcp_without_timestamps: bool,
-    /// Whether a service uses LB-side stamping.
     pub has_lb_stamping: bool,
-    /// Whether a service is migrating from or to another load balancer.
+    /// Whether a service is being migrated from or to another load balancer.
     pub has_migrating_service: bool,
-    /// Whether a service uses UDP.
     pub has_udp: bool,
-    /// Forwarding modes that services use: bits 1 << `enum forwarding`.
+    /// Forwarding modes that services use, as bits `1 << enum forwarding`.
     pub forwarding_mode_bits: u32,
-    /// Whether a service has an IPv6 VIP.
     pub has_ipv6: bool,
 }
 
 impl RequiredFeatures {
-    /// Returns the features that are needed by `self` or by `other`.
+    /// Returns the features that `self` or `other` needs.
     pub fn union(self, other: Self) -> Self {
         Self {
             placement_rule_bits: self.placement_rule_bits | other.placement_rule_bits,
@@ -41,17 +38,16 @@ impl RequiredFeatures {
     }
 }
 
-/// Constants with which the program is loaded. A change of any of them loads the program again.
+/// Constants with which the program is loaded. If any of them changes, the program is loaded again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ProgramVariant {
     pub required_features: RequiredFeatures,
-    /// Whether packets and bytes are counted for each server.
     pub counts_server_traffic: bool,
-    /// Whether counter rows belong to CPUs, as generic XDP needs, and not to receive queues.
+    /// Whether counter rows belong to CPUs instead of receive queues. Generic XDP needs this.
     pub counters_by_cpu: bool,
     pub broadcast_limits: BroadcastLimits,
     pub lb_stamping_clock: LbStampingClock,
-    /// Whether packets read the kernel's clock to age connection table entries.
+    /// Whether packets read the kernel's clock, so that connection table entries age without the daemon.
     pub packets_read_clock: bool,
     pub vlan_settings: VlanSettings,
 }
@@ -61,7 +57,6 @@ pub(super) struct ProgramVariant {
 pub(super) struct VlanSettings {
     /// VLAN in which clients' packets to VIPs arrive.
     pub vip: Vlan,
-    /// Whether any server is in a VLAN.
     pub has_server_vlan: bool,
 }
 

@@ -1,4 +1,4 @@
-//! VLANs of the VIPs and of servers: `bpf/lb/vlan.h`.
+//! VLANs of the VIPs and of the servers (`bpf/lb/vlan.h`).
 
 use std::collections::BTreeSet;
 use std::mem::offset_of;
@@ -12,18 +12,18 @@ use super::variant::{ProgramVariant, VlanSettings};
 use super::{LoadBalancer, ServiceIndex, service_state_offset};
 
 const SERVER_VLANS_OFFSET: usize = offset_of!(intf::lb_state, server_vlans);
-/// Number of VLAN ids in each word of the array of servers' VLANs.
+/// Number of VLAN ids in each word of the array that holds the servers' VLANs.
 const VLAN_IDS_PER_WORD: usize = size_of::<u64>() / size_of::<u16>();
 
-/// Returns whether the maps have a server in a tagged VLAN.
+/// Returns whether any server in the maps is in a tagged VLAN.
 pub(super) fn has_server_in_vlan(maps: &Maps) -> bool {
     let word_count = intf::SERVER_ID_COUNT as usize / VLAN_IDS_PER_WORD;
     (0..word_count).any(|word| maps.state.load(SERVER_VLANS_OFFSET + word * size_of::<u64>()) != 0)
 }
 
 impl LoadBalancer {
-    /// Sets the VLANs that contain servers. To be called before [`set_server_vlan`](Self::set_server_vlan) sets any of
-    /// them. Fails when the kernel rejects the program that supports VLAN tags.
+    /// Sets the VLANs that contain servers. It must be called before [`set_server_vlan`](Self::set_server_vlan) assigns
+    /// one of them to a server. Fails when the kernel rejects the program that supports VLAN tags.
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         let has_server_vlan = vlans.iter().any(|vlan| vlan.is_tagged());
         self.load_variant(ProgramVariant {
@@ -39,7 +39,7 @@ impl LoadBalancer {
         self.variant.vlan_settings.uses_tags()
     }
 
-    /// Sets the VLAN of a server, for all services that have the server.
+    /// Sets a server's VLAN for all services that have the server.
     pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
         let (word, position) = (usize::from(id.get()) / VLAN_IDS_PER_WORD, usize::from(id.get()) % VLAN_IDS_PER_WORD);
         let (at, shift) = (SERVER_VLANS_OFFSET + word * size_of::<u64>(), position * u16::BITS as usize);
@@ -51,7 +51,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Sets the VLAN that contains all servers of a service; `None`: its servers are in several VLANs, so that a
+    /// Sets the VLAN that contains all servers of a service. With `None`, they are in several VLANs, so that a
     /// broadcast cannot reach all of them.
     pub fn set_broadcast_vlan(&mut self, service: ServiceIndex, vlan: Option<Vlan>) {
         let vlan_word = vlan.map_or(intf::NO_BROADCAST_VLAN.into(), |vlan| vlan.get().into());

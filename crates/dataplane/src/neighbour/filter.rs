@@ -9,8 +9,8 @@ pub const JUMP_IF_EQUAL: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
 pub const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
 const AND: u32 = libc::BPF_ALU | libc::BPF_AND | libc::BPF_K;
 
-/// Offset by which a filter loads the VLAN tag that the kernel has removed from the frame (SKF_AD_VLAN_TAG of
-/// linux/filter.h; below: SKF_AD_VLAN_TAG_PRESENT).
+/// Offset at which a filter loads the VLAN tag that the kernel has removed from the frame (SKF_AD_VLAN_TAG of
+/// linux/filter.h). At the next offset, SKF_AD_VLAN_TAG_PRESENT, it loads whether there was a tag.
 const VLAN_TAG_METADATA: u32 = (libc::SKF_AD_OFF as u32).wrapping_add(44);
 const VLAN_TAG_PRESENT_METADATA: u32 = (libc::SKF_AD_OFF as u32).wrapping_add(48);
 const VLAN_ID_MASK: u32 = 0xfff;
@@ -27,7 +27,7 @@ pub const ARP_FILTER: [sock_filter; 4] = [
     instruction(RETURN, 0, 0, 0),
 ];
 
-/// Returns a filter for frames of the VLAN that also pass `filter`. For an untagged VLAN it is `filter` unchanged.
+/// Returns a filter for frames that are in the VLAN and also pass `filter`. For an untagged VLAN it is `filter`.
 pub fn restrict_to_vlan(vlan: Vlan, filter: &[sock_filter]) -> Vec<sock_filter> {
     if !vlan.is_tagged() {
         return filter.to_vec();

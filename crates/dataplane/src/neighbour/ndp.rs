@@ -1,4 +1,4 @@
-//! Frames of neighbour discovery (RFC 4861): solicitations to send, and the senders of received frames.
+//! Frames of neighbour discovery (RFC 4861), which are composed for solicitations and parsed to find senders.
 
 use std::net::Ipv6Addr;
 
@@ -11,18 +11,19 @@ const IPV6_OFFSET: usize = 14;
 const ICMPV6_OFFSET: usize = IPV6_OFFSET + 40;
 const TARGET_OFFSET: usize = ICMPV6_OFFSET + 8;
 const OPTIONS_OFFSET: usize = TARGET_OFFSET + 16;
-/// Length of the frame of a neighbour solicitation with one option, in bytes.
+/// Length in bytes of the frame of a neighbour solicitation with one option.
 const SOLICITATION_FRAME_BYTES: usize = OPTIONS_OFFSET + 8;
 
 const NEXT_HEADER_ICMPV6: u8 = 58;
-/// Hop limit 255, which proves that the sender is on the link, as routers decrease it (RFC 4861, Sect. 7.1.1).
+/// Hop limit of neighbour discovery packets. As routers decrease it, 255 proves that the sender is on the link (RFC
+/// 4861, Sect. 7.1.1).
 const NDP_HOP_LIMIT: u8 = 255;
 const NEIGHBOR_SOLICITATION: u8 = 135;
 const NEIGHBOR_ADVERTISEMENT: u8 = 136;
 const SOURCE_LINK_ADDRESS_OPTION: u8 = 1;
 const TARGET_LINK_ADDRESS_OPTION: u8 = 2;
 
-/// Filter that passes only solicitations and advertisements. Otherwise the kernel would copy all IPv6 packets.
+/// Filter that passes only solicitations and advertisements. Without it, the kernel would copy all IPv6 packets.
 pub const NDP_SOCKET_FILTER: [libc::sock_filter; 9] = [
     instruction(LOAD_U16, 0, 0, 12),
     instruction(JUMP_IF_EQUAL, 0, 6, ETHERTYPE_IPV6 as u32),
@@ -35,9 +36,9 @@ pub const NDP_SOCKET_FILTER: [libc::sock_filter; 9] = [
     instruction(RETURN, 0, 0, 0),
 ];
 
-/// Returns the frame of a neighbour solicitation for `target`, sent to `mac` or, if `None`, to the target's multicast
-/// group. Without an own address it is sent as in duplicate address detection: to the group, without the option (RFC
-/// 4861, Sect. 4.3 and 7.1.1).
+/// Returns the frame of a neighbour solicitation for `target`. It is sent to `mac`, or to the target's multicast group
+/// if `mac` is `None`. If `own_address` is unspecified, it is sent as in duplicate address detection, which is to the
+/// group and without the option (RFC 4861, Sect. 4.3 and 7.1.1).
 pub fn solicitation_frame(
     target: Ipv6Addr,
     mac: Option<MacAddress>,
@@ -75,7 +76,7 @@ pub fn solicitation_frame(
     frame
 }
 
-/// Returns the ICMPv6 checksum of a frame; 0 if the frame contains the correct checksum (RFC 4443, Sect. 2.3).
+/// Returns the ICMPv6 checksum of a frame, which is 0 if the frame contains the correct checksum (RFC 4443, Sect. 2.3).
 fn icmpv6_checksum(frame: &[u8]) -> u16 {
     let words = frame[IPV6_OFFSET + 8..]
         .chunks(2)
@@ -87,14 +88,14 @@ fn icmpv6_checksum(frame: &[u8]) -> u16 {
     !(word_sum as u16)
 }
 
-/// Returns the sender of a solicitation or the target of an advertisement, with its MAC address; `None`: the frame is
-/// neither of them, is invalid, or has no MAC address.
+/// Returns the sender of a solicitation or the target of an advertisement, with its MAC address. Returns `None` if the
+/// frame is neither of them, is invalid, or has no MAC address.
 pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     if frame.len() < OPTIONS_OFFSET || frame[12..14] != ETHERTYPE_IPV6.to_be_bytes() {
         return None;
     }
     let payload_length = usize::from(u16::from_be_bytes([frame[IPV6_OFFSET + 4], frame[IPV6_OFFSET + 5]]));
-    // Ethernet pads short frames: only the payload counts.
+    // Ethernet pads short frames, so only the payload is parsed.
     let frame = frame.get(..ICMPV6_OFFSET + payload_length).filter(|frame| frame.len() >= OPTIONS_OFFSET)?;
     let is_discovery = frame[IPV6_OFFSET] >> 4 == 6
         && frame[IPV6_OFFSET + 6] == NEXT_HEADER_ICMPV6
@@ -113,7 +114,7 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     (is_unicast && !mac.is_group_address() && mac != MacAddress([0; 6])).then_some((address, mac))
 }
 
-/// Returns the MAC address in the first option of type `option_type`; `None`: there is no such option.
+/// Returns the MAC address in the first option of type `option_type`, or `None` if there is no valid one.
 fn find_mac_option(mut options: &[u8], option_type: u8) -> Option<MacAddress> {
     while let [kind, length, ..] = *options {
         let option_bytes = usize::from(length) * 8;

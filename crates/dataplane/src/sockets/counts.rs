@@ -1,4 +1,4 @@
-//! Sockets of this network namespace by state, from the kernel's list: connections of services, and listening sockets.
+//! Services' connection counts, and listening sockets, from the kernel's socket list of this network namespace.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -10,7 +10,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes as _, KnownLayout};
 
 use super::{InetDiagRequest, NetlinkHeader, SOCK_DIAG_BY_FAMILY, SocketId, SocketInode, open_diag_socket};
 
-/// Reply of sock_diag(7): struct nlmsghdr and struct inet_diag_msg, up to the inode.
+/// Reply of sock_diag(7), which consists of struct nlmsghdr and struct inet_diag_msg up to the inode.
 #[derive(Debug, Clone, Copy, FromBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct InetDiagReply {
@@ -29,15 +29,15 @@ struct InetDiagReply {
 
 const NO_STATE_BITS: u32 = 0;
 const LISTEN_STATE_BIT: u32 = 1 << 10;
-/// Bits of TCP states (include/net/tcp_states.h): ESTABLISHED, SYN-RECEIVED (for half-open connections), FIN-WAIT-1 and
-/// 2, CLOSE-WAIT, LAST-ACK, CLOSING.
+/// Bits of the TCP states ESTABLISHED, SYN-RECEIVED (for half-open connections), FIN-WAIT-1, FIN-WAIT-2, CLOSE-WAIT,
+/// LAST-ACK and CLOSING (include/net/tcp_states.h).
 const CONNECTED_STATE_BITS: u32 = 1 << 1 | 1 << 3 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
-/// Size of the receive buffer in bytes: the kernel fills at most 32 KiB per read.
+/// Size of the receive buffer in bytes, which is the maximum that the kernel fills per read (32 KiB).
 const RECEIVE_BUFFER_BYTES: usize = 32 << 10;
 
 /// Returns the number of TCP connections at each of `services`, in the same order. Connections count from half-open to
 /// the last FIN, without TIME-WAIT. A call takes about 1 us of CPU for every socket at these ports, and less for each
-/// other socket. Fails when the kernel has no sock_diag(7) for TCP, or does not answer.
+/// other socket. Fails when the kernel has no sock_diag(7) for TCP or does not answer.
 pub fn connection_counts(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     let mut counts = vec![0; services.len()];
     if services.is_empty() {
@@ -55,9 +55,9 @@ pub fn connection_counts(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     Ok(counts)
 }
 
-/// Returns address and inode of the listening TCP sockets. The cost does not depend on other sockets, unlike that of
-/// /proc/net/tcp, which walks the kernel's connection table of all network namespaces. Fails when the kernel has no
-/// sock_diag(7) for TCP, or does not answer.
+/// Returns the address and the inode of each listening TCP socket. The cost does not depend on other sockets. In
+/// contrast, /proc/net/tcp walks the kernel's connection table of all network namespaces. Fails when the kernel has no
+/// sock_diag(7) for TCP or does not answer.
 pub fn list_listening_sockets() -> anyhow::Result<Vec<(SocketAddr, SocketInode)>> {
     let mut listening_sockets = Vec::new();
     for family in [libc::AF_INET, libc::AF_INET6] {
@@ -77,19 +77,19 @@ fn for_each_listed_socket(request: &InetDiagRequest, mut found: impl FnMut(&Inet
     Ok(())
 }
 
-/// Checks that the kernel has sock_diag(7) for TCP. A query for one socket would not show that: a kernel without it
-/// answers that the socket does not exist.
+/// Checks that the kernel has sock_diag(7) for TCP. A query for one socket would not show this, because a kernel
+/// without it answers that the socket does not exist.
 pub(super) fn ensure_sock_diag_supports_tcp() -> anyhow::Result<()> {
     for_each_listed_socket(&socket_list_request(libc::AF_INET as u8, NO_STATE_BITS, 0), |_| ())
 }
 
-/// Returns the port of all services if they have the same one. The kernel then skips sockets at other ports.
+/// Returns the port of all services if it is the same. The kernel then skips sockets at other ports.
 fn common_port(services: &[SocketAddr]) -> Option<u16> {
     let port = services.first()?.port();
     services.iter().all(|service| service.port() == port).then_some(port)
 }
 
-/// Returns the request for a list of sockets in `states` at `port`; 0: at all ports.
+/// Returns a request to list the sockets in `states` at `port`, or at all ports if `port` is 0.
 fn socket_list_request(family: u8, states: u32, port: u16) -> InetDiagRequest {
     InetDiagRequest {
         header: NetlinkHeader {
@@ -115,8 +115,8 @@ fn socket_list_request(family: u8, states: u32, port: u16) -> InetDiagRequest {
     }
 }
 
-/// Reads a part of the list. Returns whether another part follows. `may_lack`: the list is empty if the kernel lacks
-/// this address family.
+/// Reads a part of the list and returns whether another part follows. With `may_lack`, the kernel may lack this address
+/// family, and the list is then empty.
 fn read_list_part(
     socket: &OwnedFd,
     buffer: &mut [u8],
@@ -142,7 +142,7 @@ fn read_list_part(
                         bail!("sock_diag: this kernel has none for TCP: modprobe tcp_diag")
                     }
                     Some(Errno::ENOENT) => Ok(false),
-                    // The end of a list has an error number, or 0.
+                    // The end of a list has an error number or 0.
                     Some(error) if error as i32 != 0 => bail!("sock_diag: {error}"),
                     Some(_) => Ok(false),
                 };
@@ -154,7 +154,7 @@ fn read_list_part(
     Ok(true)
 }
 
-/// Returns the local address of a socket. An IPv4-mapped address becomes IPv4, because sockets at `[::]` accept IPv4.
+/// Returns a socket's local address. An IPv4-mapped address becomes IPv4, because sockets at `[::]` accept IPv4.
 fn local_address(listed: &InetDiagReply) -> SocketAddr {
     let (port, source) = (u16::from_be_bytes(listed.socket_id.source_port), listed.socket_id.source_address);
     let ip = match i32::from(listed.family) {
@@ -221,12 +221,12 @@ mod tests {
         wait_for_counts([301, 1], "all of them");
         assert_eq!(connection_counts(&[dual_stack_address]).unwrap(), [1], "one port");
         assert_eq!(connection_counts(&[]).unwrap(), [0; 0]);
-        // Half-closed by the server: FIN-WAIT-2, still receiving from the client.
+        // The server has closed its half. Its socket is in FIN-WAIT-2 and still receives from the client.
         let (mut client, server) = connection_pairs.pop().unwrap();
         server.shutdown(Shutdown::Write).unwrap();
         client.write_all(b"x").unwrap();
         wait_for_counts([301, 1], "half-closed");
-        // Closed by the clients first: the server's sockets go through CLOSE-WAIT.
+        // The clients close first, so the server's sockets go through CLOSE-WAIT.
         let (clients, servers): (Vec<_>, Vec<_>) = connection_pairs.into_iter().unzip();
         drop(clients);
         wait_for_counts([301, 1], "closed by the clients");

@@ -24,7 +24,7 @@ fn pin_thread_to_cpu(cpu: usize) {
     sched_setaffinity(Pid::from_raw(0), &single_cpu).unwrap();
 }
 
-/// The busy time is read while the task is running, before a task switch ends the measured period.
+/// The busy time is read while the task is running, so no task switch has ended the measured period yet.
 #[test]
 fn cpu_is_busy_while_a_task_runs() {
     skip_if!(missing_bpf_rights());
@@ -43,15 +43,15 @@ fn cpu_is_busy_while_a_task_runs() {
         let thread_ns = (thread_cpu_time() - thread_time_before).as_nanos() as u64;
         let busy_ns = busy_time_counter.busy_ns(cpu) - busy_ns_before;
         let elapsed_ns = monotonic_ns() - start_ns;
-        // Stolen time of a virtual CPU counts for the CPU, not for the thread.
+        // Time stolen from a virtual CPU counts as busy for the CPU, but not for the thread.
         assert!(busy_ns + 2_000_000 >= thread_ns, "busy for {busy_ns} ns, the thread alone ran for {thread_ns}");
         assert!(busy_ns <= elapsed_ns + 2_000_000, "busy for {busy_ns} ns of {elapsed_ns}");
     }
     assert_eq!(busy_time_counter.busy_ns(100_000), 0, "no such CPU");
 }
 
-/// The counted time is compared with the kernel's idle time in /proc/stat. On machines with stolen time the latter was
-/// 7 to 25 % off, so it only decides whether the CPUs were idle at all.
+/// The counted time is compared with the kernel's idle time in /proc/stat. On machines with stolen time the kernel's
+/// value was 7 to 25 % wrong. Therefore it is used only to decide whether the CPUs were idle at all.
 #[test]
 fn idle_time_does_not_count() {
     skip_if!(missing_bpf_rights());
@@ -81,16 +81,16 @@ fn idle_time_does_not_count() {
     );
 }
 
-/// A UDP flood from one CPU is received by RPS in softirqs on another CPU, which is idle otherwise. The busy time must
-/// agree with the kernel's idle time, which is measured; the other columns of /proc/stat are samples (docs/cost.md).
-/// The tolerance is for interrupts without a tracepoint.
+/// RPS receives a UDP flood from one CPU in softirqs on another CPU, which is otherwise idle. The busy time must agree
+/// with the kernel's idle time, which is measured. The other columns of /proc/stat are samples (docs/cost.md). The
+/// tolerance allows for interrupts without a tracepoint.
 #[test]
 fn receiving_packets_counts_as_busy() {
     skip_if!(missing_bpf_rights());
     skip_if!((read_cpu_ticks().len() < 2).then_some("needs 2 CPUs"));
     const SENDER_CPU: usize = 0;
     const RECEIVER_CPU: usize = 1;
-    // The network namespace is that of a new thread, and ends with it.
+    // The network namespace belongs to a new thread and ends with it.
     std::thread::spawn(|| {
         enter_namespace_with_flooded_device(RECEIVER_CPU);
         let busy_time_counter = CpuBusyTimeCounter::start().unwrap();
@@ -123,7 +123,7 @@ fn receiving_packets_counts_as_busy() {
 
 const FLOODED_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 
-/// Moves this thread into a new network namespace that receives packets to [`FLOODED_ADDRESS`] on `cpu` and drops them.
+/// Moves this thread to a new network namespace that receives packets to [`FLOODED_ADDRESS`] on `cpu` and drops them.
 fn enter_namespace_with_flooded_device(cpu: usize) {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
     // /sys shows the network namespace in which it was mounted.
@@ -149,7 +149,7 @@ fn send_flood(cpu: usize, done: &AtomicBool) {
     }
 }
 
-/// Length of a tick, the unit of times in /proc/stat (proc(5)): 10 ms in ns.
+/// Length of a tick, the unit of times in /proc/stat (proc(5)), which is 10 ms.
 const TICK_NS: u64 = 10_000_000;
 
 #[derive(Clone, Copy)]

@@ -1,4 +1,4 @@
-//! Tests of `bpf/server/decap.bpf.c` (`BPF_PROG_TEST_RUN`), which removes outer headers at a server.
+//! Tests of `bpf/server/decap.bpf.c`, which removes outer headers at a server (`BPF_PROG_TEST_RUN`).
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -36,7 +36,6 @@ fn client_packet(family: Family) -> Vec<u8> {
     TcpPacket::between(client(family), service_vip(family)).frame()
 }
 
-/// Returns a frame from `source` to `destination` with `transport` after its IP headers.
 fn ip_frame(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, transport: &[u8]) -> Vec<u8> {
     match (source, destination) {
         (IpAddr::V4(source), IpAddr::V4(destination)) => {
@@ -47,13 +46,12 @@ fn ip_frame(source: IpAddr, destination: IpAddr, protocol: u8, fragment: u16, tr
     }
 }
 
-/// Returns a frame with a UDP datagram from a client's `port` to the VIP.
 fn udp_frame(family: Family, port: u16) -> Vec<u8> {
     let udp_bytes = [&40_000u16.to_be_bytes()[..], &port.to_be_bytes(), &[0, 12, 0, 0], b"data"].concat();
     ip_frame(client(family).ip(), service_vip(family).ip(), UDP_PROTOCOL, 0, &udp_bytes)
 }
 
-/// Returns `frame` as a load balancer encapsulates it, with an outer header of this form.
+/// Returns `frame` as a load balancer encapsulates it, with the given form of outer header.
 fn encapsulate(form: TunnelVariant, frame: &[u8]) -> Vec<u8> {
     let inner_packet = &frame[ETHERNET_BYTES..];
     let mut outer_transport = Vec::new();
@@ -72,7 +70,7 @@ fn encapsulate(form: TunnelVariant, frame: &[u8]) -> Vec<u8> {
     )
 }
 
-/// Runs the program on `frame`. Asserts that exactly `counter` has increased; `None`: that no counter has.
+/// Runs the program on `frame`. Asserts that exactly `counter` has increased, or no counter if `counter` is `None`.
 fn run_expecting_counter(decapsulation: &Decapsulation, frame: &[u8], counter: Option<&str>) -> (i32, Vec<u8>) {
     let counters_before = decapsulation.counters().unwrap();
     let outcome = test_run::run(decapsulation.program(), frame, 1).unwrap();
@@ -85,7 +83,7 @@ fn run_expecting_counter(decapsulation: &Decapsulation, frame: &[u8], counter: O
     (outcome.verdict, outcome.packet)
 }
 
-/// Asserts that an encapsulated packet of each form that `change` has changed is dropped, and counted as `counter`.
+/// Applies `change` to an encapsulated packet of each form. Asserts that it is then dropped and counted as `counter`.
 fn expect_drop_of_changed_packet(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelVariant)) {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
@@ -246,7 +244,7 @@ fn contradicting_lengths_are_dropped() {
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
         frame[ETHERNET_BYTES + form.overhead_bytes() + length_field_offset(form.inner_family)] ^= 1;
     });
-    // The flipped bits give the other IP version, and an unknown version.
+    // Flipping the first bit gives the other IP version, and flipping the second an unknown version.
     for flipped in [0x20, 0x80] {
         expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
             frame[ETHERNET_BYTES + form.overhead_bytes()] ^= flipped
@@ -257,7 +255,7 @@ fn contradicting_lengths_are_dropped() {
         frame.truncate(ETHERNET_BYTES + form.overhead_bytes() + ip_header_bytes(form.inner_family) - 1);
     });
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| match form.inner_family {
-        // The IP header's length becomes four words, which is too short.
+        // The length in the IP header becomes four words, which is too short.
         Family::Ipv4 => frame[ETHERNET_BYTES + form.overhead_bytes()] ^= 1,
         Family::Ipv6 => frame.truncate(ETHERNET_BYTES + form.overhead_bytes()),
     });
@@ -279,7 +277,7 @@ fn congestion_mark_is_copied_to_the_inner_packet_or_drops_it() {
     let decapsulation = load_decapsulation();
     for (form, inner_ecn) in TunnelVariant::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
         let mut inner_frame = client_packet(form.inner_family);
-        // DSCP 46.
+        // The upper bits contain DSCP 46.
         set_traffic_class(&mut inner_frame, 0xb8 | inner_ecn);
         let mut frame = encapsulate(form, &inner_frame);
         set_traffic_class(&mut frame, CONGESTION_EXPERIENCED);

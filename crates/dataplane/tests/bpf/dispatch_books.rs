@@ -1,5 +1,5 @@
-//! Accounting of outstanding requests in `bpf/dispatch/dispatch.bpf.c` under faults: every request is counted once, and
-//! completed or abandoned once.
+//! Tests that `bpf/dispatch/dispatch.bpf.c` counts requests correctly under faults. Each request must be counted once,
+//! and then completed or abandoned once.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::AsFd as _;
@@ -43,7 +43,7 @@ fn only_an_expected_response_completes_a_request() {
         env.send_response(&requests[0]);
         env.send_response(&requests[0]);
         assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![1], 2));
-        // Two datagrams that are no responses: to a client without a request, and from a socket outside the service.
+        // These datagrams are no responses. One goes to a client without a request, one comes from a foreign socket.
         let foreign_socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         env.worker_sockets[&0].send_to(b"x", foreign_socket.local_addr().unwrap()).unwrap();
         foreign_socket.send_to(b"x", second.local_addr().unwrap()).unwrap();
@@ -94,7 +94,7 @@ fn response_from_another_socket_of_the_service_completes_a_request() {
         env.send_request(&client, b"to 0");
         env.send_request(&client, b"to 1");
         assert_eq!(env.outstanding_counts(), [1, 1]);
-        // Worker 1 responds for both workers: its first response completes its own request.
+        // Worker 1 responds for both workers. Its first response completes its own request.
         let client_address = client.local_addr().unwrap();
         env.worker_sockets[&1].send_to(b"by 1", client_address).unwrap();
         assert_eq!(env.outstanding_counts(), [1, 0]);
@@ -113,7 +113,7 @@ fn equal_address_in_another_namespace_is_another_service() {
         let client = client_socket();
         env.send_request(&client, b"a");
         let client_port = client.local_addr().unwrap().port();
-        // The other namespace has the same addresses of service and client.
+        // In the other namespace, service and client have the same addresses.
         run_in_another_namespace(|| {
             let other_socket = open_worker_socket(SERVICE_ADDRESS);
             other_socket.send_to(b"b", ("127.0.0.1", client_port)).unwrap();
@@ -134,7 +134,7 @@ fn request_read_but_not_answered_is_abandoned() {
         assert_eq!((env.outstanding_counts(), env.worker_counts(0).queued_datagrams), (vec![5], 5));
         let requests = env.read_requests(5);
         env.send_response(&requests[0]);
-        // The worker has read all requests: four responses are missing, and all four requests have timed out.
+        // The worker has read all requests. Four responses are missing, and these four requests have timed out.
         poll_repeatedly(&mut env, 1);
         let worker_counts = env.worker_counts(0);
         assert_eq!(
@@ -146,7 +146,7 @@ fn request_read_but_not_answered_is_abandoned() {
             ),
             (0, 1, 4, 0)
         );
-        // A response to an abandoned request changes no count of outstanding requests.
+        // A response to an abandoned request does not change the number of outstanding requests.
         env.send_response(&requests[1]);
         assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0], 1));
         // A new request is outstanding until its timeout.
@@ -188,7 +188,7 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
                     "{policy:?}: {worker_counts:?}"
                 );
             }
-            // Exactly the dropped requests were abandoned: every response finds its request.
+            // Only the dropped requests were abandoned, so every response finds its request.
             env.read_requests(waiting_requests as usize).iter().for_each(|read| env.send_response(read));
             assert_eq!((outstanding_sum(&env), unmatched_response_count(&env)), (0, 0), "{policy:?}");
         });
@@ -200,7 +200,7 @@ fn uncounted_waiting_request_becomes_outstanding() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let mut env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
-        // These are more requests from one client port than the sets of the table hold.
+        // One client port sends more requests than the table's sets can hold for it.
         let client = client_socket();
         (0..40u8).for_each(|number| env.send_request(&client, &[number]));
         assert_eq!((env.outstanding_counts(), env.counter(intf::DISPATCH_COUNTER_UNTRACKED)), (vec![32], 8));
@@ -235,7 +235,7 @@ fn stalled_worker_is_disabled_until_it_responds() {
                 "{policy:?}: {:?}",
                 env.outstanding_counts()
             );
-            // Both workers are stalled: requests are dispatched nevertheless.
+            // Both workers are stalled, so requests are dispatched to them nevertheless.
             poll_repeatedly(&mut env, 5);
             env.send_request(&client, b"c");
             assert_eq!(env.outstanding_counts().iter().sum::<u32>(), 7);
@@ -257,7 +257,7 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
             clients.iter().for_each(|client| env.send_request(client, b"a"));
             let lost_requests = u64::from(env.worker_counts(1).outstanding_requests);
             drop(env.worker_sockets.remove(&1));
-            // These requests come before user space has noticed the dead worker.
+            // These requests arrive before user space has noticed that a worker died.
             clients.iter().for_each(|client| env.send_request(client, b"b"));
             env.read_requests(60 - lost_requests as usize);
             assert!(env.poll(&TEST_TIMEOUTS));
@@ -290,7 +290,7 @@ fn upgrade_takes_over_sockets_and_requests_in_flight() {
         let clients: Vec<UdpSocket> = (0..4).map(|_| client_socket()).collect();
         clients.iter().for_each(|client| env.send_request(client, b"a"));
         let sockets_before = env.dispatch.worker_sockets();
-        // A second instance with another policy takes over while the first instance still runs.
+        // A second instance with another policy takes over while the first one is still running.
         env.dispatch = DispatchPrograms::load(
             &env.pins.0,
             &dispatch::cgroup2_mount_point().unwrap(),
@@ -359,7 +359,7 @@ fn service_times_are_observed_by_type() {
             vec![dispatch::RequestType { value: *b"slow\0\0\0\0", mask: [255, 255, 255, 255, 0, 0, 0, 0], class: 0 }];
         let env = TestEnv::new(1, &options);
         let client = client_socket();
-        // Lower and upper limit of the sum of each type's service times (ns), however slow the machine is.
+        // Lower and upper bounds on the sum of each type's service times (ns), which hold on any slow machine.
         let (mut at_least, mut at_most) = ([0, 0], [0, 0]);
         for (payload, kind, time) in [(&b"slow"[..], 0, 20), (b"fast", 1, 1), (b"slow", 0, 20), (b"fast", 1, 1)] {
             let service_time = Duration::from_millis(time);

@@ -19,8 +19,8 @@ const REQUEST_COUNT: u32 = 3000;
 const SERVICE_TIMES: [Duration; 3] =
     [Duration::from_micros(10), Duration::from_micros(37), Duration::from_micros(1000)];
 
-/// Asserts that workers are selected as by the model, while requests are sent and workers respond in random order.
-/// Until many requests are outstanding, responses are slower than requests, then faster.
+/// Sends requests and responds in random order, and asserts that workers are selected as by the model. First, responses
+/// are slower than requests. Once many requests are outstanding, they are faster.
 fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
     let mut unanswered_requests: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();
@@ -69,7 +69,7 @@ fn start_test_env(workers: usize, policy: Policy) -> TestEnv {
         mask: [255, 255, 255, 255, 255, 0, 0, 0],
         class,
     };
-    // Requests that match neither type have class 1, too.
+    // Requests that match neither type also have class 1.
     options.types = vec![request_type(0, 0), request_type(1, 1)];
     options.default_class = 1;
     let env = TestEnv::new(workers, &options);

@@ -1,6 +1,6 @@
-//! Tests of `bpf/orchestrate/intake.bpf.c` (`BPF_PROG_TEST_RUN`), which redirects datagrams to AF_XDP sockets.
+//! Tests of `bpf/orchestrate/intake.bpf.c`, which redirects datagrams to AF_XDP sockets (`BPF_PROG_TEST_RUN`).
 //!
-//! The tests have no AF_XDP socket, so a datagram that would be redirected counts as `passed_no_socket`.
+//! As the tests have no AF_XDP socket, a datagram that would be redirected is counted as `passed_no_socket`.
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
@@ -14,7 +14,7 @@ use crate::support::{MORE_FRAGMENTS, UdpDatagram, missing_bpf_rights, ones_compl
 const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(192, 0, 2, 9), 40_000);
 const SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4000);
 const OTHER_SERVICE: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 0, 0, 1), 4001);
-/// Offsets of headers and fields in a frame without IP options, in bytes.
+/// Offsets in bytes of headers and fields in a frame without IP options.
 const IP: usize = 14;
 const UDP_OFFSET: usize = IP + 20;
 const UDP_CHECKSUM_OFFSET: usize = UDP_OFFSET + 6;
@@ -28,7 +28,7 @@ fn load_intake_program() -> IntakeProgram {
     IntakeProgram::load(MacAddress([0; 6]), &listeners).unwrap()
 }
 
-/// Runs the program on `frame`. Asserts that exactly `counter` has increased; `None`: that no counter has.
+/// Runs the program on `frame`. Asserts that exactly `counter` has increased, or no counter if `counter` is `None`.
 fn expect_counter(program: &IntakeProgram, frame: &[u8], counter: Option<&str>, case: &str) {
     let counters_before = program.counters().unwrap();
     let outcome = test_run::run(program.program(), frame, 1).unwrap();
@@ -45,7 +45,7 @@ fn request_datagram(payload: Vec<u8>) -> UdpDatagram {
     UdpDatagram { payload, ..UdpDatagram::new(CLIENT, SERVICE) }
 }
 
-/// Returns the sum over the UDP pseudo header, not inverted: with checksum offload the checksum field contains it.
+/// Returns the sum over the UDP pseudo header, not inverted, which the checksum field contains with checksum offload.
 fn pseudo_header_sum(frame: &[u8]) -> u16 {
     let length_bytes = &frame[UDP_OFFSET + 4..UDP_OFFSET + 6];
     ones_complement_sum(&[&frame[IP + 12..UDP_OFFSET], &[0, 17], length_bytes].concat())
@@ -68,7 +68,7 @@ fn requests_of_every_length_are_accepted() {
         let payload = (0..length).map(|byte| (byte * 7 + length) as u8).collect();
         let frame = with_udp_checksum(request_datagram(payload).frame());
         expect_counter(&program, &frame, NO_SOCKET_COUNTER, &format!("{length} bytes"));
-        // A changed bit is noticed in the header, in the checksum and in the last byte.
+        // A changed bit is detected in the header, in the checksum and in the last byte.
         for at in [UDP_OFFSET + 1, UDP_CHECKSUM_OFFSET, frame.len() - 1] {
             let mut damaged_frame = frame.clone();
             damaged_frame[at] ^= 4;

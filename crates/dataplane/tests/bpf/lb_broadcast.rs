@@ -1,5 +1,5 @@
-//! Tests of the broadcast fallback of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): no sender, service or kind of packet
-//! uses up the rate of another.
+//! Tests of broadcasts by `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`). No sender, service or packet kind may use up
+//! another's rate.
 
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
@@ -15,7 +15,6 @@ use rand::Rng as _;
 use crate::support::balancer::{Balancer, VIP, XDP_TX, random_table, service_address};
 use crate::support::{ACK, RST, TcpPacket, aligned_timestamp_option, ipv4_frame, missing_bpf_rights, skip_if};
 
-/// Source address of forged packets.
 const FORGED_SOURCE: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
 fn balancer_with_services(services: u16, options: Options) -> Balancer {
@@ -28,7 +27,7 @@ fn balancer_with_services(services: u16, options: Options) -> Balancer {
     balancer
 }
 
-/// Returns an ICMP error from `router` that quotes a packet to `client`: its IP header and 8 bytes (RFC 792).
+/// Returns an ICMP error from `router` that quotes the IP header and 8 bytes of a packet to `client` (RFC 792).
 fn icmp_error(router: Ipv4Addr, client: (Ipv4Addr, u16)) -> Vec<u8> {
     let quoted_packet = &TcpPacket::new(VIP, client).frame()[14..][..28];
     let icmp_message = [&[3, 4, 0, 0, 0, 0, 5, 0][..], quoted_packet].concat();
@@ -39,7 +38,7 @@ fn reset_frame(client: (Ipv4Addr, u16)) -> Vec<u8> {
     TcpPacket { flags: RST, ..TcpPacket::new(client, VIP) }.frame()
 }
 
-/// Returns a packet whose cookie most likely names no server: five servers have 5 of 32,768 cookies.
+/// Returns a packet whose cookie most likely names no server, because only 5 of 32,768 cookies name a server.
 fn frame_with_unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), tsecr: u32) -> Vec<u8> {
     TcpPacket { flags: ACK, tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, vip) }.frame()
 }
@@ -49,12 +48,13 @@ fn is_broadcast(balancer: &Balancer, frame: &[u8]) -> bool {
     verdict == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
 }
 
-/// Returns how many of 100 genuine ICMP errors in a second, each of another router, pass among 10,000 forged packets.
+/// Sends 100 genuine ICMP errors, each from another router, among 10,000 forged packets within a second. Returns how
+/// many of the genuine errors pass.
 fn count_accepted_errors(balancer: &Balancer, forged: impl FnMut() -> Vec<u8>) -> usize {
     count_accepted_errors_from(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged)
 }
 
-/// Returns the same number as [`count_accepted_errors`], for ICMP errors from the addresses that `router` returns.
+/// Counts like [`count_accepted_errors`], but the genuine errors come from the addresses that `router` returns.
 fn count_accepted_errors_from(
     router: fn(u32) -> Ipv4Addr,
     balancer: &Balancer,
@@ -63,7 +63,7 @@ fn count_accepted_errors_from(
     const FORGED_INTERVAL: Duration = Duration::from_micros(100);
     let (mut next, mut accepted) = (Instant::now(), 0);
     for n in 0..10_000u32 {
-        // After a pause of the machine no missed packets are sent, which would raise the rate.
+        // If the machine pauses, the missed packets are not sent later, because they would raise the rate.
         while Instant::now() < next {}
         next = (next + FORGED_INTERVAL).max(Instant::now());
         balancer.run(&forged());
@@ -103,8 +103,8 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
         100,
         "ICMP errors of the router's own address"
     );
-    // Each router shares one of 4,096 buckets with the forged source by chance: two of them in one of 3,500 runs, three
-    // in one of 450,000.
+    // By chance, some of the routers share the forged source's bucket (of 4,096). Two do in one run of 3,500, and three
+    // in one run of 450,000.
     let accepted_during_one_source_flood =
         count_accepted_errors(&new_balancer(), || icmp_error(FORGED_SOURCE, random_endpoint()));
     assert!(
@@ -113,7 +113,7 @@ fn genuine_icmp_errors_pass_among_forged_packets() {
     );
 }
 
-/// Returns a rate of one packet per second, at which hardly more packets than the burst pass.
+/// Returns a rate of one packet per second, so that hardly more packets than the burst pass.
 fn rate_with_burst(burst: u32) -> PacketRate {
     PacketRate { per_second: 1, burst_packets: burst }
 }
@@ -138,7 +138,8 @@ fn flood_of_one_source_leaves_tokens_to_other_sources() {
         "{broadcast_flood_frames} of one source: half of what its service may"
     );
     let genuine_frames = (0..50).map(|_| reset_frame((Ipv4Addr::from(rng.next_u32()), 4000)));
-    // The forged source has one of 4,096 buckets: two others share it in one of 14,000 runs, three in one of 3,500,000.
+    // By chance, some sources share the forged source's bucket (of 4,096). Two do in one run of 14,000, and three in
+    // one run of 3,500,000.
     let accepted_count = genuine_frames.filter(|frame| is_broadcast(&balancer, frame)).count();
     assert!(accepted_count >= 48, "{accepted_count} of 50");
 }

@@ -36,7 +36,7 @@ fn collect_packets(capture: &mut Capture, count: usize) -> Vec<CapturedPacket> {
     captured_packets
 }
 
-/// Timeout of a wait that is to be ended earlier by a signal.
+/// Timeout of a wait that a signal should end earlier.
 const INTERRUPTED_WAIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Sends signals until `wait` returns, as Ctrl-C does to `coreward capture`. A signal before the wait has no effect.
@@ -66,7 +66,7 @@ fn run_with_signals(wait: impl FnOnce()) {
 #[test]
 fn capture_has_every_unchanged_packet_and_its_decision() {
     skip_if!(missing_bpf_rights());
-    // One CPU keeps the order of the packets.
+    // On one CPU, packets keep their order.
     pin_to_one_cpu();
     let (pair, pins) = (VethPair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
@@ -137,7 +137,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
 
     run_with_signals(|| capture.poll(INTERRUPTED_WAIT_TIMEOUT, &mut |_| {}).unwrap());
 
-    // The daemon replaces the capturing program by another variant: the capture continues with that variant.
+    // The daemon replaces the capturing program by another variant, and the capture continues with that variant.
     let hash_table_mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
     lb.set_services(&[(service_address(VIP), hash_table_mode)]).unwrap();
     let (mut captured, limit) = (Vec::new(), Instant::now() + INTERRUPTED_WAIT_TIMEOUT);

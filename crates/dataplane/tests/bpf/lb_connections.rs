@@ -1,5 +1,5 @@
-//! Tests of the connection table of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): allocation, look-up, identity, freeing and
-//! reuse of entries.
+//! Tests of the connection table in `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`). Entries are allocated, found, freed and
+//! reused.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -59,7 +59,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
         opened_connections.iter().map(|opened| balancer.connection_entry(opened.client).unwrap().index).collect();
     assert_eq!(entry_indexes.len(), opened_connections.len());
 
-    // The result does not depend on table, keys and path (fast or slow).
+    // The result does not depend on the table, the keys or the path (fast or slow).
     balancer.lb.tick(Duration::from_secs(20));
     let table = random_table(PlacementRule::Table, 2, 1, &ids, &mut rng);
     balancer.install_table(0, &table);
@@ -86,7 +86,7 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
         assert_eq!((entry.packet_count, entry.bytes), (3, forwarded_bytes as u64));
         assert_eq!((entry.opened_at, entry.last_packet_at), (ClockTicks(123), ClockTicks(200)));
     }
-    // FIN and RST mark an entry as closing; a SYN removes the mark.
+    // FIN and RST mark an entry as closing, and a SYN removes the mark.
     for (opened, flags) in opened_connections.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
         let frame = established_packet(&balancer.fleet_keys, opened.client, opened.cookie_index, flags).frame();
         let closed_count = || balancer.lb.traffic(opened.server).closed;
@@ -109,7 +109,7 @@ fn server_learns_the_index_at_any_option_offset() {
     let (balancer, _) = stateful_balancer(65_536, &mut rng);
     for round in 0..2000 {
         let client = random_client(&mut rng);
-        // Up to 7 bytes of NOPs, and an option of 5 bytes, move the timestamp to even and odd offsets.
+        // Up to 7 bytes of NOPs and an option of 5 bytes move the timestamp to even and odd offsets.
         let mut options_before = vec![1; round % 8];
         if round % 3 == 0 {
             options_before.splice(0..0, [254, 5, 1, 2, 3]);
@@ -214,7 +214,7 @@ fn cookie_of_another_connection_is_unknown() {
         unknown_count += 1;
         assert_eq!(balancer.event_count(0, "connection_unknown"), unknown_count);
     };
-    // Packets of other tuples with this slot, and packets of this tuple with free slots. A FIN takes the slow path.
+    // These packets have other tuples with this slot, or this tuple with free slots. A FIN takes the slow path.
     for _ in 0..200 {
         expect_unknown(
             &balancer,
@@ -231,7 +231,7 @@ fn cookie_of_another_connection_is_unknown() {
     }
     let entry = balancer.connection_entry(opened_connection.client).unwrap();
     assert_eq!((entry.packet_count, entry.is_closing), (1, false), "nothing of that was counted for it");
-    // The same client at the other service is another connection.
+    // The same client has another connection at the other service.
     let tsecr = cookie::stamp_tsval(
         &balancer.fleet_keys,
         &support::FOREIGN_TIME_KEY,
@@ -246,7 +246,7 @@ fn cookie_of_another_connection_is_unknown() {
     assert_eq!(balancer.connection_entry(opened_connection.client).unwrap().packet_count, 1);
     balancer.expect_found_by_index(&opened_connection);
 
-    // Packets to an unresolved server are dropped; packets to a removed server are broadcast.
+    // Packets to an unresolved server are dropped, and packets to a removed server are broadcast.
     let service_index = balancer.service_indexes[0];
     balancer.lb.set_server(service_index, opened_connection.server, Server { mac: None, is_eligible: true });
     let frame = established_frame(&balancer, opened_connection.client, opened_connection.cookie_index);
@@ -281,16 +281,16 @@ fn packet_with_an_index_of_another_table_goes_to_its_owner_or_is_broadcast() {
             balancer.expect_sent_to_mac(&frame, owner_mac, "to_owner");
         }
     }
-    // A packet that another load balancer has sent is broadcast, because a packet goes to an owner once only.
+    // A packet from another load balancer is broadcast, because a packet is sent to an owner only once.
     let mut forwarded_frame = frame_with_owner(&balancer, alive, &mut rng);
     forwarded_frame[6..12].copy_from_slice(&owner_mac.0);
     balancer.expect_sent_to_mac(&forwarded_frame, MacAddress::BROADCAST, "broadcast_owner_lost");
 
-    // The burst is 40 packets, of which one is used; one more packet is allowed per second.
+    // The burst is 40 packets, of which one is used. One more packet is allowed per second.
     let verdicts: Vec<i32> = (0..60).map(|_| balancer.run(&frame_with_owner(&balancer, lost, &mut rng)).0).collect();
     let broadcast_count = verdicts.iter().filter(|verdict| **verdict == XDP_TX).count();
     assert!((39..=45).contains(&broadcast_count), "{broadcast_count} of 60 broadcast");
-    // On a slow machine the bucket may have a new token: the first packets use it up.
+    // On a slow machine the bucket may have new tokens, which the first packets use up.
     let expect_dropped_above_rate = |balancer: &Balancer, of, name: &str, rng: &mut _| {
         let mut spend_tokens = (0..5).map(|_| balancer.run(&frame_with_owner(balancer, of, rng)).0);
         assert!(spend_tokens.any(|verdict| verdict == XDP_DROP), "{name}: five of five are broadcast");
@@ -368,7 +368,7 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
         assert_eq!(balancer.connection_entry(opened.client).unwrap().identity, entries_before[&opened.client]);
         balancer.expect_found_by_index(opened);
     }
-    // A genuine connection during the flood gets a stateless cookie, and works.
+    // A genuine connection during the flood gets a stateless cookie and works.
     let late_client = random_client(&mut rng);
     let (server, number) = balancer.send_syn(late_client);
     assert_eq!(number, None);
@@ -383,7 +383,7 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
         TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(late_client, VIP) }.frame();
     balancer.expect_sent_to(0, &frame, server, "established");
 
-    // After ten seconds the flood's entries are due, without a query to an agent.
+    // After ten seconds, the flood's entries may be freed without querying an agent.
     balancer.lb.tick(Duration::from_millis(9_900));
     assert_eq!(balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 2048), []);
     balancer.lb.tick(Duration::from_secs(10));
@@ -412,7 +412,7 @@ fn entry_is_freed_once_and_only_if_unchanged() {
         (0..1024).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
     let (first, second) = (opened_connections[0], opened_connections[1]);
     let entries_before = [first, second].map(|opened| balancer.connection_entry(opened.client).unwrap());
-    // The second connection has a packet after its entry was read.
+    // The second connection has another packet after its entry was read.
     balancer.expect_found_by_index(&second);
     assert_eq!(balancer.lb.free_connections(&[entries_before[0], entries_before[1], entries_before[0]]).unwrap(), 1);
     assert_eq!(balancer.lb.free_connections(&entries_before).unwrap(), 0);

@@ -12,13 +12,11 @@ use crate::support::stateful::{cookie_index_of, established_frame, stateful_bala
 use crate::support::{missing_bpf_rights, skip_if};
 
 const ENTRY_COUNT: u32 = 16_384;
-/// Interval between two ticks, as in the daemon.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 /// Number of ticks in which the whole table is swept for expired connections.
 const TICKS_PER_SWEEP: u32 = 10;
-/// Number of ticks between two exact counts of the table's entries.
 const TICKS_PER_COUNT: u32 = 100;
-/// Number of SYNs per tick, which would fill the table in two seconds.
+/// Number of SYNs per tick in a flood that would fill the table in two seconds.
 const FLOOD_SYNS_PER_TICK: u32 = ENTRY_COUNT / 20;
 const GENUINE_SYNS_PER_TICK: u32 = 10;
 
@@ -44,7 +42,7 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
             let syn_number = tick * FLOOD_SYNS_PER_TICK + n;
             has_entry((Ipv4Addr::from(u32::from(prefix) + syn_number % 256), (syn_number / 256) as u16));
         }
-        // Prefixes share counters by their hash: one prefix in 4,096 has the flood's counter, and is left out.
+        // Prefixes share counters by their hash. One prefix in 4,096 shares the flood's counter and is left out.
         let other_sources = std::iter::repeat_with(|| Ipv4Addr::from(0x0b00_0000 + (rng.next_u32() >> 8)))
             .filter(|address| source_shard_of(*address) != source_shard_of(prefix));
         for client in other_sources.take(GENUINE_SYNS_PER_TICK as usize).map(|address| (address, 4000)) {
@@ -73,8 +71,8 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     assert!(balancer.event_count(0, "connection_source_limited") > 0);
 }
 
-/// Returns the percentage of the table that one source prefix holds after `beats` ticks with `per_beat` SYNs each. With
-/// `is_slow` each connection is also established.
+/// Sends `per_beat` SYNs in each of `beats` ticks from one source prefix. Returns the percentage of the table that the
+/// prefix then holds. With `is_slow`, each connection is also established.
 fn percentage_held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f64 {
     let mut rng = seeded_rng(132, 0);
     let (mut balancer, _) = stateful_balancer(ENTRY_COUNT.into(), &mut rng);
@@ -104,7 +102,7 @@ fn percentage_held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow:
 #[test]
 fn one_prefix_holds_at_most_a_quarter_of_the_table() {
     skip_if!(missing_bpf_rights());
-    // SYNs per tick: 1.9 million a second at a table of 262,144 entries, scaled to this table.
+    // The number of SYNs per tick is scaled to this table from 1.9 million a second for a table of 262,144 entries.
     let flood_syns_per_tick = (190_000 / (262_144 / u64::from(ENTRY_COUNT))) as u32;
     let held_percentages = [
         ("one address", percentage_held_by_prefix(1, flood_syns_per_tick, 20, false)),

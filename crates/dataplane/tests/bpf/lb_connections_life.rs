@@ -1,4 +1,4 @@
-//! Tests of the connection table with concurrent packets on several CPUs and user space, and across take-overs.
+//! Tests of the connection table while several CPUs and user space change it concurrently, and across take-overs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::Ipv4Addr;
@@ -30,7 +30,6 @@ use crate::support::{self, SYN, TcpPacket, missing_bpf_rights, skip_if, timestam
 const ENTRY_COUNT: u64 = 4096;
 const THREAD_COUNT: u32 = 4;
 
-/// Returns the client of connection `number` of a thread. Each connection has another client.
 fn client_of_thread(thread: u32, number: u32) -> (Ipv4Addr, u16) {
     (Ipv4Addr::from(0x0a00_0000 | thread << 20 | number >> 8), 1024 + (number & 0xff) as u16)
 }
@@ -78,7 +77,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
             clients_with_entry
         });
         while !is_done.load(Ordering::Relaxed) {
-            // About a third of all entries is freed, each entry twice.
+            // About a third of all entries is freed, each of them twice.
             let service_index = balancer.service_indexes[0];
             let some_connections: Vec<Connection> =
                 balancer.lb.connections(service_index).filter(|_| uniform_below(&mut rng, 3) == 0).collect();
@@ -94,7 +93,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
         }
         freeing_thread.join().unwrap()
     });
-    // Every connection that got an entry still has the entry, or it was freed once: none was overwritten.
+    // Every connection that got an entry still has it or was freed once, so no entry was overwritten.
     let remaining_clients: BTreeSet<_> =
         balancer.lb.connections(balancer.service_indexes[0]).map(|connection| ipv4_client(&connection)).collect();
     assert!(freed_counts_by_client.values().all(|times| *times == 1), "an entry was freed twice");
@@ -110,10 +109,10 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     );
     let contended_count = balancer.event_count(0, "connection_contended");
     let full_count = balancer.event_count(0, "connection_table_full");
-    // The threads share a row of counters, so increments may be lost.
+    // The threads share a counter row, so increments may be lost.
     assert!(contended_count + full_count <= sent_count - clients_with_entry.len() as u64);
 
-    // No slot was lost: the table can be filled completely.
+    // No slot was lost if the table can be filled completely.
     let mut further_clients = BTreeSet::new();
     for number in 0..20_000 {
         let client = client_of_thread(THREAD_COUNT, number);
@@ -140,7 +139,7 @@ fn syn_to_own_mac(client: (Ipv4Addr, u16)) -> Vec<u8> {
     .frame()
 }
 
-/// Opens a connection at a load balancer. Returns the index for its cookies; `None`: it got no table entry.
+/// Opens a connection at a load balancer. Returns the index for its cookies, or `None` if it got no table entry.
 fn open_connection(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16> {
     lb.set_own_mac(OWN_MAC);
     let outcome = test_run::run(lb.program(), &syn_to_own_mac(client), 1).unwrap();
@@ -176,7 +175,7 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     let table_size = lb.connection_table_size();
     drop(lb);
 
-    // Clear entries without freeing their slots, as a process does that dies between both steps.
+    // Clears entries without freeing their slots, like a process that dies between both steps.
     let connections_map = MapHandle::from_pinned_path(pins.path().join("lb/connections")).unwrap();
     for connection in &connections_before[..10] {
         let zeroed_entry = vec![0; size_of::<intf::connection>()];
@@ -190,7 +189,6 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
         (Some(own_owner_number()), ClockTicks(600), true)
     );
     assert_eq!(lb.connections(service_index).collect::<Vec<_>>(), connections_before[10..]);
-    // A reader of the pins gets the same connections.
     let pinned_connections = PinnedConnections::open(&pins.path()).unwrap();
     assert_eq!(pinned_connections.connections(service_address(VIP)).collect::<Vec<_>>(), connections_before[10..]);
     assert_eq!(pinned_connections.connections(service_address((VIP.0, 81))).next(), None);
@@ -288,7 +286,7 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     expect_broadcast(&restarted_balancer, None);
     assert_eq!(restarted_balancer.event_count(0, "connection_unknown"), old_connections.len() as u64);
 
-    // A peer sends packets with such an index to the owner. The owner broadcasts the packets and does not return them.
+    // A peer sends packets with such an index to the owner, which broadcasts the packets instead of returning them.
     let (mut peer, owner_mac, peer_mac) =
         (restart_with_empty_table(&before, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
     peer.lb.set_owner_number(Some(owner_number(9)));

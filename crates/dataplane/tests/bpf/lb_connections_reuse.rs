@@ -89,7 +89,7 @@ fn open_connections_lose_entries_only_without_a_sweeper() {
         let fin_frame = established_packet(&balancer.fleet_keys, opened.client, opened.cookie_index, ACK | FIN).frame();
         balancer.expect_sent_to(0, &fin_frame, opened.server, "connection_table");
     }
-    // Time since the last packet, whether user space has just swept, number of entries that may be reused.
+    // Cases have the time since the last packet, whether user space has just swept, and how many entries may be reused.
     let cases = [
         (timers.closing - Duration::from_millis(100), false, 0),
         (timers.closing, true, 0),

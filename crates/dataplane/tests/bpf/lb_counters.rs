@@ -91,7 +91,7 @@ fn connection_counts_of_two_cpus_are_exact() {
     let udp_server_ids = balancer.replace_servers(1, 1, &mut rng);
     let table = random_table(PlacementRule::LeastAssigned, 1, 1, &udp_server_ids, &mut rng);
     balancer.install_table(1, &table);
-    // Each datagram is placed by the rule, also further datagrams of the same flow.
+    // The rule places each datagram, even if its flow has had datagrams before.
     run_on_two_cpus(&mut balancer, udp_server_ids[0], UdpDatagram::new(client, VIP).frame(), RUNS_PER_CPU);
     let assigned_count: u32 =
         balancer.lb.assigned_connection_counts(balancer.service_indexes[1], table.core_slots.len() as u16).iter().sum();

@@ -1,5 +1,5 @@
-//! Comparison of each decision of `bpf/lb/lb.bpf.c` with the model (`BPF_PROG_TEST_RUN`): new connections under every
-//! rule, packets with cookies, packets without timestamps.
+//! Comparison of each decision of `bpf/lb/lb.bpf.c` with the model (`BPF_PROG_TEST_RUN`). The packets are new
+//! connections under every rule, packets with cookies, and packets without timestamps.
 
 use std::collections::HashSet;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -33,7 +33,7 @@ fn new_connections_go_to_the_server_that_the_model_chooses() {
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let mut clients = HashSet::new();
     let mut generation = 0;
-    // Rules in the outer loop, because another rule needs another variant of the program.
+    // The rules are in the outer loop, because each rule needs another variant of the program.
     for rule in PlacementRule::ALL {
         for round in 0..8 {
             let server_count = 1 + uniform_below(&mut rng, 40) as usize;
@@ -42,7 +42,7 @@ fn new_connections_go_to_the_server_that_the_model_chooses() {
             generation += 1;
             let table = random_table(rule, generation, group_count, &server_ids, &mut rng);
             let mut placement_state = PlacementState::for_table(&table);
-            // The counter of round robin continues from table to table.
+            // The round robin counter continues from table to table.
             placement_state.round_robin_counter = balancer.round_robin_count;
             balancer.install_table(0, &table);
             for _ in 0..450 {
@@ -76,7 +76,7 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
                 &tuple_to_vip(client),
             ));
             let inserted_before = balancer.event_count(0, "flow_inserted");
-            // The first packet that is not a SYN enters the connection in the flow table.
+            // The first packet that is not a SYN enters the connection into the flow table.
             let flags_and_options = [
                 (SYN, vec![2, 4, 5, 0xb4], "bucket_hash", 0),
                 (SYN, vec![2, 4, 5, 0xb4], "bucket_hash", 0),
@@ -119,7 +119,7 @@ fn established_packets_follow_the_cookie_not_the_table() {
         let client = random_client(&mut rng);
         let server = server_ids[uniform_below(&mut rng, server_ids.len() as u32) as usize];
         let tsecr = balancer.stamp_by_random_key(&tuple_to_vip(client), server, &mut rng);
-        // Aligned and other offsets of the timestamp, IP options, packets with and without payload.
+        // The timestamp has aligned and other offsets. Packets have IP options, and come with and without payload.
         let aligned_option = aligned_timestamp_option(rng.next_u32(), tsecr);
         let timestamp_option = timestamp_option(rng.next_u32(), tsecr);
         let unaligned_option = [&[1][..], &timestamp_option, &[0]].concat();
@@ -144,7 +144,7 @@ fn random_tsecr_values_are_treated_as_in_the_model() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(4, 0);
     let mut balancer = Balancer::new(&[VIP], &mut rng);
-    // A quarter of all ids are known servers, of which half have a MAC address.
+    // A quarter of all ids are known servers, half of which have a MAC address.
     let server_ids = balancer.replace_servers(0, 4096, &mut rng);
     let unresolved_ids: HashSet<ServerId> = server_ids.iter().copied().step_by(2).collect();
     for server in &unresolved_ids {
@@ -193,16 +193,16 @@ fn retransmitted_syn_reaches_the_same_server_until_the_next_table() {
         for _ in 0..100 {
             let client = random_client(&mut rng);
             let first_destination = balancer.forwarded_to(&syn_frame(client));
-            // Other connections open between SYN and retransmission.
+            // Other connections open between the SYN and its retransmission.
             for _ in 0..3 {
                 balancer.forwarded_to(&syn_frame(self::random_client(&mut rng)));
             }
             elsewhere_count += usize::from(balancer.forwarded_to(&syn_frame(client)) != first_destination);
         }
-        // The memory of recent placements has 4096 entries, of which some are overwritten by other connections.
+        // The memory of recent placements has 4096 entries, some of which are overwritten by other connections.
         assert!(elsewhere_count <= 10, "{rule:?}: {elsewhere_count} of 100 retransmissions went elsewhere");
     }
-    // Under a new table the retransmission is placed again: the counter of round robin has grown.
+    // Under a new table, the retransmission is placed again. By then the round robin counter has grown.
     let client = random_client(&mut rng);
     let table = random_table(PlacementRule::RoundRobin, 20, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
@@ -218,7 +218,7 @@ fn ineligible_server_is_replaced_for_new_connections() {
     let mut balancer = Balancer::new(&[VIP], &mut rng);
     let server_ids = balancer.replace_servers(0, 10, &mut rng);
     let service_index = balancer.service_indexes[0];
-    // Only two of ten servers take new connections: the others are removed, draining or unresolved.
+    // Only two of ten servers take new connections. The others are removed, draining or unresolved.
     let eligible_ids = [server_ids[3], server_ids[8]];
     for (position, server) in server_ids.iter().enumerate().filter(|(_, server)| !eligible_ids.contains(server)) {
         match position % 3 {

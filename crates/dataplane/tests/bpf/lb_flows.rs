@@ -1,5 +1,5 @@
-//! Tests of the flow table of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`): new connections with an entry of an older
-//! connection, and floods, which must not move the flows of other services.
+//! Tests of the flow table in `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`). They cover new connections that find an older
+//! connection's entry, and floods, which must not move the flows of other services.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
@@ -42,7 +42,7 @@ fn drain_server(balancer: &mut Balancer, id: ServerId) {
     set_eligible(balancer, id, false);
 }
 
-/// A server drains; in half of the cases a new table also lacks that server and a down server. Established connections
+/// A server drains. In half of the cases, a new table also lacks that server and a down server. Established connections
 /// stay at their servers, and new connections with the same ports go to another server.
 #[test]
 fn syn_avoids_a_server_that_takes_no_new_connections() {
@@ -84,8 +84,7 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
         }
         assert!(refusing_macs.iter().all(|mac| destinations_before.contains(mac)));
         for ([syn, ack], before) in flows_with_frames.iter().zip(destinations_before) {
-            // With LB-side stamping only servers' replies enter connections in the flow table; the test sends no
-            // replies.
+            // With LB-side stamping, only servers' replies make flow table entries, and this test sends no replies.
             let uses_flow_table = mode != lb_stamping_mode;
             assert!(
                 !uses_flow_table || destination_of(&balancer, ack) == before,
@@ -102,7 +101,6 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
     }
 }
 
-/// Returns a balancer with LB-side stamping for six servers, which are placed round robin.
 fn balancer_with_lb_stamping(rng: &mut impl Rng) -> Balancer {
     let lb_stamping_mode = ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() };
     let mut balancer = Balancer::with_model(&[(service_address(WEB_VIP), lb_stamping_mode)], Options::default(), rng);
@@ -118,8 +116,8 @@ fn balancer_with_lb_stamping(rng: &mut impl Rng) -> Balancer {
     balancer
 }
 
-/// After a load balancer has lost its state, a retransmitted SYN may have reached a second server, whose SYN-ACK is
-/// late.
+/// After a load balancer has lost its state, a retransmitted SYN may have reached a second server, whose SYN-ACK
+/// arrives late.
 #[test]
 fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
     skip_if!(missing_bpf_rights());
@@ -193,8 +191,8 @@ fn forged_syn_does_not_move_an_open_connection() {
         (0, 0),
         "of 50 SYNs sent again, and of connections"
     );
-    // A SYN to a draining server is placed at another server. The flow table has one entry per tuple, so the connection
-    // moves as well.
+    // A SYN to a draining server is placed at another server. The older connection moves as well, because the flow
+    // table has one entry per tuple.
     let draining_mac = destinations[0];
     let id = server_ids.iter().copied().find(|id| balancer.server_macs[&(0, *id)] == draining_mac).unwrap();
     drain_server(&mut balancer, id);
@@ -205,7 +203,7 @@ fn forged_syn_does_not_move_an_open_connection() {
     );
 }
 
-/// A draining server may still have an older connection of the same ports. The new server can forward packets to it.
+/// A draining server may have an older connection with the same ports, to which the new server can forward packets.
 #[test]
 fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     skip_if!(missing_bpf_rights());
@@ -320,7 +318,7 @@ fn udp_flow_expires() {
     balancer.run_expecting_counter(&frame, Some(0), "new_connection");
 }
 
-/// Four services, one after the other, get floods that would fill the table ten times. A fifth service has 1,000 flows.
+/// Four services in turn get floods that would fill the table ten times, while a fifth service has 1,000 flows.
 #[test]
 fn flood_on_one_service_moves_no_udp_flow_of_another() {
     skip_if!(missing_bpf_rights());
@@ -342,7 +340,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
         let server_ids = balancer.replace_servers(position, 5, &mut rng);
         balancer.install_table(position, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     }
-    // Each service keeps two entries of a set of eight whatever other services send: at most two flows per set are
+    // Each service keeps two entries of a set of eight whatever other services send, so at most two flows per set are
     // used.
     let (key, dns) = (balancer.lb.connection_hash_key(), balancer.service_indexes[0].get());
     let mut flows_by_set: HashMap<u64, u32> = HashMap::new();
@@ -381,7 +379,7 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
 }
 
 /// A SYN whose stamped SYN-ACK was lost is retransmitted to a server for which SYN-ACKs cannot be stamped yet. The
-/// client may answer either SYN-ACK; its connection goes to the server that sent that one.
+/// client may answer either SYN-ACK. Its connection goes to the server that sent that SYN-ACK.
 #[test]
 fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
     skip_if!(missing_bpf_rights());
@@ -396,7 +394,7 @@ fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
         assert_eq!(verdict, XDP_PASS);
         read_u32(&packet, tsval_offset(&packet).unwrap())
     };
-    // SYN-ACKs of four connections with one clock.
+    // Four connections have SYN-ACKs from the same clock.
     let known_tsval = 1_000_000;
     for counter in ["reply_unchanged", "reply_unchanged", "reply_unchanged", "reply_stamped"] {
         send_reply(random_client(&mut rng), stamped, SYN | ACK, known_tsval, counter);

@@ -1,4 +1,4 @@
-//! Tests of `bpf/lb/encapsulate.h` (`BPF_PROG_TEST_RUN`): outer headers of packets to servers behind routers.
+//! Tests of the outer headers of packets to servers behind routers (`bpf/lb/encapsulate.h`, `BPF_PROG_TEST_RUN`).
 
 use coreward_dataplane::lb::{BroadcastRates, Options, PacketRate, Tunnel};
 use coreward_intf as intf;
@@ -71,7 +71,7 @@ fn syn_packet(family: Family) -> TcpPacket {
     }
 }
 
-/// Returns the expected source port (and flow label) of outer headers, a hash of the client's flow.
+/// Returns the expected source port (and flow label) of outer headers, which is a hash of the client's flow.
 fn expected_source_port(family: Family) -> u16 {
     let [[a, b], [c, d]] = [client(family).port(), service_vip(family).port()].map(u16::to_be_bytes);
     gue_source_port(client(family).ip(), [a, b, c, d])
@@ -137,7 +137,7 @@ fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
         let (balancer, table) = balancer_and_table(form);
         let server = chosen_server(form.inner_family, &table);
         let mut frame = syn_packet(form.inner_family).frame();
-        // DSCP 46 and ECT(0).
+        // The byte contains DSCP 46 and ECT(0).
         set_traffic_class(&mut frame, 0xba);
         let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
         assert_eq!(verdict, XDP_TX, "{form:?}");

@@ -1,5 +1,4 @@
-//! Tests of `bpf/lb/lb.bpf.c` with ICMP errors to a VIP (`BPF_PROG_TEST_RUN`), which go to the server whose packet they
-//! quote.
+//! Tests of `bpf/lb/lb.bpf.c` (`BPF_PROG_TEST_RUN`) with ICMP errors, which go to the server whose packet they quote.
 
 use std::net::Ipv4Addr;
 
@@ -20,17 +19,16 @@ use crate::support::{
     timestamp_option,
 };
 
-/// Address of a router between client and VIP, from which ICMP errors come.
+/// Address of a router between client and VIP that sends ICMP errors.
 const ROUTER: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 1);
 
-/// Offsets of headers in a frame with an IP header of 20 bytes, in bytes.
+/// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
 const IP: usize = 14;
 const ICMP_OFFSET: usize = IP + 20;
 const QUOTE_OFFSET: usize = ICMP_OFFSET + 8;
 
 const UNCHANGED_IDENTIFICATION: ExpectedIdentification = ExpectedIdentification::Unchanged;
 
-/// Returns the IP packet in a frame.
 fn ip_packet_of(frame: &[u8]) -> Vec<u8> {
     frame[14..].to_vec()
 }
@@ -112,7 +110,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
     let complete_quote = packet_to_quote(aligned_timestamp_option(cookie_value, 7), vec![]);
     let quote_without_timestamp = packet_to_quote(vec![], vec![]);
     let quote_with_bad_options = packet_to_quote(vec![3, 1, 0, 0], vec![]);
-    // Quotes without the timestamp: down to IP header and 8 bytes, as RFC 792 requires.
+    // Quotes lack the timestamp. The shortest has the IP header and 8 bytes, as RFC 792 requires.
     let truncated_quotes: Vec<Vec<u8>> = (28..52).map(|length| complete_quote[..length].to_vec()).collect();
     let mut quote_with_bad_data_offset = complete_quote.clone();
     quote_with_bad_data_offset[20 + 12] = 0x40;
@@ -128,7 +126,7 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
             "drop_broadcast_rate_limited",
         );
     }
-    // After a packet of the connection, the flow table has its server.
+    // After a packet of the connection, the flow table contains its server.
     let chosen_server = balancer.newest_table.as_ref().unwrap().consistent_server(&client_tuple()).unwrap();
     balancer.run_expecting_counter(
         &TcpPacket { flags: ACK, ..TcpPacket::new(CLIENT, VIP) }.frame(),
@@ -181,7 +179,7 @@ fn icmp_errors_without_cookies_follow_the_modes_table() {
         let frame =
             icmp_error(3, &packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[1]), 7), vec![]));
         balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
-        // Only a connection with an entry in the flow table is found, not one that rule or bucket place.
+        // A connection is found only by a flow table entry, and not if its rule or bucket would place it.
         let client_packet = TcpPacket { tcp_options: aligned_timestamp_option(1, 2), ..TcpPacket::new(CLIENT, VIP) };
         balancer.run(&TcpPacket { flags: SYN, ..client_packet.clone() }.frame());
         let destination = balancer.forwarded_to(&client_packet.frame());
@@ -214,7 +212,6 @@ fn icmp_errors_about_datagrams_follow_their_flow() {
         } else {
             balancer.expect_broadcast_or_dropped(0, &frame, UNCHANGED_IDENTIFICATION, "drop_broadcast_rate_limited");
         }
-        // The same port of TCP is no service.
         balancer.expect_passed_uncounted(&icmp_error(3, &packet_to_quote(vec![], vec![])));
     }
 }
@@ -241,7 +238,7 @@ fn icmp_error_of_no_service_passes_unchanged() {
         ("a fragment itself", changed_frame(IP + 6, &[0x20, 0])),
         ("a later fragment itself", changed_frame(IP + 6, &[0, 3])),
     ];
-    // An error about a first fragment, which has the ports, is forwarded.
+    // An error about a first fragment is forwarded, because that fragment contains the ports.
     balancer.expect_sent_to(0, &changed_frame(QUOTE_OFFSET + 6, &[0x20, 0]), ids[0], "icmp_error");
     passed_frames.extend(
         (0..=255u8)

@@ -1,4 +1,4 @@
-//! Comparison of `bpf/lb/lb.bpf.c` for IPv6 VIPs with the model's tables and cookies.
+//! Comparison of `bpf/lb/lb.bpf.c` with the model's tables and cookies for IPv6 VIPs.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -34,7 +34,6 @@ fn tuple_to_vip(client: (Ipv6Addr, u16)) -> FourTuple {
     FourTuple::ipv6(client, VIP)
 }
 
-/// Returns a frame from the client with a TCP segment after these extension headers.
 fn frame_with_extension_headers(
     headers: &[(u8, Vec<u8>)],
     client: (Ipv6Addr, u16),
@@ -58,16 +57,16 @@ fn syn_frame(client: (Ipv6Addr, u16)) -> Vec<u8> {
     client_frame(client, SYN, [&[2, 4, 5, 0xa0, 4, 2][..], &timestamp_option(77, 0), &[1, 3, 3, 7]].concat())
 }
 
-/// Returns a balancer with an IPv6 and an IPv4 service; service 0 has the IPv6 VIP.
+/// Returns a balancer with an IPv6 and an IPv4 service, of which service 0 has the IPv6 VIP.
 fn dual_stack_balancer(rng: &mut impl rand::Rng) -> Balancer {
     let services = [service_address(VIP), service_address(IPV4_VIP)].map(|service| (service, ServiceMode::default()));
     Balancer::with_model(&services, Options::default(), rng)
 }
 
-/// Returns lists of extension headers, each of which the program skips to find the TCP header.
+/// Returns lists of extension headers. The program skips all of them to find the TCP header.
 fn skippable_extension_headers() -> [Vec<(u8, Vec<u8>)>; 4] {
     let options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
-    // An atomic fragment, which is the whole packet (RFC 6946), and an authentication header of 24 bytes.
+    // An atomic fragment contains the whole packet (RFC 6946). The authentication header has 24 bytes.
     let atomic_fragment_header = (44, vec![0, 0, 0, 0, 1, 2, 3, 4]);
     let authentication_header = (51, [&[0, 4][..], &[0; 22]].concat());
     [
@@ -83,7 +82,7 @@ fn ipv6_new_connections_go_to_the_models_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(61, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
-    // Rules in the outer loop, because another rule needs another variant of the program.
+    // The rules are in the outer loop, because each rule needs another variant of the program.
     for rule in PlacementRule::ALL {
         for (generation, groups) in [1, 2, 4].into_iter().enumerate() {
             let server_ids = balancer.replace_servers(0, 30, &mut rng);
@@ -187,7 +186,7 @@ fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     expect_drop(&later_fragment, "drop_malformed_ipv6");
     let long_options_header = (60, [&[0, 9][..], &[0; 78]].concat());
     expect_drop(&frame_with_extension_headers(&[long_options_header], client, ACK, vec![]), "drop_extension_headers");
-    // The program skips six extension headers; a seventh counts as an unknown protocol.
+    // The program skips at most six extension headers, and treats a seventh as an unknown protocol.
     let options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
     balancer.expect_passed_uncounted(&frame_with_extension_headers(
         &[0, 60, 43, 60, 60, 60, 60].map(options_header),
@@ -199,7 +198,7 @@ fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     expect_drop(&frame_with_extension_headers(&[fragment_header], client, ACK, vec![]), "drop_fragment");
     balancer.expect_unforwarded(&changed_frame(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
     balancer.expect_unforwarded(&changed_frame(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
-    // Packets for the kernel: another VIP, another port, a multicast MAC address, an echo request.
+    // Packets for the kernel have another VIP, another port, a multicast MAC address, or an echo request.
     balancer.expect_passed_uncounted(&changed_frame(39, &[7]));
     balancer.expect_passed_uncounted(&changed_frame(56, &[7]));
     balancer.expect_passed_uncounted(&changed_frame(0, &[0x33, 0x33]));
@@ -252,7 +251,7 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
         XDP_DROP,
         "drop_malformed_icmp",
     );
-    // Messages for the kernel: an echo request, a quote from another VIP, a quote with extension headers.
+    // Messages for the kernel are an echo request, a quote from another VIP, and a quote with extension headers.
     let changed_frame = |at: usize, byte: u8| {
         let mut frame = error_without_cookie.clone();
         frame[at] = byte;
@@ -282,7 +281,7 @@ fn ipv6_stateful_connections_find_their_entry() {
             balancer.lb.connections(balancer.service_indexes[0]).filter(|entry| entry.client == client.into());
         let server = client_entries.next().expect("an entry of that client").identity.server;
         drop(client_entries);
-        // The retransmitted SYN, and packets on the fast and the slow path.
+        // The SYN is retransmitted, and packets follow on the fast and the slow path.
         let (_, again) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         assert_eq!(
             (&sent[..6], cookie_index_of(&again)),
@@ -325,7 +324,7 @@ fn ipv6_prefix_holds_at_most_a_quarter_of_the_table() {
 }
 
 /// Unknown packets go to the other load balancer, with a flow label that keeps servers from forwarding them. Packets to
-/// a server name the other load balancer in the flow label.
+/// a server have the other load balancer in the flow label.
 #[test]
 fn migrating_ipv6_service_forwards_unknown_packets() {
     skip_if!(missing_bpf_rights());

@@ -1,4 +1,4 @@
-//! Tests of a load balancer at a device: attach, take-over during operation, upgrade, errors, detach.
+//! Tests of a load balancer's life at a device, from attaching over take-overs, upgrades and errors to detaching.
 
 use std::mem::offset_of;
 use std::os::fd::AsFd as _;
@@ -48,7 +48,6 @@ fn set_up_service(lb: &mut LoadBalancer) -> ServiceIndex {
     service_index
 }
 
-/// Returns a packet of an established connection, to the MAC address of the load balancer's device.
 fn established_frame(destination_mac: [u8; 6]) -> Vec<u8> {
     let tsecr = cookie::stamp_tsval(
         &fleet_keys(),
@@ -65,12 +64,11 @@ fn forwarded_packets(lb: &LoadBalancer, index: ServiceIndex) -> u64 {
     lb.service_counters(index).packets_by_outcome[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
-/// Returns the number of forwarded packets of all services, those of removed services included.
 fn total_packets(lb: &LoadBalancer) -> u64 {
     lb.total_counters().packets_by_outcome[intf::LB_COUNTER_ESTABLISHED as usize]
 }
 
-/// Returns a function that reads the number of forwarded packets from the pinned map, as no load balancer may run.
+/// Returns a function that reads the number of forwarded packets from the pinned map, because no load balancer may run.
 fn pinned_packet_counter(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<> {
     let counters_map = MapHandle::from_pinned_path(pins.path().join("lb/counters")).unwrap();
     let entry_count = counters_map.max_entries() as usize;
@@ -103,7 +101,7 @@ fn new_process_takes_over_while_packets_pass() {
 
     let forwarded_count = pinned_packet_counter(&pins);
     let (done, sent) = (AtomicBool::new(false), AtomicU64::new(0));
-    // The limit ends the sending thread if an assertion below fails.
+    // The deadline ends the sending thread if an assertion below fails.
     let send_deadline = Instant::now() + Duration::from_secs(60);
     let (lb, index) = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -129,7 +127,7 @@ fn new_process_takes_over_while_packets_pass() {
         };
         for round in 0..10u64 {
             wait_for_packets(100);
-            // A drop detaches nothing, as if the process had been killed.
+            // Dropping the value detaches nothing, as if the process had been killed.
             let counted_before = total_packets(&lb);
             drop(lb);
             wait_for_packets(40);
@@ -143,7 +141,7 @@ fn new_process_takes_over_while_packets_pass() {
             let expected_server = Server { mac: Some(SERVER_MAC), is_eligible: true };
             assert_eq!(lb.servers(service_index), [(only_server(), expected_server)]);
             assert_eq!(lb.table_generation(service_index), Some(round + 1));
-            // Another rule than the one taken over replaces the program at the device once more.
+            // A rule that differs from the one taken over replaces the program at the device once more.
             let next_rule = PlacementRule::ALL[(round + 1) as usize % PlacementRule::ALL.len()];
             service_index = lb.set_services(&[(service_address(VIP), ServiceMode::default())]).unwrap()[0];
             lb.install_table(service_index, &one_server_table(round + 2, next_rule)).unwrap();
@@ -205,7 +203,7 @@ fn modes_and_flows_are_taken_over() {
     }
     assert_eq!(outcomes_of_frames(&lb, &service_indexes), ["bucket_hash", "new_connection"]);
     drop(lb);
-    // Packets pass before the new process has configured its services.
+    // Packets are processed before the new process has configured its services.
     let mut lb = start_process(1 << 15);
     assert!(lb.is_taken_over());
     assert_eq!(outcomes_of_frames(&lb, &service_indexes), ["flow_table", "flow_table"]);
@@ -308,7 +306,7 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     assert_eq!(take_over_problem(), None);
     lb.detach().unwrap();
 
-    // Pinned maps without an attached program are left over from an interrupted start, and are created again.
+    // Pinned maps without an attached program remain from an interrupted start, and are created again.
     let lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
     drop(lb);
     assert!(state_path.exists());

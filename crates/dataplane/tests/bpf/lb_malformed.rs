@@ -1,5 +1,5 @@
-//! Tests of `bpf/lb/lb.bpf.c` with packets for the kernel, and with truncated and malformed packets: the verdict and
-//! the counted reason are those in its comments, and the frame is unchanged.
+//! Tests of `bpf/lb/lb.bpf.c` with packets for the kernel, and with truncated and malformed packets. The program's
+//! comments state the expected verdict and counter, and the frame must be unchanged.
 
 use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::PlacementRule;
@@ -15,7 +15,7 @@ use crate::support::{
     tcp_offset, timestamp_option,
 };
 
-/// Offsets of headers in a frame with an IP header of 20 bytes, in bytes.
+/// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
 const IP: usize = 14;
 const TCP_OFFSET: usize = IP + 20;
 const TCP_OPTIONS_OFFSET: usize = TCP_OFFSET + 20;
@@ -167,7 +167,7 @@ fn invalid_data_offsets_are_dropped_with_a_reason() {
             let expected_counter = match (words, flags) {
                 // The segment has 32 bytes of header and 4 of payload.
                 (0..5 | 10.., _) => "drop_malformed_tcp",
-                // The timestamp is outside the header: no options at all, only NOPs, or a cut option.
+                // The timestamp is outside the header, which then has no options at all, only NOPs, or a cut option.
                 (5, _) => "bucket_hash",
                 (6 | 7, _) => "drop_malformed_tcp",
                 (_, SYN) => "new_connection",
@@ -216,7 +216,7 @@ fn malformed_options_are_dropped_with_a_reason() {
             balancer.expect_sent_to(0, &frame, server, "established");
         }
     }
-    // A timestamp after the end of options, or with another length, is ignored, as by Linux (tcp_parse_options()).
+    // As by Linux (tcp_parse_options()), timestamps after the end of options or with another length are ignored.
     let options_without_timestamp = [
         [&[0, 0][..], &valid_timestamp].concat(),
         [&[8, 9][..], &valid_timestamp[2..9]].concat(),
@@ -237,7 +237,7 @@ fn malformed_options_are_dropped_with_a_reason() {
     }
 }
 
-/// Returns `length` bytes of TCP options other than timestamp and end of options; a single byte is a no-operation.
+/// Returns `length` bytes of TCP options other than timestamp and end of options. A single byte is a no-operation.
 fn options_without_timestamp(length: usize) -> Vec<u8> {
     match length {
         0 => vec![],

@@ -1,5 +1,5 @@
-//! Tests of `bpf/lb/lb.bpf.c` in each consistency mode (`BPF_PROG_TEST_RUN`): look-up of the server, flow table
-//! entries, counters.
+//! Tests of server look-up, flow table entries and counters of `bpf/lb/lb.bpf.c` in each consistency mode
+//! (`BPF_PROG_TEST_RUN`).
 
 use std::net::Ipv4Addr;
 
@@ -35,7 +35,7 @@ fn balancer_with_table(
     (balancer, server_ids, table)
 }
 
-/// Returns a client's packet. `options` is 0 for no timestamp, 1 for an aligned timestamp, 2 for one at another offset.
+/// Returns a client's packet. With `options` 0 it has no timestamp, with 1 an aligned one, with 2 another.
 fn client_frame(client: (Ipv4Addr, u16), flags: u8, options: u32) -> Vec<u8> {
     let tcp_options = match options {
         0 => vec![],
@@ -80,7 +80,7 @@ fn hash_table_stores_the_server_that_the_rule_chose() {
     for _ in 0..100 {
         let client = random_client(&mut rng);
         let chosen_server = table.select_server(&mut placement_state, &tuple_to_vip(client)).unwrap();
-        // A packet of an unknown connection that is no SYN is placed by the rule, and gets no flow table entry.
+        // A packet of an unknown connection that is no SYN is placed by the rule and gets no flow table entry.
         balancer.expect_sent_to(0, &client_frame(client, ACK, uniform_below(&mut rng, 3)), chosen_server, "per_packet");
         balancer.expect_sent_to(
             0,
@@ -103,7 +103,7 @@ fn hash_table_stores_the_server_that_the_rule_chose() {
             );
         }
     }
-    // An unresolved server keeps its connections; the connections of a removed server are placed by the rule.
+    // An unresolved server keeps its connections, but the connections of a removed server are placed by the rule.
     let (client, chosen) = connections[0];
     balancer.lb.set_server(balancer.service_indexes[0], chosen, Server { mac: None, is_eligible: true });
     balancer.expect_unforwarded(&client_frame(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
@@ -139,7 +139,7 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
 }
 
-/// Without a controller, the table keeps a server that takes no new connections: then the load balancer must avoid it.
+/// Without a controller, the table keeps a server that takes no new connections, so the load balancer must avoid it.
 #[test]
 fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());
@@ -153,7 +153,7 @@ fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
             .filter(|client| table.consistent_server(&tuple_to_vip(*client)) == Some(avoided_server))
             .take(50)
             .collect();
-        // Returns the server to which a packet was sent, and the previous server in its IP identification.
+        // Returns the server to which a packet was sent, and the previous server in the packet's IP identification.
         let send_packet = |balancer: &Balancer, client, flags| {
             let (verdict, frame) = balancer.run(&client_frame(client, flags, 1));
             assert_eq!(verdict, XDP_TX, "{name}: flags {flags:#x}");
@@ -236,7 +236,7 @@ fn with_timestamps_off_connections_use_the_flow_table() {
         let fin_frame = client_frame(client, ACK | FIN, 1);
         balancer.expect_sent_with(0, &fin_frame, chosen, ExpectedIdentification::PreviousServer(before), "flow_table");
     }
-    // The server of a connection without an entry in the flow table is unknown, so its resets are broadcast.
+    // Without a flow table entry, a connection's server is unknown, so its resets are broadcast.
     let names_no_server = ExpectedIdentification::PreviousServer(None);
     for options in 0..3 {
         let reset_frame = client_frame(random_client(&mut rng), RST, options);
@@ -301,7 +301,7 @@ fn flow_table_is_bounded_and_drops_removed_services() {
     let remembered_count = flow_table_hits(&balancer, 0);
     assert!((1..=4096).contains(&remembered_count), "{remembered_count} of 20,000 remembered");
 
-    // A new service reuses the index of a removed service, but not its flow table entries.
+    // A new service reuses a removed service's index, but not its flow table entries.
     balancer.service_indexes = balancer.lb.set_services(&services[1..]).unwrap();
     balancer.service_indexes = balancer.lb.set_services(&services).unwrap();
     set_up_servers(&mut balancer, &mut rng);
@@ -373,7 +373,7 @@ fn forged_packets_do_not_move_counts() {
         let sum_over_servers =
             |of: fn(&ServerTraffic) -> u64| ids.iter().map(|id| of(&balancer.lb.traffic(*id))).sum::<u64>();
         let client_address = random_client(&mut rng);
-        // An ACK stores a hint in the flow table; a SYN of a hash-table service stores an entry.
+        // An ACK stores a hint in the flow table, and a SYN of a hash-table service stores an entry.
         for flags in [&[ACK | FIN; 200][..], &[ACK, ACK | FIN, RST], &[SYN; 200], &[ACK | FIN; 200]].concat() {
             balancer.run(&client_frame(client_address, flags, 0));
         }
@@ -446,7 +446,7 @@ fn services_of_different_modes_coexist_and_change() {
                 }
             }
         }
-        // Each service gets the mode of the next service; indexes, servers and tables stay.
+        // Each service gets the mode of the next service. Indexes, servers and tables stay.
         modes.rotate_left(1);
         let service_indexes = balancer.lb.set_services(&services_with_modes(&modes)).unwrap();
         assert_eq!(service_indexes, balancer.service_indexes, "round {round}");

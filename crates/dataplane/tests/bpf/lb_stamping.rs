@@ -1,4 +1,4 @@
-//! Tests of `timestamps = "lb"` with the kernels' TCP: servers have no coreward program, and their replies pass the
+//! Tests of `timestamps = "lb"` with the kernels' TCP. Servers have no coreward program, and their replies pass the
 //! load balancer.
 
 use std::io::{Read as _, Write as _};
@@ -92,7 +92,6 @@ impl TestEnv {
     }
 }
 
-/// Sends 200 kB from the client to the server, and 200 kB from the server to the client.
 fn exchange_data(client: &mut TcpStream, server: &mut TcpStream) {
     let sent_bytes: Vec<u8> = (0..200_000u32).map(|n| ((n * 7) >> 3) as u8).collect();
     let send_and_check = |from: &mut TcpStream, to: &mut TcpStream| {
@@ -112,7 +111,7 @@ fn servers_with_one_clock_are_stamped_and_keep_connections() {
     skip_if!(missing_bpf_rights());
     pin_to_one_cpu();
     let env = TestEnv::new();
-    // Until the servers' clocks are known, connections are not stamped, and have entries in the flow table.
+    // Until the servers' clocks are known, connections are not stamped but have flow table entries.
     let mut unstamped_connections: Vec<_> = (0..SERVER_COUNT).map(|_| env.open_connection()).collect();
     for (client, server, _) in &mut unstamped_connections {
         exchange_data(client, server);
@@ -141,7 +140,7 @@ fn servers_with_a_clock_per_connection_are_stamped_and_keep_connections() {
     for host in &env.segment.servers {
         host.set_sysctl("ipv4/tcp_timestamps", "1");
     }
-    // Open connections show the rate of the servers' clocks.
+    // Open connections reveal the rate of the servers' clocks.
     let mut unstamped_connections: Vec<_> = (0..2 * SERVER_COUNT).map(|_| env.open_connection()).collect();
     let deadline = Instant::now() + TIMEOUT;
     while env.server_clocks().iter().any(|clock| clock.state() != ClockState::PerConnection) {

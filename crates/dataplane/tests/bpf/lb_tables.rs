@@ -1,5 +1,5 @@
-//! Tests of placement tables: a switch during operation, in which every decision must follow one of the two tables, and
-//! the replacement of candidates.
+//! Tests of placement tables. After a switch during operation, every decision must follow one of the two tables. The
+//! replacement of candidates is also tested.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
@@ -110,7 +110,7 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
         let mut switch_count = 0;
         while switch_count < SWITCH_COUNT && start_time.elapsed() < TIME_LIMIT {
             switch_count += 1;
-            // Each table stays in force for the same number of decisions, because one table is written faster than the
+            // Each table is active for the same number of decisions, because one table is written faster than the
             // other.
             let next_switch_count = decision_count() + DECISIONS_BETWEEN_SWITCHES;
             while decision_count() < next_switch_count && start_time.elapsed() < TIME_LIMIT {
@@ -135,7 +135,7 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
     assert!(decisions_by_table.iter().all(|count| *count > 10 * SWITCH_COUNT), "{decisions_by_table:?}");
 }
 
-/// Returns a table that prefers the first servers: each server's number of open connections is its position in `ids`.
+/// Returns a table that prefers the first servers, because each has as many open connections as its position in `ids`.
 fn table_preferring_first_servers(ids: &[ServerId], buckets: BucketCount) -> PlacementTable {
     let pool_server = |(open_connections, id): (usize, &ServerId)| PoolServer {
         open_connections: open_connections as u32,
@@ -174,13 +174,13 @@ fn replaced_candidates_decide_new_connections_only() {
                     .frame();
             let chosen_server = expected_table.select_server(&mut placement_state, &tuple).unwrap();
             assert_eq!(balancer.forwarded_to(&syn_frame), balancer.server_macs[&(0, chosen_server)], "SYN {port}");
-            // A connection without timestamps (from another port) follows the bucket.
+            // A connection without timestamps (from another port) follows its bucket.
             let client = (client.0, 40_000 + port);
             let ack_frame = TcpPacket { flags: ACK, ..TcpPacket::new(client, VIP) }.frame();
             let consistent_server = table.consistent_server(&FourTuple::ipv4(client, VIP)).unwrap();
             assert_eq!(balancer.forwarded_to(&ack_frame), balancer.server_macs[&(0, consistent_server)], "ACK {port}");
         }
-        // The controller's next table replaces the table with replaced candidates.
+        // The controller's next table replaces the table whose candidates were replaced.
         let next_table = random_table(PlacementRule::Table, 8, groups, &server_ids, &mut rng);
         balancer.install_table(0, &next_table);
         let client = (Ipv4Addr::from(rng.next_u32()), 7);

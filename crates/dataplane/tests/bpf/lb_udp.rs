@@ -1,5 +1,4 @@
-//! Tests of `bpf/lb/lb.bpf.c` with UDP (`BPF_PROG_TEST_RUN`): affinity by flow and by packet, malformed datagrams,
-//! fragments.
+//! Tests of `bpf/lb/lb.bpf.c` with UDP (`BPF_PROG_TEST_RUN`). Flows, malformed datagrams and fragments are tested.
 
 use std::net::Ipv4Addr;
 
@@ -18,7 +17,7 @@ use crate::support::{MORE_FRAGMENTS, SYN, TcpPacket, UdpDatagram, missing_bpf_ri
 
 const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 53);
 
-/// Offsets of headers in a frame with an IP header of 20 bytes, in bytes.
+/// Offsets in bytes of headers in a frame with an IP header of 20 bytes.
 const IP: usize = 14;
 const UDP_OFFSET: usize = IP + 20;
 
@@ -61,7 +60,7 @@ fn datagrams_follow_their_flow() {
         })
         .collect();
     assert_eq!(balancer.event_count(0, "flow_inserted"), 200);
-    // Flows stay when other servers drain: datagrams with IP options, without payload, and with padding.
+    // Flows stay when other servers drain. Their datagrams have IP options, no payload, or padding.
     for draining in &ids[2..] {
         let draining_mac = Some(balancer.server_macs[&(0, *draining)]);
         balancer.lb.set_server(
@@ -146,13 +145,13 @@ fn protocols_of_one_port_are_separate_services() {
     balancer.expect_sent_to(0, &UdpDatagram::new(client, VIP).frame(), chosen_server, "new_connection");
     let syn_frame = TcpPacket { flags: SYN, ..TcpPacket::new(client, VIP) }.frame();
     balancer.expect_unforwarded(&syn_frame, XDP_DROP, 1, "drop_no_eligible_server");
-    // Datagrams to another port of the VIP pass to the kernel, also with a wrong length.
+    // Datagrams to another port of the VIP pass to the kernel, even with a wrong length.
     let frame_to_other_port = UdpDatagram::new(client, (VIP.0, 54)).frame();
     balancer.expect_passed_uncounted(&frame_to_other_port);
     let mut malformed_frame = frame_to_other_port.clone();
     malformed_frame[UDP_OFFSET + 5] = 1;
     balancer.expect_passed_uncounted(&malformed_frame);
-    // Without a UDP service all UDP packets pass to the kernel.
+    // Without a UDP service, all UDP packets pass to the kernel.
     balancer.service_indexes = balancer.lb.set_services(&[(service_address(VIP), ServiceMode::default())]).unwrap();
     balancer.expect_passed_uncounted(&UdpDatagram::new(client, VIP).frame());
 }
@@ -192,7 +191,7 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
 fn fragment_frames(datagram: &UdpDatagram, count: u16) -> Vec<Vec<u8>> {
     let fragment = |n: u16| {
         let more_fragments_flag = if n + 1 < count { MORE_FRAGMENTS } else { 0 };
-        // The first fragment has 8 bytes of UDP header and 8 of data, the others 16 of data.
+        // The first fragment has 8 bytes of UDP header and 8 of data, and the others have 16 of data.
         let payload = vec![n as u8; if n == 0 { 8 } else { 16 }];
         UdpDatagram { flags_and_offset: more_fragments_flag | (n * 2), payload, ..datagram.clone() }.frame()
     };
@@ -212,7 +211,7 @@ fn later_fragments_follow_the_first_one() {
             let datagram = UdpDatagram { identification: round, ..UdpDatagram::new(client, VIP) };
             let fragments_in_order = fragment_frames(&datagram, 4);
             let chosen_server = table.select_server(&mut placement_state, &tuple_to_vip(client)).unwrap();
-            // Before the first fragment has come, the service of the others is unknown.
+            // Until the first fragment has arrived, the service of the others is unknown.
             balancer.expect_unforwarded_without_service(&fragments_in_order[1], XDP_DROP, "drop_fragment");
             balancer.expect_sent_to(0, &fragments_in_order[0], chosen_server, first_counter);
             for later in [3, 1, 2] {
@@ -249,7 +248,7 @@ fn later_fragments_follow_the_first_one() {
         balancer.expect_unforwarded(&fragments_in_order[1], XDP_DROP, 0, "drop_server_unresolved");
         balancer.lb.remove_server(balancer.service_indexes[0], chosen_server);
         balancer.expect_unforwarded_without_service(&fragments_in_order[2], XDP_DROP, "drop_fragment");
-        // The first fragment to another port passes to the kernel. Later fragments show no port, and are dropped.
+        // The first fragment to another port passes to the kernel. Later fragments contain no port and are dropped.
         let fragments_to_other_port = fragment_frames(
             &UdpDatagram { identification: 9, ..UdpDatagram::new(random_client(&mut rng), (VIP.0, 54)) },
             2,

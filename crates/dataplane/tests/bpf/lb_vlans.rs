@@ -1,4 +1,4 @@
-//! Tests of `bpf/lb/vlan.h` (`BPF_PROG_TEST_RUN`): tags of clients' and servers' VLANs.
+//! Tests of the VLAN tags of clients' and servers' packets (`bpf/lb/vlan.h`, `BPF_PROG_TEST_RUN`).
 
 use std::collections::BTreeSet;
 
@@ -18,14 +18,14 @@ use crate::support::{ACK, Family, RST, SYN, TcpPacket, aligned_timestamp_option,
 
 const VLAN_TAG_OFFSET: usize = 12;
 const TAG_PRIORITY_BITS: u16 = 0xa000;
-/// MTU of the devices in bytes, which the long packet of a test exceeds.
+/// MTU of the devices in bytes, which one test's long packet exceeds.
 const MTU: usize = 600;
 
 fn vlan_with_id(id: u16) -> Vlan {
     Vlan::from_id_or_untagged(id.into()).unwrap()
 }
 
-/// Returns a balancer with one service. `vips` is the VLAN of the VIP and `servers` that of all servers; neither
+/// Returns a balancer with one service. `vips` is the VLAN of the VIP, and `servers` the VLAN of all servers. Neither
 /// changes the placement.
 fn balancer_in_vlans(family: Family, mode: ServiceMode, vips: u16, servers: u16) -> Balancer {
     let mut rng = seeded_rng(32, 1);
@@ -49,7 +49,7 @@ fn add_tag(frame: &[u8], tag: u16) -> Vec<u8> {
     [&frame[..VLAN_TAG_OFFSET], &[0x81, 0], &tag.to_be_bytes(), &frame[VLAN_TAG_OFFSET..]].concat()
 }
 
-/// Returns a frame as it arrives from the VLAN with this id; 0: untagged.
+/// Returns a frame as it arrives from the VLAN with this id, or untagged if the id is 0.
 fn frame_in_vlan(frame: &[u8], vlan: u16) -> Vec<u8> {
     if vlan == 0 { frame.to_vec() } else { add_tag(frame, TAG_PRIORITY_BITS | vlan) }
 }
@@ -82,7 +82,7 @@ fn frames_are_sent_in_their_servers_vlan_and_otherwise_unchanged() {
     let modes_of_family = |family| tested_modes().into_iter().map(move |mode| (family, mode));
     for (family, mode) in Family::BOTH.into_iter().flat_map(modes_of_family) {
         let untagged_balancer = balancer_in_vlans(family, mode, 0, 0);
-        // All changes of a tag in the default mode, and a change, an addition and a removal in the others.
+        // The default mode has all changes of a tag, and the others a change, an addition and a removal.
         let is_default_mode = mode == ServiceMode::default();
         let placement_changes: &[_] = if is_default_mode {
             &[(10, 20), (0, 20), (10, 0), (10, 10), (4094, 1)]
@@ -114,7 +114,7 @@ fn frames_of_other_vlans_pass_unchanged() {
             let balancer = balancer_in_vlans(family, ServiceMode::default(), vips, 20);
             balancer.expect_passed_uncounted(&frame_in_vlan(&frame, other));
         }
-        // A tag with VLAN 0 (a priority alone) counts as untagged; a frame with two tags passes to the kernel.
+        // A tag with VLAN 0 (which is only a priority) counts as untagged. A frame with two tags passes to the kernel.
         let balancer = balancer_in_vlans(family, ServiceMode::default(), 0, 20);
         assert_eq!(balancer.run(&add_tag(&frame, TAG_PRIORITY_BITS)).0, XDP_TX);
         balancer.expect_passed_uncounted(&add_tag(&add_tag(&frame, 20), TAG_PRIORITY_BITS));

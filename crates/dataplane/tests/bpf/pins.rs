@@ -1,5 +1,5 @@
-//! Tests of pin directories: one process at a time may change pins, readers create no pins, and programs of another pin
-//! directory at the same device are noticed.
+//! Tests of pin directories. One process at a time may change pins, and readers create no pins. Programs at the same
+//! device that are pinned in another directory are detected.
 
 use coreward_dataplane::lb::connections::PinnedConnections;
 use coreward_dataplane::lb::{LoadBalancer, Options, XdpMode, capture};
@@ -42,8 +42,8 @@ fn read_only_commands_create_no_pins() {
     assert_eq!(std::fs::read_dir(pins.path()).unwrap().count(), 0);
 }
 
-/// An agent whose `pin_directory` has changed finds the programs pinned in the former directory attached to its device.
-/// If both stamped each packet, no connection could open.
+/// An agent whose `pin_directory` has changed finds programs at its device that are pinned in the former directory. If
+/// both stamped each packet, no connection could open.
 #[test]
 fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());
@@ -59,7 +59,7 @@ fn programs_pinned_elsewhere_are_not_replaced() {
     assert!(attach_error.starts_with(&expected_start), "{attach_error}");
     assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
 
-    // A process with the same directory takes over. After the programs were removed, another directory works, too.
+    // A process with the same directory takes over. After the programs were removed, another directory also works.
     drop(attach_programs(&env.pair, &env.pins));
     env.pair.server.run_inside(|| env.programs.remove()).unwrap();
     let moved_programs = env.pair.server.run_inside(|| ServerPrograms::attach(options.clone())).unwrap();

@@ -1,5 +1,5 @@
-//! Tests of `bpf/server/server.bpf.c` between the TCP stacks of two kernels: every packet of a connection carries the
-//! cookie, and neither kernel counts an error.
+//! Tests of `bpf/server/server.bpf.c` between the TCP stacks of two kernels. Every packet of a connection must carry
+//! the cookie, and neither kernel may count an error.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -83,7 +83,6 @@ fn clsact_is_used_on_kernels_without_tcx() {
     env.programs.set_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
     set_services(&mut env.programs, ServiceMode::default());
     for direction in [Direction::Ingress, Direction::Egress] {
-        // The second attachment replaces the first.
         for _ in 0..2 {
             let attach_with_clsact =
                 || tc::attach_to_clsact(env.programs.program(direction), interface_index, direction);
@@ -112,7 +111,7 @@ fn expect_stamped_packets_without_socket(family: Family) {
     let listener = env.listen_at_vip();
     let sniffer = Sniffer::new(&env);
 
-    // The server resets the connection, because it closes the socket with unread data.
+    // The server resets the connection because it closes the socket with unread data.
     let (mut client, server) = env.open_connection(&listener);
     client.write_all(b"unread").unwrap();
     server.peek(&mut [0]).unwrap();
@@ -124,14 +123,14 @@ fn expect_stamped_packets_without_socket(family: Family) {
     assert_eq!(reset_frames.len(), 1);
     assert_eq!(cookie_of_packet(&reset_frames[0]), Cookie::Server(id()));
 
-    // In TIME-WAIT the server acknowledges a repeated segment without a full socket.
+    // In TIME-WAIT, the server acknowledges a repeated segment without a full socket.
     let (mut client, server) = env.open_connection(&listener);
     drop(server);
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let client_port = client.local_addr().unwrap().port();
     drop(client);
     let (mut frames, end) = (sniffer.collect_from_vip(&env), Instant::now() + TIMEOUT);
-    // Returns whether the server has sent its FIN, and has acknowledged the client's FIN.
+    // Returns whether the server has sent its FIN and has acknowledged the client's FIN.
     let have_both_ended = |frames: &[Vec<u8>]| {
         let frames_after_fin = frames.iter().skip_while(|frame| tcp_flags(frame) != FIN | ACK);
         frames_after_fin.last().is_some_and(|last| tcp_flags(last) == ACK)
@@ -142,7 +141,7 @@ fn expect_stamped_packets_without_socket(family: Family) {
     }
     let last_frame = frames.pop().unwrap();
     let tcp_start = support::tcp_offset(&last_frame);
-    // The client's FIN is repeated, composed from the server's last acknowledgement.
+    // The client's FIN is repeated. It is composed from the server's last acknowledgement.
     let mut repeated_fin = TcpPacket::between(self::client_address(family, client_port), vip_address(family));
     repeated_fin.flags = FIN | ACK;
     repeated_fin.payload.clear();
@@ -222,14 +221,13 @@ fn new_process_takes_over() {
         let stamped_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
         env.programs = attach_programs(&env.pair, &env.pins);
         assert!(env.programs.is_taken_over() && env.programs.has_services());
-        // Keys and services were taken over.
         send_and_receive(&mut client, &mut server, &byte_pattern(round * 100_000));
         send_and_receive(&mut server, &mut client, &byte_pattern(round * 100_000));
         assert!(env.server_counter(intf::SERVER_COUNTER_STAMPED) > stamped_before, "counters go on, and count");
     }
     env.assert_no_errors();
 
-    // The device is replaced by another: the pinned links of the former device are replaced, too.
+    // The device is replaced by another one. The pinned links of the former device are then also replaced.
     env.pair.server.ip("link del eth0");
     let second_pair = VethPair::new();
     env.programs = attach_programs(&second_pair, &env.pins);
@@ -301,7 +299,6 @@ enum FirstSender {
     ServerManySegments,
 }
 
-/// Connection that is silent for `silent_time` before it is used again.
 struct SilentConnection {
     client: TcpStream,
     server: TcpStream,
@@ -366,8 +363,8 @@ fn assert_connections_resume(env: &TestEnv, silences: &[u64], keep_alives: &[boo
             connections.into_iter().map(|connection| scope.spawn(|| connection.resume_after_silence())).collect();
         resume_threads.into_iter().filter_map(|thread| thread.join().unwrap()).collect()
     });
-    // If packets are lost, a sender repeats them four times within 3 s. On a busy machine a transfer is slow without
-    // retransmissions.
+    // If packets were lost, a sender would repeat them four times within 3 s. On a busy machine, a transfer may be slow
+    // without retransmissions.
     let retransmission_count: u64 =
         [&env.pair.client, &env.pair.server].map(|host| host.kernel_counter("TcpRetransSegs")).iter().sum();
     assert!(

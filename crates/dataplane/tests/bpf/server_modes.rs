@@ -1,5 +1,5 @@
-//! Tests of `bpf/server/server.bpf.c` beyond stateless stamping: table indexes, daisy chaining, broadcasts, ICMP
-//! errors, stalls.
+//! Tests of what `bpf/server/server.bpf.c` does besides stateless stamping, namely table indexes, daisy chaining,
+//! broadcasts, ICMP errors and stalls.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -89,7 +89,7 @@ fn server_id_is_stamped_if_the_syn_has_no_index() {
 fn expect_id_without_index(family: Family) {
     let env = TestEnv::of(family, STATEFUL_MODE);
     let listener = env.listen_at_vip();
-    // A former connection of the same 4-tuple had an index, which the server forgets at the new SYN.
+    // A former connection with the same 4-tuple had an index, which the server forgets when the new SYN arrives.
     let mut first_client = RawTcpClient::new(&env, 4002, true);
     first_client.open_connection(tsecr_with_index(TABLE_INDEX));
     let reset_frame = first_client.next_frame(RST | ACK, first_client.server_tsval, b"");
@@ -106,7 +106,7 @@ fn expect_id_without_index(family: Family) {
         "{replies:02x?}"
     );
     assert!(env.server_counter(intf::SERVER_COUNTER_INDEX_UNKNOWN) >= 2);
-    // A cookie with an index that came without a SYN is ignored, and the kernels count no error.
+    // A cookie with an index is ignored if no SYN brought that index, and the kernels count no error.
     env.assert_no_errors();
 }
 
@@ -169,7 +169,7 @@ fn syn_flood_evicts_indexes_without_breaking_connections() {
         test_run::run(env.programs.program(Direction::Egress), &flood_syn_ack.frame(), 1).unwrap();
     }
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
-    // The kernel's LRU map selects the entries that stay; a SYN without index removes this client's entry.
+    // The kernel's LRU map selects the entries that stay. A SYN without an index removes this client's entry.
     let mut conflicting_syn = half_open.next_frame(SYN, 0, b"");
     // Packets of test runs arrive at the loopback device, whose MAC address is 0.
     conflicting_syn[..6].fill(0);
@@ -240,19 +240,19 @@ fn expect_forwarded_to_previous(family: Family) {
     for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
         assert!(!send_and_check_forwarded(&mut client, &stray, identification), "{identification:#x}");
     }
-    // A packet that may belong to the previous server's connection is dropped without an RST while that server's MAC
-    // address is unknown: the client retransmits the packet.
+    // While the previous server's MAC address is unknown, a packet that may belong to that server's connection is
+    // dropped. The server sends no RST, so the client retransmits the packet.
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
     assert!(!send_and_check_reply(&mut client, &stray, PREVIOUS_SERVER_ID + 1));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
     assert!(send_and_check_reply(&mut client, &stray, intf::NO_SERVER as u16), "an unknown connection is refused");
     assert!(!send_and_check_forwarded(&mut client, &syn, PREVIOUS_SERVER_ID), "a connection begins here");
-    // With timestamps the cookie names this server.
+    // With timestamps, the cookie names this server.
     let mut timestamp_client = RawTcpClient::new(&env, 4007, true);
     let frame = timestamp_client.next_frame(ACK, 5, b"stray");
     assert!(!send_and_check_forwarded(&mut timestamp_client, &frame, PREVIOUS_SERVER_ID));
 
-    // Packets are not forwarded from the end of the handshake on, with or without a SYN cookie.
+    // Packets are no longer forwarded once the handshake has ended, with or without a SYN cookie.
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
         env.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let mut client = RawTcpClient::new(&env, port, false);
@@ -357,7 +357,7 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     let quotes_with_counters = [
         (vip_address(family), self::client_address(family, client_port), (1, 0)),
         (vip_address(family), self::client_address(family, client_port ^ 1), (1, 1)),
-        // A quote from another port is of no service, and passes to the kernel.
+        // A quote from another port belongs to no service, so the error passes to the kernel.
         ((vip_address(family).ip(), PORT + 1).into(), self::client_address(family, client_port), (1, 1)),
     ];
     for (source, destination, expected) in quotes_with_counters {
@@ -385,7 +385,7 @@ fn stalled_handshakes_and_connections_are_counted_once() {
     skip_if!(missing_bpf_rights());
     let env = TestEnv::new();
     let listener = env.listen_at_vip();
-    // Without an ACK the SYN-ACK is sent after 0, 1, 3, 7 s, and data is retransmitted after 0.2, 0.6, 1.4, 3 s.
+    // Without an ACK, the SYN-ACK is sent after 0, 1, 3 and 7 s, and data is retransmitted after 0.2, 0.6, 1.4 and 3 s.
     let (mut silent, mut deaf) = (RawTcpClient::new(&env, 4012, true), RawTcpClient::new(&env, 4013, true));
     silent.open_connection(0);
     deaf.open_connection(0);

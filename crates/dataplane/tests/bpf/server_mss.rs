@@ -1,4 +1,4 @@
-//! Tests of `bpf/server/mss.h`: the MSS in a server's SYN-ACK limits the segments of the client's kernel.
+//! Tests that the MSS in a server's SYN-ACK limits the segments of the client's kernel (`bpf/server/mss.h`).
 
 use std::io::{Read as _, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -12,13 +12,14 @@ use nix::sys::socket::{getsockopt, sockopt};
 use crate::support::server_env::{TestEnv, set_services};
 use crate::support::{Family, missing_bpf_rights, skip_if};
 
-/// Returns the longest segment in bytes: Ethernet's MTU less the IP and TCP headers and the padded timestamp option.
+/// Returns the longest segment in bytes, which is Ethernet's MTU less the IP and TCP headers and the padded timestamp
+/// option.
 fn max_segment_size(family: Family) -> u32 {
     let ip_header_bytes = if family == Family::Ipv4 { 20 } else { 40 };
     1500 - ip_header_bytes - 20 - 12
 }
 
-/// Addresses of servers, each with the length of the GUE outer headers to it in bytes (IP-in-IP needs less).
+/// Addresses of servers, each with the length in bytes of the GUE outer headers to it (IP-in-IP needs less).
 const OUTER_HEADER_BYTES_BY_ADDRESS: [(IpAddr, u32); 2] =
     [(IpAddr::V4(Ipv4Addr::new(10, 9, 0, 1)), 28), (IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, 1)), 48)];
 

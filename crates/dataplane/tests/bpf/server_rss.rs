@@ -1,5 +1,4 @@
-//! Comparison of predicted receive queues (`bpf/server/rss_mapping.h`) with `coreward_model::rss`: samples of SYNs, and
-//! steering.
+//! Comparison of the receive queues that `bpf/server/rss_mapping.h` predicts with `coreward_model::rss`.
 
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, TcpListener};
@@ -24,7 +23,6 @@ fn rss_config(input: InputTransform) -> RssConfig {
     RssConfig { key: RssKey::microsoft().with_input_transform(input), indirection_table }
 }
 
-/// Returns a test environment for each address family and each input transform.
 fn start_test_envs() -> impl Iterator<Item = (TestEnv, RssConfig)> {
     let families_and_transforms =
         Family::BOTH.into_iter().flat_map(|family| InputTransform::ALL.map(|input| (family, input)));
@@ -67,7 +65,6 @@ fn predicted_queues_of_syn_samples_equal_the_model() {
     }
 }
 
-/// Returns listening sockets at the service's address, all in one SO_REUSEPORT group.
 fn reuseport_listeners(env: &TestEnv) -> Vec<TcpListener> {
     let socket_domain = if env.family == Family::Ipv4 { Domain::IPV4 } else { Domain::IPV6 };
     let bind_listener = || {
@@ -75,7 +72,6 @@ fn reuseport_listeners(env: &TestEnv) -> Vec<TcpListener> {
         socket.set_reuse_port(true).unwrap();
         socket.bind(&vip_address(env.family).into()).unwrap();
         socket.listen(64).unwrap();
-        // The read timeout also limits accept().
         SockRef::from(&socket).set_read_timeout(Some(TIMEOUT)).unwrap();
         socket.into()
     };

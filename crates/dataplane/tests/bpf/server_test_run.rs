@@ -1,4 +1,4 @@
-//! Comparison of `bpf/server/server.bpf.c` with `coreward_model::cookie`, packet by packet (`BPF_PROG_TEST_RUN`).
+//! Comparison of `bpf/server/server.bpf.c` with `coreward_model::cookie` for each packet (`BPF_PROG_TEST_RUN`).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -39,7 +39,6 @@ fn fixed_client(family: Family) -> SocketAddr {
     (address, 40312).into()
 }
 
-/// Returns the 4-tuple from a client to the service of the client's address family.
 fn tuple_to_vip(client: SocketAddr) -> FourTuple {
     FourTuple::new(client, vip_of_family(family_of(client))).unwrap()
 }
@@ -72,7 +71,6 @@ impl TestServer {
         server
     }
 
-    /// Configures one IPv4 and one IPv6 service.
     fn set_dual_stack_services(&mut self) {
         let service_address = |family| ServiceAddress { socket: vip_of_family(family), protocol: Protocol::Tcp };
         let services = Family::BOTH.map(|family| (service_address(family), self.id, ServiceMode::default()));
@@ -111,7 +109,7 @@ fn random_client(family: Family, rng: &mut Xoshiro256PlusPlus) -> SocketAddr {
     (address, rng.next_u32() as u16).into()
 }
 
-/// Adds a random number of IP options, or of extension headers, that the programs skip.
+/// Adds a random number of IP options or extension headers, which the programs skip.
 fn add_skippable_headers(packet: &mut TcpPacket, rng: &mut Xoshiro256PlusPlus) {
     packet.ip_options = vec![1; uniform_below(rng, 41) as usize];
     let options_header = |number| (number, vec![0, 0, 1, 4, 0, 0, 0, 0]);
@@ -125,7 +123,6 @@ fn add_skippable_headers(packet: &mut TcpPacket, rng: &mut Xoshiro256PlusPlus) {
             .collect();
 }
 
-/// Returns the frame with the word at `offset` replaced by `new`, and with a correct TCP checksum.
 fn with_replaced_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
     let mut changed_frame = frame.to_vec();
     changed_frame[offset..offset + 4].copy_from_slice(&new.to_be_bytes());
@@ -136,7 +133,7 @@ fn with_replaced_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
     changed_frame
 }
 
-/// Returns TCP options of which `timestamp` is the last, at a random even or odd offset.
+/// Returns TCP options that end with `timestamp` at a random even or odd offset.
 fn options_ending_in_timestamp(rng: &mut Xoshiro256PlusPlus, timestamp: Vec<u8>) -> Vec<u8> {
     let mut tcp_options = vec![];
     while tcp_options.len() < 26 && uniform_below(rng, 4) > 0 {
@@ -171,7 +168,7 @@ fn egress_stamping_equals_the_reference_model() {
         let (verdict, stamped) = server.run_program(Direction::Egress, &frame);
         assert_eq!(verdict, TC_ACT_UNSPEC);
         if tsval_clock_ms() - own_tsval > 950 {
-            // On a slow machine the program may have taken the late TSval for one of another clock.
+            // On a slow machine, the program may have taken the late TSval for that of another clock.
             late_count += 1;
             continue;
         }
@@ -189,7 +186,7 @@ fn tsecr_of_client_packets_is_restored() {
     for family in (0..3000).map(|round| Family::BOTH[round % 2]) {
         let client = random_client(family, &mut rng);
         let tuple = tuple_to_vip(client);
-        // A TSecr may be stamped with the former key, up to a minute old, or a little ahead of the clock.
+        // A TSecr may be stamped with the former key, be up to a minute old, or be a little ahead of the clock.
         let current_key = if rng.next_u32() & 1 == 0 { KeyIndex::First } else { KeyIndex::Second };
         let keys = FleetCookieKeys { current: current_key, ..server.keys };
         let original_tsval = tsval_clock_ms().wrapping_sub(uniform_below(&mut rng, 60_000)).wrapping_add(10);
@@ -220,7 +217,7 @@ fn expect_no_zero_tsval(family: Family) {
     server.keys.current = KeyIndex::First;
     server.key_switch_ms = tsval_clock_ms() - 1000;
     server.programs.set_keys(&server.keys, server.key_switch_ms);
-    // Searches a client for which the stamp of a server's id and a time of this second is 0.
+    // Searches for a client for which the stamp with a server's id and a time in this second is 0.
     let (client, milliseconds) = loop {
         let client = random_client(family, &mut rng);
         let tuple = tuple_to_vip(client);
@@ -273,7 +270,7 @@ fn expect_foreign_packets_unchanged(server: &TestServer, family: Family) {
     };
     expect_unchanged(Direction::Egress, &egress_packet(set_other_vip), &[]);
     expect_unchanged(Direction::Egress, &egress_packet(|p| p.tcp_options.clear()), &["egress_without_timestamp"]);
-    // A TSval with a random offset per connection, or in microseconds, is of another clock, and could not be restored.
+    // A TSval with a random offset per connection or in microseconds is from another clock and could not be restored.
     expect_unchanged(
         Direction::Egress,
         &egress_packet(|p| p.tcp_options = aligned_timestamp_option(tsval_clock_ms().wrapping_add(5000), 1)),
@@ -404,7 +401,7 @@ fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
         }
     }
     assert!(dropped > 100 && rewritten > 100 && passed > 100, "{dropped} dropped, {rewritten}, {passed} passed");
-    // A frame without timestamp may have a previous server in its IP identification, whose MAC address is unknown.
+    // A frame without a timestamp may have a previous server in its IP identification, whose MAC address is unknown.
     let drop_counters = [intf::SERVER_COUNTER_DROP_MALFORMED_TCP, intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED];
     let drop_counts = drop_counters.map(|reason| server.programs.counter(reason));
     assert!(drop_counts.iter().all(|packets| *packets > 100), "{drop_counts:?}");

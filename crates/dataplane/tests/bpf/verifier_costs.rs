@@ -1,4 +1,4 @@
-//! Comparison of the verifier costs of every program and variant with the committed table `bpf/verifier_costs.tsv`.
+//! Comparison of the verifier costs of all programs and variants with the committed table `bpf/verifier_costs.tsv`.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -7,11 +7,11 @@ use coreward_dataplane::check::{VerifierCost, verifier_costs};
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 
-/// Factor by which a cost may exceed the recorded one. For a larger cost, a new table must be written on purpose.
+/// Factor by which a cost may exceed the recorded one. For larger costs, a new table must be written on purpose.
 const MAX_COST_FACTOR: f64 = 1.1;
 const KERNEL_LINE_PREFIX: &str = "kernel ";
 
-/// Returns the kernel's version without its patch level, as the verifier changes with each release.
+/// Returns the kernel's version without its patch level, because the verifier changes with each release.
 fn kernel_version() -> String {
     let kernel_release = nix::sys::utsname::uname().unwrap().release().to_string_lossy().into_owned();
     kernel_release.splitn(3, '.').take(2).collect::<Vec<_>>().join(".")
@@ -25,7 +25,7 @@ fn format_costs(costs: &[VerifierCost]) -> String {
     table_text
 }
 
-/// `COREWARD_WRITE_VERIFIER_COSTS=1` writes the table. On other kernels than the table's, programs must only load.
+/// `COREWARD_WRITE_VERIFIER_COSTS=1` writes the table. On kernels other than the table's, the programs must only load.
 #[test]
 fn verifier_costs_do_not_grow() {
     skip_if!(missing_bpf_rights());

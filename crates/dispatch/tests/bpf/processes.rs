@@ -1,4 +1,4 @@
-//! `coreward dispatch` at a server of several processes, as it is: found, dispatched, killed, stopped, detached under
+//! Tests `coreward dispatch` with a server of several processes, which are found, killed, stopped and detached under
 //! load.
 
 use std::collections::BTreeMap;
@@ -17,21 +17,21 @@ use nix::unistd::Pid;
 use socket2::{Domain, Protocol, Socket, Type};
 
 const SERVICE_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
-/// Timeouts that exceed the delays of a busy machine, so that no request is given up and no worker is barred.
+/// Timeouts that exceed all delays on a busy machine, so that no request is given up and no worker counts as stalled.
 const NO_STALL_TIMEOUTS: ResponseAndStallTimeouts = [dispatch::MAX_RESPONSE_TIMEOUT, Duration::from_secs(600)];
 const STALL_TIMEOUTS: ResponseAndStallTimeouts = [Duration::from_secs(2), Duration::from_millis(1500)];
-/// Timeout of a response, and time without one after which a worker counts as stalled.
+/// Time after which a request is given up, and time without a response after which a worker counts as stalled.
 type ResponseAndStallTimeouts = [Duration; 2];
-/// Time limit of waits for events that come by themselves.
+/// Maximum time to wait for an event.
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 const WORKER_ENV_VARIABLE: &str = "COREWARD_TEST_WORKER";
 
-/// Type of a request, in its first byte; four bytes with the request id follow.
+/// Type of a request in its first byte, which is followed by four bytes with the request id.
 const ECHO_REQUEST: u8 = 0;
 const THREE_DATAGRAMS_REQUEST: u8 = 1;
 const NO_RESPONSE_REQUEST: u8 = 2;
 
-/// Not a test but the body of a worker process: the loop of a stock UDP server, without epoll.
+/// Body of a worker process rather than a test. It is the loop of a simple UDP server without epoll.
 #[test]
 #[ignore = "started by the other tests"]
 fn worker_process() {
@@ -55,12 +55,11 @@ fn worker_process() {
     }
 }
 
-/// Worker process, which is killed on drop.
 struct WorkerProcess(Child);
 
 impl WorkerProcess {
     fn start() -> Self {
-        // The test's name is its path without the executable's.
+        // libtest names a test by its module path without the crate's name.
         let (_, module) = module_path!().split_once("::").unwrap();
         let mut worker_command = Command::new(std::env::current_exe().unwrap());
         worker_command.args(["--ignored", "--exact", &format!("{module}::worker_process")]);
@@ -91,14 +90,13 @@ fn run_in_namespace(test: impl FnOnce() + Send) {
     });
 }
 
-/// Dispatched service with its workers and clients, all driven from one thread.
+/// Dispatched service with its workers and clients, which one thread controls.
 struct TestEnv {
     worker_processes: Vec<WorkerProcess>,
     service: Option<service::DispatchedService>,
     service_config: config::Service,
     pin_directory: PathBuf,
     clients: Vec<UdpSocket>,
-    /// Number of response datagrams by request id.
     responses_by_request_id: BTreeMap<u32, u32>,
     sent_request_count: u32,
     last_polled_at: Instant,
@@ -134,7 +132,7 @@ impl TestEnv {
         env
     }
 
-    /// Sets the timeouts, which apply from the next [`attach_dispatch`](Self::attach_dispatch) on.
+    /// Sets the timeouts, which apply after the next [`attach_dispatch`](Self::attach_dispatch).
     fn set_timeouts(&mut self, [response_timeout, stall_after]: ResponseAndStallTimeouts) {
         self.service_config.user_space_timeouts = Timeouts { response_timeout, stall_after };
     }
@@ -167,7 +165,7 @@ impl TestEnv {
         let id = self.sent_request_count;
         self.sent_request_count += 1;
         let client = &self.clients[id as usize % self.clients.len()];
-        // A closed socket is answered by ICMP, which shows at the next call.
+        // A closed socket is answered with ICMP, and the client's next call returns that error.
         if client.send(&[&[kind][..], &id.to_le_bytes()].concat()).is_err() {
             client.send(&[&[kind][..], &id.to_le_bytes()].concat()).unwrap();
         }
@@ -200,7 +198,7 @@ impl TestEnv {
         }
     }
 
-    /// Waits until no request is outstanding: each was completed or given up. Returns the counts.
+    /// Waits until every request is completed or given up. Returns the workers' counts.
     fn wait_until_settled(&mut self) -> Vec<WorkerCounts> {
         self.wait_until("nothing is outstanding", |env| {
             env.worker_counts().iter().all(|worker| worker.outstanding_requests == 0)
@@ -219,7 +217,7 @@ impl TestEnv {
 
 impl Drop for TestEnv {
     fn drop(&mut self) {
-        // Also after a failure, which is not to be hidden by another one.
+        // The result is ignored, because an error here would hide the failure that ended the test.
         let _ = service::end_dispatch(&self.pin_directory_of_service());
         let _ = std::fs::remove_dir(&self.pin_directory);
     }
@@ -243,7 +241,7 @@ fn counts_are_exact_with_any_number_of_response_datagrams() {
                 });
             }
             env.wait_until("all responses are there", |env| env.responses_by_request_id.len() == 540);
-            // The rest is never answered: given up soon from here on.
+            // The remaining requests are never answered, and from now on they are given up soon.
             env.set_timeouts(STALL_TIMEOUTS);
             env.attach_dispatch();
             let worker_counts = env.wait_until_settled();
@@ -279,7 +277,7 @@ fn counts_stay_exact_while_workers_die_and_stop() {
         (0..200).for_each(|_| env.send_request(ECHO_REQUEST));
         let killed_worker = env.worker_processes.remove(0);
         let killed_pid = killed_worker.0.id();
-        // Nothing is sent until it is gone: it can only have fewer then.
+        // No request is sent before the worker is gone, so its outstanding requests can only decrease.
         let outstanding_at_kill = env
             .worker_counts()
             .iter()
@@ -289,7 +287,7 @@ fn counts_stay_exact_while_workers_die_and_stop() {
         drop(killed_worker);
         (0..300).for_each(|_| env.send_request(ECHO_REQUEST));
         env.worker_processes[0].send_signal(Signal::SIGSTOP);
-        // It is found out when it has got one more request than it had, and some time has passed.
+        // The worker counts as stalled when it has got one more request and some time has passed.
         let deadline = Instant::now() + WAIT_TIMEOUT;
         while env.eligible_worker_count() > 2 {
             assert!(Instant::now() < deadline, "{:?}", env.worker_counts());
@@ -318,7 +316,7 @@ fn counts_stay_exact_while_workers_die_and_stop() {
             u64::from(env.sent_request_count),
             "{worker_counts:?}"
         );
-        // Only requests of the killed worker are lost: the one in service and those in its queue.
+        // Only the killed worker's requests are lost, which are the one in service and those in its queue.
         let sent_request_count = env.sent_request_count as usize;
         env.wait_until("all others are answered", |env| {
             env.responses_by_request_id.len() + outstanding_at_kill as usize >= sent_request_count
@@ -342,7 +340,7 @@ fn detach_and_attach_under_load_lose_no_request() {
             (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
             env.attach_dispatch();
             env.wait_until("all workers are found", |env| env.eligible_worker_count() == 3);
-            // A new version takes over while requests are in flight.
+            // A new version takes over while requests are outstanding.
             (0..60).for_each(|_| env.send_request(ECHO_REQUEST));
             env.attach_dispatch();
         }

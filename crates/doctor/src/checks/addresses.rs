@@ -1,4 +1,4 @@
-//! Checks of addresses and ARP.
+//! Checks of IP addresses, ARP and IPv6.
 
 use std::net::IpAddr;
 
@@ -40,7 +40,8 @@ fn check_vip_at_server(facts: &Facts, vip: IpAddr) -> Finding {
     }
     if devices_with_vip.is_empty() {
         let consequence = "the server's kernel does not accept packets to the VIP: no connection is established";
-        // Not by --fix: if the machine answers ARP for the VIP, it would attract the load balancer's traffic.
+        // `--fix` does not do this. If the machine answers ARP requests for the VIP, it would receive the load
+        // balancer's traffic.
         return Finding::fault(format!("VIP {vip} is on no device"), consequence)
             .with_remedy_step(format!("ip address add {vip}/{prefix} dev lo{condition}"));
     }
@@ -119,7 +120,7 @@ fn other_devices_have_addresses(facts: &Facts) -> bool {
 
 pub fn check_arp_ignore(facts: &Facts) -> Vec<Finding> {
     let consequence = "the server answers ARP for the VIP on lo: clients' packets bypass the load balancers";
-    // Values 3 to 8 have other meanings: with 8 the kernel does not answer even for the server's own address.
+    // Values 3 to 8 mean something else. With 8, the kernel does not even answer for the server's own address.
     check_arp_sysctl(facts, "arp_ignore", 1..=2, "1", consequence)
 }
 
@@ -139,19 +140,19 @@ fn check_arp_sysctl(
     if !vips.is_empty() && vips.iter().all(IpAddr::is_ipv6) {
         return vec![];
     }
-    // As IN_DEV_MAXCONF() in include/linux/inetdevice.h, the larger value counts.
+    // The larger of the two values applies (IN_DEV_MAXCONF() in include/linux/inetdevice.h).
     let Some((all, own)) = facts.device_and_all_sysctl(name) else { return vec![] };
     let (in_force, device) = (all.max(own), facts.interface());
     if right.contains(&in_force) {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
     let observation = format!("net.ipv4.conf.{{all,{device}}}.{name} are {all} and {own}: expected {value}");
-    // Other machines may need these answers for addresses of other devices: an operator must decide.
+    // Other machines may need these answers for other devices' addresses, so an operator must decide.
     let is_safe_to_fix = in_force < *right.start() && !other_devices_have_addresses(facts);
     vec![Finding::fault(observation, why).with_sysctl(device_sysctl_path(device, name), value, is_safe_to_fix)]
 }
 
-/// Checks that IPv6 is enabled on the device that receives packets of an IPv6 VIP, and on `lo`, which has the VIP.
+/// Checks that IPv6 is enabled on the device that receives packets to an IPv6 VIP, and on `lo`, which has the VIP.
 pub fn check_ipv6(facts: &Facts) -> Vec<Finding> {
     if !facts.vips().iter().any(IpAddr::is_ipv6) {
         return vec![];
@@ -161,7 +162,7 @@ pub fn check_ipv6(facts: &Facts) -> Vec<Finding> {
         Some(0) => Finding::ok(format!("IPv6 is enabled at {device}")),
         None => Finding::fault(format!("the kernel has no IPv6 at {device}: expected it"), consequence)
             .with_remedy_step("boot without `ipv6.disable=1` on the kernel's command line"),
-        // Not by --fix: the device may then take addresses and routes from a router.
+        // `--fix` does not do this, because the device may then accept addresses and routes from a router.
         Some(value) => {
             Finding::fault(format!("net.ipv6.conf.{device}.disable_ipv6 is {value}: expected 0"), consequence)
                 .with_sysctl(disable_ipv6_sysctl_path(device), "0", false)

@@ -1,4 +1,4 @@
-//! Check of certificates.
+//! Check of the daemon's certificates.
 
 use coreward_tls::authority::DAY;
 

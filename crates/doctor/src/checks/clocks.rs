@@ -1,4 +1,4 @@
-//! Checks of clocks.
+//! Checks of TCP timestamps, the clock source and the wall clock.
 
 use crate::facts::Facts;
 use crate::finding::Finding;
@@ -8,7 +8,7 @@ const TCP_TIMESTAMPS_SYSCTL: &str = "net/ipv4/tcp_timestamps";
 pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     let Some(value) = facts.sysctl(TCP_TIMESTAMPS_SYSCTL) else { return vec![] };
     let has_stamped_services = facts.services.is_empty() || facts.services.iter().any(|service| service.is_stamped);
-    // The agent sets the sysctl after a service is stamped at the server.
+    // The agent sets the sysctl once a service is stamped at the server.
     let is_stamped_at_server = facts.services.iter().any(|service| service.is_stamped && !service.is_stamped_by_lb);
     let is_managed_by_agent = facts.settings.manage_timestamps && (facts.services.is_empty() || is_stamped_at_server);
     if value == 2 || !has_stamped_services {
@@ -21,7 +21,7 @@ pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     }
     let consequence = "each connection has its own clock (1) or none (0): it cannot be stamped, and loses its server \
                        when the pool changes";
-    // Not by --fix: timestamps of connections that an agent already stamps would jump.
+    // `--fix` does not do this, because it would change the timestamps of connections that an agent already stamps.
     vec![Finding::fault(format!("net.ipv4.tcp_timestamps is {value}: expected 2"), consequence).with_sysctl(
         TCP_TIMESTAMPS_SYSCTL.to_owned(),
         "2",
@@ -29,7 +29,7 @@ pub fn check_tcp_timestamps(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// Clock sources that are slow to read, because each reading accesses a device.
+/// Clock sources that are slow, because each reading accesses a device.
 const SLOW_CLOCK_SOURCES: [&str; 4] = ["hpet", "acpi_pm", "jiffies", "refined-jiffies"];
 
 pub fn check_clock_source(facts: &Facts) -> Vec<Finding> {
@@ -50,7 +50,7 @@ pub fn check_clock_source(facts: &Facts) -> Vec<Finding> {
     ]
 }
 
-/// Checks whether the wall clock is synchronised (check `clock-sync`).
+/// Checks whether the wall clock is synchronised (the check `clock-sync`).
 pub fn check_clock_sync(facts: &Facts) -> Vec<Finding> {
     let future_report_count = facts.future_report_count;
     if future_report_count > 0 {

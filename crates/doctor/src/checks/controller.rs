@@ -1,9 +1,9 @@
-//! Checks of the controller, and of the path to it.
+//! Checks of the controller, and of the connection to it.
 
 use crate::facts::{Facts, StoreFacts};
 use crate::finding::{Finding, Fix};
 
-/// Checks the connection to the controller, on servers and load balancers.
+/// Checks that a server or load balancer can connect to the controller.
 pub fn check_controller_connection(facts: &Facts) -> Vec<Finding> {
     match &facts.controller_answer {
         Some(Ok(address)) => vec![Finding::ok(format!("answers at {address}"))],
@@ -18,7 +18,7 @@ pub fn check_controller_connection(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Checks the listening address of a controller.
+/// Checks that a controller can use its listening address.
 pub fn check_listen_address(facts: &Facts) -> Vec<Finding> {
     let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
     match &place.listen_problem {

@@ -1,4 +1,4 @@
-//! Checks of the NIC, except for RSS.
+//! Checks of the NIC, except for those of RSS.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use coreward_dataplane::lb::XdpMode;
 use crate::facts::{Device, Facts, Role, Server};
 use crate::finding::Finding;
 
-/// Runs a check of the services' device. If there is none, only the check `interface` reports the reason.
+/// Runs a check of the services' device. Without a device it finds nothing, because the check `interface` reports that.
 fn with_device(facts: &Facts, check: impl FnOnce(&Device) -> Vec<Finding>) -> Vec<Finding> {
     facts.device.as_ref().map_or_else(Vec::new, check)
 }
@@ -118,7 +118,7 @@ pub fn check_xdp_send(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Adds a remedy for veth devices: veth_xdp_flush() in drivers/net/veth.c requires an XDP program at the peer.
+/// Adds the remedy for a veth device, whose peer must have an XDP program (veth_xdp_flush() in drivers/net/veth.c).
 fn with_veth_remedy(finding: Finding) -> Finding {
     finding
         .with_remedy_step(
@@ -129,7 +129,8 @@ fn with_veth_remedy(finding: Finding) -> Finding {
         )
 }
 
-/// Returns the problem of too many queues for XDP: ena_xdp_legal_queue_count() in the driver ena allows half of them.
+/// Returns a problem if the NIC uses too many queues for XDP. The driver ena allows half of its queues
+/// (ena_xdp_legal_queue_count()).
 fn queue_limit_problem(device: &Device) -> Option<String> {
     let channels = device.channels?;
     (device.driver == "ena" && channels.receive_queues * 2 > channels.max_receive_queues).then(|| {
@@ -140,8 +141,8 @@ fn queue_limit_problem(device: &Device) -> Option<String> {
     })
 }
 
-/// Maximum MTU in bytes for native XDP: a page minus the room that XDP and the kernel need around a frame
-/// (docs/limits.md). veth_xdp_set() in drivers/net/veth.c allows 3,504, drivers/net/virtio_net.c 3,506.
+/// Maximum MTU for native XDP, in bytes. It is a page minus the space that XDP and the kernel need around a frame
+/// (docs/limits.md). veth_xdp_set() in drivers/net/veth.c allows 3,504, and drivers/net/virtio_net.c 3,506.
 const MAX_MTU: u32 = 3_498;
 
 pub fn check_mtu(facts: &Facts) -> Vec<Finding> {
@@ -163,7 +164,7 @@ pub fn check_mtu(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Minimum MTU of an IPv6 link in bytes (RFC 8200, Sect. 5).
+/// Minimum MTU of an IPv6 link, in bytes (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
 pub fn check_outer_header_room(facts: &Facts) -> Vec<Finding> {
@@ -275,7 +276,7 @@ pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
             ))];
         }
         let shared_cpus: Vec<_> = queues_of_cpu.iter().filter(|(_, queues)| queues.len() > 1).collect();
-        // With more queues than CPUs, queues share CPUs: the check `queues` reports that.
+        // If there are more queues than CPUs, queues must share CPUs, which the check `queues` reports.
         if shared_cpus.is_empty() || device.interrupts_by_queue.len() > facts.cpu_count {
             return vec![Finding::ok(format!(
                 "interrupts: {}, on CPUs: {}",

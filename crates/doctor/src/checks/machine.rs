@@ -1,12 +1,12 @@
-//! Checks of the kernel and of this process's capabilities.
+//! Checks of the kernel, this process's capabilities and its limit of open files.
 
 use crate::facts::{Facts, Role};
 use crate::finding::{Finding, Fix};
 
-/// Oldest supported kernel version, major and minor (docs/limits.md).
+/// Major and minor version of the oldest supported kernel (docs/limits.md).
 const MIN_KERNEL_VERSION: (u32, u32) = (6, 1);
 
-/// Returns the major and minor version of a kernel release, as `uname -r` prints it.
+/// Parses the major and minor version of a kernel release, as `uname -r` prints it.
 pub(super) fn parse_kernel_version(release: &str) -> (u32, u32) {
     let mut version_numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
     (version_numbers.next().unwrap_or(0), version_numbers.next().unwrap_or(0))
@@ -70,7 +70,7 @@ pub fn check_programs(facts: &Facts) -> Vec<Finding> {
 pub fn check_jit(facts: &Facts) -> Vec<Finding> {
     let jit_sysctl = "net/core/bpf_jit_enable";
     match facts.sysctl(jit_sysctl) {
-        // The sysctl is visible only in the first network namespace.
+        // The sysctl exists only in the initial network namespace.
         None => vec![Finding::unknown("net.core.bpf_jit_enable is not visible here")],
         Some(0) => {
             let consequence = "every packet runs the programs, which take about ten times as long when interpreted";
@@ -113,7 +113,7 @@ pub fn check_pins(facts: &Facts) -> Vec<Finding> {
     vec![Finding::fault(problem.clone(), why).with_remedy_step(remedy)]
 }
 
-/// Minimum limit of open files: pins, maps, sockets, links and /proc. The controller needs one more per peer.
+/// Minimum limit of open files for pins, maps, sockets, links and /proc. A controller also needs one file per peer.
 const MIN_DAEMON_OPEN_FILES: u64 = 1024;
 const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
 

@@ -1,4 +1,4 @@
-//! Checks of the facts: pure functions, a file per subject. `coreward doctor --list` lists them.
+//! Checks of a machine, which are pure functions of facts. Each file covers a subject. See `coreward doctor --list`.
 
 pub mod addresses;
 pub mod certificates;
@@ -21,9 +21,9 @@ pub struct Check {
     pub name: &'static str,
     pub roles: &'static [Role],
     pub expectation: &'static str,
-    /// Whether `--fix` can repair some findings of this check.
+    /// Whether `--fix` can execute a remedy for some of this check's findings.
     pub is_fixable: bool,
-    /// Function that runs the check and returns its findings; none if the check does not apply.
+    /// Function that runs the check and returns its findings. It returns none if the check does not apply.
     pub run_check: fn(&Facts) -> Vec<Finding>,
 }
 
@@ -51,7 +51,6 @@ const fn new_fixable_check(
     Check { is_fixable: true, ..new_check(name, roles, expects, look) }
 }
 
-/// All checks of `coreward doctor`, in the order of the report.
 pub const CHECKS: &[Check] = &[
     new_check("kernel", LB_AND_SERVER, "Linux 6.1 or newer, with BTF", machine::check_kernel),
     new_check("rights", LB_AND_SERVER, "CAP_NET_ADMIN, CAP_NET_RAW, CAP_PERFMON and CAP_BPF", machine::check_rights),

@@ -1,4 +1,4 @@
-//! Firewalls and connection tracking.
+//! Checks of firewalls, NAT rules and connection tracking.
 
 use std::collections::BTreeMap;
 
@@ -45,7 +45,8 @@ pub fn check_conntrack(facts: &Facts) -> Vec<Finding> {
     })
 }
 
-/// Returns a text per chain that can change destinations, with the services. If none is known, every rule counts.
+/// Describes each chain that can change the destination of services' packets. If no service is known, it describes
+/// every chain with such rules.
 fn describe_translating_chains(chains: &[NetfilterChain], services: &[Service]) -> Vec<String> {
     if services.is_empty() {
         let translates = |chain: &&NetfilterChain| chain.rules.iter().any(|rule| rule.changes_destination);
@@ -86,7 +87,7 @@ pub fn check_firewall(facts: &Facts) -> Vec<Finding> {
     let is_on_packet_path = |hook: &str| match (facts.role, hook) {
         (_, "prerouting") | (Role::Server, "input" | "output") => true,
         (Role::Lb, "forward" | "postrouting") => has_lb_stamped_services,
-        // A stateful rule accepts reports and tables, which are answers.
+        // Reports and placement tables are answers within a connection, which a stateful rule accepts.
         _ => false,
     };
     with_chains(facts, |chains| {

@@ -1,9 +1,9 @@
-//! Checks of routed packets.
+//! Checks of settings that affect routed packets.
 
 use crate::facts::{Facts, IPV6_FORWARDING_SYSCTL, Role, device_sysctl_path};
 use crate::finding::Finding;
 
-/// Returns whether this machine stamps replies of a service with an IPv4 VIP.
+/// Returns whether this machine stamps replies for a service with an IPv4 VIP.
 fn stamps_ipv4_replies(facts: &Facts) -> bool {
     facts.services.iter().any(|service| service.is_stamped_by_lb && service.vip().is_ipv4())
 }
@@ -12,7 +12,7 @@ fn stamps_ipv4_replies(facts: &Facts) -> bool {
 const RP_FILTER_STRICT: u32 = 1;
 
 pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
-    // IN_DEV_RPFILTER() in include/linux/inetdevice.h takes the larger one.
+    // The larger of the two values applies (IN_DEV_RPFILTER() in include/linux/inetdevice.h).
     let Some((all, own)) = facts.device_and_all_sysctl("rp_filter") else { return vec![] };
     let (in_force, device) = (all.max(own), facts.interface());
     if in_force != RP_FILTER_STRICT {
@@ -72,7 +72,7 @@ fn check_ipv4_forwarding(facts: &Facts) -> Vec<Finding> {
     }
     let interface_name = facts.interface();
     let consequence = "this machine must route servers' replies: none reaches a client";
-    // Not by --fix: the sysctl makes the machine a router for everybody.
+    // `--fix` does not do this, because the machine would then also route other machines' packets.
     vec![
         Finding::fault(format!("net.ipv4.conf.{interface_name}.forwarding is 0: expected 1"), consequence).with_sysctl(
             device_sysctl_path(interface_name, "forwarding"),
@@ -87,7 +87,7 @@ pub fn check_send_redirects(facts: &Facts) -> Vec<Finding> {
         return vec![];
     }
     let Some((all, own)) = facts.device_and_all_sysctl("send_redirects") else { return vec![] };
-    // As in IN_DEV_TX_REDIRECTS(), one of the two values suffices.
+    // Redirects are sent if either value is set (IN_DEV_TX_REDIRECTS()).
     if all == 0 && own == 0 {
         return vec![Finding::ok("off")];
     }

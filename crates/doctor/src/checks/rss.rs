@@ -1,4 +1,4 @@
-//! Checks of RSS, and of settings that override it.
+//! Checks of RSS, and of settings that override RSS.
 
 use std::collections::BTreeSet;
 
@@ -54,7 +54,8 @@ pub fn check_rss(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Returns whether the driver may hide the input transform: mlx5e_get_rxfh() reports it only since Linux 6.15.
+/// Returns whether the driver may hide the input transform of the RSS hash. mlx5e_get_rxfh() reports it since Linux
+/// 6.15.
 fn may_hide_input_transform(facts: &Facts, device: &Device) -> bool {
     device.driver == "mlx5_core" && super::machine::parse_kernel_version(&facts.kernel.release) < (6, 15)
 }
@@ -76,7 +77,7 @@ pub fn check_flow_director(facts: &Facts) -> Vec<Finding> {
     }
 }
 
-/// Checks that the NIC includes ports in its hash. TCP over IPv4 is covered by [`check_rss`].
+/// Checks that the NIC includes ports in its hash. The check [`check_rss`] covers TCP over IPv4.
 pub fn check_port_hashing(facts: &Facts) -> Vec<Finding> {
     let Some(device) = &facts.device else { return vec![] };
     let flow_types = facts.services.iter().map(|service| FlowType::new(service.address.protocol, service.vip()));
@@ -110,7 +111,7 @@ pub fn check_irqbalance(facts: &Facts) -> Vec<Finding> {
     vec![Finding::ok("does not run")]
 }
 
-/// Adds a fix that writes zero to a sysfs attribute of these queues, effective until the next boot.
+/// Adds a fix that writes zero to a sysfs attribute of these queues. It is effective until the next boot.
 fn with_zeroing_fix(facts: &Facts, finding: Finding, queues: &[String], attribute: &str) -> Finding {
     let queues_directory = format!("/sys/class/net/{}/queues", facts.interface());
     queues.iter().fold(finding, |finding, queue| {

@@ -1,4 +1,4 @@
-//! Checks against constructed facts, for what a network namespace cannot have.
+//! Tests of checks with constructed facts, for states that a network namespace cannot emulate.
 
 mod ipv6;
 
@@ -41,7 +41,7 @@ fn servers_with_address(address: &str, is_on_segment: bool) -> BTreeMap<String, 
     BTreeMap::from([("s1".to_owned(), Server { address: address.parse().unwrap(), is_on_segment })])
 }
 
-/// Returns facts of a server or load balancer for which no check has findings.
+/// Returns facts about a server or load balancer for which no check reports a problem.
 fn passing_facts(role: Role) -> Facts {
     let sysctl_values = [
         ("net/core/bpf_jit_enable", "1"),
@@ -132,7 +132,7 @@ fn passing_facts(role: Role) -> Facts {
     }
 }
 
-/// Returns a certificate with a validity of 90 days.
+/// Returns facts about a certificate that is valid for 90 days in total.
 fn certificate_with_days_left(days_left: u64) -> CertificateFacts {
     CertificateFacts {
         usage: "own",
@@ -160,7 +160,7 @@ fn certificate_expiry_and_key_owner_are_checked() {
     }
 }
 
-/// Returns the warnings and faults that the checks find after `change`.
+/// Returns the warnings and faults that all checks report after `change` has modified passing facts.
 fn problems_after_change(role: Role, change: impl FnOnce(&mut Facts)) -> Vec<(&'static str, Severity)> {
     let mut facts = passing_facts(role);
     change(&mut facts);
@@ -220,7 +220,7 @@ fn settings_that_override_rss_are_found() {
         device_of(facts).rss_conflicts.rfs_queues = vec!["rx-0".to_owned(), "rx-1".to_owned()];
         device_of(facts).rss_conflicts.accepts_flow_rules = true;
     };
-    // Without entries of the host the kernel does not use the queues' table.
+    // The kernel ignores the queues' tables unless the machine has socket flow entries.
     assert_eq!(server_problems(add_rfs_flow_tables), []);
     let mut facts = passing_facts(Role::Server);
     add_rfs_flow_tables(&mut facts);
@@ -405,7 +405,7 @@ fn native_xdp_is_checked() {
         device_of(facts).channels = Some(QueueCounts { receive_queues: 4, max_receive_queues: 4, transmit_queues: 4 });
     };
     assert_eq!(lb(exceed_ena_queue_limit), [("xdp", WARNING)]);
-    // The running program in the driver shows that frames fit.
+    // A program is running in native mode, so the frames evidently fit.
     assert_eq!(lb(|facts| device_of(facts).mtu = 9000), []);
     let exceed_max_mtu = |facts: &mut Facts| {
         device_of(facts).mtu = 9000;
@@ -455,7 +455,7 @@ fn arp_sysctls_are_not_fixed_when_other_devices_have_addresses() {
         Address { device: "eth8".to_owned(), address: "192.0.2.7".parse().unwrap(), mask: [255; 4].into() };
     facts.addresses.push(other_address);
     assert!(addresses::check_arp_ignore(&facts)[0].remedies[0].automatic_fix.is_none());
-    // 8 answers nothing at all: an operator decided that.
+    // With 8 the kernel answers no requests at all, so an operator must have decided that.
     facts.addresses.pop();
     facts.sysctl_values.insert("net/ipv4/conf/eth7/arp_ignore".to_owned(), "8".to_owned());
     let finding = addresses::check_arp_ignore(&facts).remove(0);
@@ -469,7 +469,7 @@ fn lb_stamping_requires_forwarding() {
             facts.sysctl_values.insert(format!("net/ipv4/conf/eth7/{path}"), value.to_owned());
         }
     };
-    // Irrelevant if servers answer clients directly.
+    // This is irrelevant if servers send replies directly to clients.
     assert_eq!(problems_after_change(Role::Lb, without_forwarding), []);
     let stamp_at_lb = |facts: &mut Facts| {
         without_forwarding(facts);
@@ -514,7 +514,7 @@ fn slow_or_unsynchronised_clocks_are_found() {
         facts.settings.manage_timestamps = false;
     };
     assert_eq!(problems_after_change(Role::Server, unmanaged_timestamps), [("tcp-timestamps", FAULT)]);
-    // An agent sets it only for services stamped at the server.
+    // An agent sets the sysctl only for services that are stamped at the server.
     let stamp_at_lb = |facts: &mut Facts| {
         use_random_offsets(facts);
         facts.services[0].is_stamped_by_lb = true;

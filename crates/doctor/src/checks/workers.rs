@@ -1,4 +1,4 @@
-//! Checks of the services' processes.
+//! Checks of the processes that serve the services.
 
 use coreward_agent::config::Steer;
 use coreward_agent::steering::assign::MAX_PINNED_CPUS;
@@ -98,7 +98,7 @@ pub fn check_pinned_workers(facts: &Facts) -> Vec<Finding> {
         if sockets.worker_cpus.is_empty() {
             return Some(Finding::unknown(format!("{service_description}: no process waits for its sockets")));
         }
-        // On two CPUs a core with its sibling is the whole machine; one CPU leaves no choice.
+        // With two CPUs, a core and its sibling are the whole machine. With one CPU there is no choice.
         let max_pinned_cpus = MAX_PINNED_CPUS.min(facts.cpu_count.saturating_sub(1)).max(1);
         let unpinned_count = sockets.worker_cpus.iter().filter(|cpus| cpus.len() > max_pinned_cpus).count();
         if unpinned_count == 0 {

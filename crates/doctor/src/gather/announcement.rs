@@ -1,11 +1,11 @@
-//! Routing daemon and rules for announced VIPs.
+//! Facts about the announcement of VIPs, from the routing daemon and the routing rules.
 
 use std::fs;
 use std::process::Command;
 
 use crate::facts::Announcement;
 
-/// Process names of routing daemons that learn routes from the kernel.
+/// Process names of routing daemons that can learn routes from the kernel's routing tables.
 const ROUTING_DAEMONS: [&str; 2] = ["bird", "zebra"];
 
 pub fn gather_announcement(routing_table_number: u32) -> Announcement {

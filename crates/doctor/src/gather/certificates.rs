@@ -1,12 +1,12 @@
-//! The daemon's certificates.
+//! Facts about the daemon's certificates.
 
 use coreward_tls::certificate::unix_now;
 use coreward_tls::{CredentialFiles, Role as CertifiedRole, table};
 
 use crate::facts::{CertificateFacts, Role};
 
-/// Gathers facts about the daemon's certificates. `name` is that of this machine at the controller. Fails if the files
-/// are unusable, so that the daemon would not start.
+/// Gathers facts about the daemon's certificates. `name` is the name under which the controller knows this machine.
+/// Fails if the files are unusable, so that the daemon could not start.
 pub(super) fn gather_certificates(
     role: Role,
     files: Option<&CredentialFiles>,

@@ -1,4 +1,4 @@
-//! Services of this machine, from the controller.
+//! Facts about services and servers, which a controller provides.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -21,7 +21,7 @@ use tonic::transport::Endpoint;
 use crate::facts::{Role, Server, Service};
 
 const CONTROLLER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum size of a reply in bytes: 16,384 servers and 1,000 services are about 1 MB.
+/// Maximum size of a reply, in bytes. 16,384 servers and 1,000 services take about 1 MB.
 const MAX_REPLY_BYTES: usize = 64 << 20;
 
 #[derive(Default)]
@@ -32,8 +32,8 @@ pub(super) struct FleetFacts {
     pub future_report_count: u64,
 }
 
-/// Queries the controllers in order and returns facts from the first answer. `name` is that of this machine at the
-/// controller; `None`: all services count. `tls` is the daemon's certificate.
+/// Queries the controllers in order, and returns the facts from the first answer. `name` is the name under which the
+/// controller knows this machine. If it is `None`, all services are included. `tls` is the daemon's certificate.
 pub(super) fn query_controllers(
     role: Role,
     controllers: &[SocketAddr],
@@ -50,7 +50,7 @@ pub(super) fn query_controllers(
     FleetFacts { controller_answer: (!problems.is_empty()).then(|| Err(problems.join("; "))), ..FleetFacts::default() }
 }
 
-/// Requests the fleet from a controller by gRPC, like the daemon.
+/// Requests the fleet from a controller by gRPC, as the daemon does.
 fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow::Result<FleetReply> {
     let tls_config = coreward_tls::table::load(tls)?.map(|tls| (tls, &[CertifiedRole::Controller][..]));
     let unreachable_error = |reason: &dyn std::fmt::Display| {
@@ -69,10 +69,10 @@ fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow:
     })
 }
 
-/// Returns whether a controller with this configuration runs on this host, by asking its API.
+/// Returns whether a controller with this configuration runs on this host and answers at its API.
 pub(super) fn is_running(config: &ControllerConfig) -> bool {
     let request_status = || -> anyhow::Result<()> {
-        // If the listening address does not answer, the API belongs to another controller.
+        // If no process answers at the listening address, another controller owns the API's address.
         drop(std::net::TcpStream::connect_timeout(&config.listen, CONTROLLER_TIMEOUT)?);
         let (scheme, ca) = match &config.tls {
             Some(files) if !config.api.ip().is_loopback() => ("https", Some(files.ca.clone())),
@@ -80,7 +80,7 @@ pub(super) fn is_running(config: &ControllerConfig) -> bool {
         };
         let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
         let api_url = format!("{scheme}://{}", config.api).parse()?;
-        // On this host any name in the certificate is valid.
+        // Any name in the certificate is accepted, because the controller is on this host.
         let client = Client::with_controllers(vec![api_url], &Credential::Token { file, ca }, ExpectedHost::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;
         Ok(())

@@ -1,4 +1,4 @@
-//! The device of the services' packets.
+//! Facts about the network device that receives the services' packets.
 
 use coreward_agent::load::queues;
 use coreward_agent::rss::ethtool::{self, EthtoolRss, FlowType};
@@ -11,7 +11,7 @@ use nix::net::if_::{InterfaceFlags, if_nametoindex};
 
 use crate::facts::{Device, RssProblem, Settings};
 
-/// Gathers the facts about a network device; `None`: the device does not exist.
+/// Gathers facts about a network device, or returns `None` if the device does not exist.
 pub(super) fn gather_device(name: &str, settings: &Settings, rss: Option<Box<dyn RssDevice>>) -> Option<Device> {
     let interface_index = if_nametoindex(name).ok()?;
     let interface_entries: Vec<_> =
@@ -52,8 +52,9 @@ pub(super) fn gather_device(name: &str, settings: &Settings, rss: Option<Box<dyn
     })
 }
 
-/// Returns whether the driver moves open connections to other queues, or `None` if it cannot. ixgbe and txgbe do it
-/// without rules for single flows (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features()), i40e by a flag.
+/// Returns whether the driver moves open connections to other queues, or `None` if it cannot. ixgbe and txgbe do so
+/// while rules for single flows are disabled (NETIF_F_NTUPLE in ixgbe_set_features() and wx_set_features()). i40e has a
+/// private flag for it.
 fn moves_open_connections(name: &str, driver: &str, rss_conflicts: &RssConflicts) -> Option<bool> {
     match driver {
         "ixgbe" | "txgbe" => Some(!rss_conflicts.accepts_flow_rules),

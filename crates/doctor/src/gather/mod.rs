@@ -1,4 +1,4 @@
-//! Gathering of facts, without judgement and without changes to the machine.
+//! Gathering of facts, which neither judges nor changes the machine.
 
 mod announcement;
 mod certificates;
@@ -27,7 +27,8 @@ pub use settings::CliOptions;
 
 const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 
-/// Gathers facts about this machine, even that a property is not visible. Fails if file or options are wrong.
+/// Gathers facts about this machine. Invisible properties are recorded as such. Fails if the file or the options are
+/// invalid.
 pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
     let options = options.gather_settings()?;
     let (role, settings) = (options.role, options.settings);
@@ -147,7 +148,7 @@ fn gather_addresses() -> Vec<Address> {
     interface_entries.filter_map(to_address).collect()
 }
 
-/// Returns the devices of default routes (0.0.0.0/0) in the text of /proc/net/route.
+/// Parses /proc/net/route, and returns the devices of default routes (0.0.0.0/0).
 fn default_route_devices(text: &str) -> BTreeSet<String> {
     let default_route_device = |line: &str| {
         let columns: Vec<&str> = line.split_whitespace().collect();
@@ -169,12 +170,12 @@ fn gather_clock() -> Clock {
     }
 }
 
-/// Returns the directory of a file, whose path may be a bare name.
+/// Returns the directory that contains a file. The path may be a bare file name.
 fn directory_of_file(path: &Path) -> PathBuf {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")).to_owned()
 }
 
-/// Returns the error of binding a TCP socket to the address, if any.
+/// Returns the reason why a TCP socket cannot be bound to the address, if any.
 fn bind_problem(listen: SocketAddr) -> Option<String> {
     std::net::TcpListener::bind(listen).err().map(|error| error.to_string())
 }

@@ -1,4 +1,5 @@
-//! Firewalls and connection tracking, by `nft --json list ruleset`: only libnftables can decode the kernel's rules.
+//! Facts about firewalls and connection tracking, from `nft --json list ruleset`. Only libnftables can decode the
+//! kernel's rules.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -18,7 +19,7 @@ pub(super) fn gather_netfilter() -> Netfilter {
 }
 
 fn read_ruleset() -> Result<Vec<NetfilterChain>, String> {
-    // The PATH of a login shell may lack /usr/sbin.
+    // A login shell's PATH may lack /usr/sbin.
     let nft_output = ["/usr/sbin/nft", "/sbin/nft", "nft"]
         .into_iter()
         .map(|nft| Command::new(nft).args(["--json", "list", "ruleset"]).output());
@@ -44,7 +45,7 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
             qualified_name: qualified_name(chain, "name"),
             hook_name: to_text(&chain["hook"]),
             drops_by_default: chain["policy"] == "drop",
-            // A chain of type nat tracks connections.
+            // Chains of type nat always track connections.
             tracks_connections: chain["type"] == "nat",
             ..NetfilterChain::default()
         };
@@ -62,7 +63,7 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
             chain.rules.push(nat_rule);
         }
         chain.tracks_connections |= expressions.iter().any(|expression| {
-            // `xt`: a match of iptables-nft.
+            // iptables-nft translates its matches to `xt`.
             let is_compat_match =
                 ["conntrack", "state", "connlimit", "connmark"].iter().any(|name| expression["xt"]["name"] == *name);
             is_compat_match || contains_key(expression, &["ct", "masquerade", "dnat", "snat", "redirect"])
@@ -71,11 +72,11 @@ fn parse_chains(ruleset: &Value) -> Vec<NetfilterChain> {
     chains_by_name.into_values().collect()
 }
 
-/// Parses a rule that changes destinations or jumps. `table` is the family and name of the chain's table.
+/// Parses a rule that may change destinations or jump to other chains. `table` is the chain's family and table name.
 fn parse_nat_rule(expressions: &[Value], table: &str) -> NatRule {
     let mut nat_rule = NatRule::default();
     for expression in expressions {
-        // Targets of iptables-nft.
+        // iptables-nft translates its targets to `xt`, too.
         let is_dnat_target = ["DNAT", "REDIRECT"].iter().any(|name| expression["xt"]["name"] == *name);
         nat_rule.changes_destination |= is_dnat_target || contains_key(expression, &["dnat", "redirect"]);
         add_jump_targets(expression, table, &mut nat_rule.jump_targets);
@@ -84,7 +85,7 @@ fn parse_nat_rule(expressions: &[Value], table: &str) -> NatRule {
     nat_rule
 }
 
-/// Adds the names of chains to which an expression jumps, including those in a verdict map.
+/// Adds the names of the chains that an expression jumps to, including those in a verdict map.
 fn add_jump_targets(value: &Value, table: &str, jumps: &mut Vec<String>) {
     match value {
         Value::Object(members) => {
@@ -100,7 +101,7 @@ fn add_jump_targets(value: &Value, table: &str, jumps: &mut Vec<String>) {
     }
 }
 
-/// Adds the conditions of a `match` expression to `conditions`; adds none if a value is not understood.
+/// Adds the conditions that a `match` expression contains. If a value is not understood, adds none.
 fn add_match_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>) {
     if expression["op"] != "==" {
         return;
@@ -128,7 +129,7 @@ fn add_match_conditions(expression: &Value, conditions: &mut Vec<MatchCondition>
     }
 }
 
-/// Adds a condition on the protocol. Protocols that no service uses match no service.
+/// Adds a condition on the protocol. Protocols that services cannot use are left out, so they match no service.
 fn add_protocol_condition(values: &[Value], conditions: &mut Vec<MatchCondition>) {
     if values.iter().all(|value| value.is_string() || value.is_u64()) {
         conditions.push(MatchCondition::Protocol(values.iter().filter_map(parse_protocol).collect()));
@@ -185,7 +186,7 @@ fn contains_key(value: &Value, keys: &[&str]) -> bool {
 mod tests {
     use super::*;
 
-    /// Ruleset as JSON, as nft 1.0.6 prints it.
+    /// Ruleset in JSON, as printed by nft 1.0.6.
     const RULESET: &str = r#"{"nftables": [{"metainfo": {"version": "1.0.6", "json_schema_version": 1}},
         {"table": {"family": "ip", "name": "filter", "handle": 1}},
         {"chain": {"family": "ip", "table": "filter", "name": "input", "handle": 1, "type": "filter",
@@ -238,7 +239,7 @@ mod tests {
         assert!(parse_chains(&Value::Null).is_empty());
     }
 
-    /// Rules of Docker 20.10 (iptables-nft), of Kubernetes and by hand, as nft 1.0.6 prints them.
+    /// Rules of Docker 20.10 (iptables-nft), of Kubernetes and by hand, as printed by nft 1.0.6.
     #[test]
     fn rules_have_the_conditions_of_their_expressions() {
         let parse_rule =
@@ -259,7 +260,7 @@ mod tests {
         let set_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "th", "field": "dport"}},
             "right": {"set": [80, {"range": [8000, 8010]}]}}}, {"redirect": {"port": 3128}}]"#;
         assert_eq!(parse_rule(set_rule).conditions, [MatchCondition::Port(vec![80..=80, 8000..=8010])]);
-        // A named set is not understood: the rule may match anything.
+        // Named sets are not resolved, so the rule may match any packet.
         let named_set_rule = r#"[{"match": {"op": "==", "left": {"payload": {"protocol": "ip", "field": "daddr"}},
             "right": "@vips"}}, {"dnat": {"addr": "10.0.0.1"}}]"#;
         assert_eq!(parse_rule(named_set_rule), NatRule { changes_destination: true, ..NatRule::default() });

@@ -1,4 +1,4 @@
-//! Polling threads: pinned to one CPU and never waiting.
+//! Threads that poll, which are pinned to one CPU and never wait.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use crate::facts::PollingThread;
 
-/// Time between two samples. A serving thread waits at least once in this time, unless it is at full load.
+/// Time between two samples. Unless it is at full load, a serving thread waits at least once in this time.
 const SAMPLE_DURATION: Duration = Duration::from_millis(500);
 
-/// Runnable thread, with the number of its waits (voluntary context switches) so far.
+/// Thread that is running or runnable, with the number of times it has waited (voluntary context switches).
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct RunnableThread {
     thread_name: String,
@@ -18,7 +18,7 @@ struct RunnableThread {
     voluntary_switch_count: u64,
 }
 
-/// Returns the polling threads of this network namespace. Takes half a second if there are candidates.
+/// Returns the polling threads in this network namespace. This takes half a second if there are candidates.
 pub fn find_polling_threads() -> Vec<PollingThread> {
     let threads_before = read_runnable_threads();
     if threads_before.is_empty() {
@@ -36,7 +36,7 @@ pub fn find_polling_threads() -> Vec<PollingThread> {
     threads_after.into_iter().filter_map(to_polling_thread).collect()
 }
 
-/// Returns the pinned runnable threads by thread id, without those that have ended meanwhile.
+/// Returns the runnable threads that are pinned to a CPU, by thread id. Threads that end meanwhile are left out.
 fn read_runnable_threads() -> BTreeMap<u32, RunnableThread> {
     let own_namespace = fs::read_link("/proc/self/ns/net").ok();
     let is_in_own_namespace = |process: &Path| fs::read_link(process.join("ns/net")).ok() == own_namespace;
@@ -54,7 +54,7 @@ fn read_runnable_threads() -> BTreeMap<u32, RunnableThread> {
     thread_directories.filter_map(read_thread).collect()
 }
 
-/// Parses /proc/PID/status (proc(5)). Returns `None` if the thread waits, or may run on several CPUs.
+/// Parses /proc/PID/status (proc(5)). Returns `None` if the thread waits, or if it may run on several CPUs.
 fn parse_thread_status(status: &str) -> Option<RunnableThread> {
     let field_value =
         |key: &str| status.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));

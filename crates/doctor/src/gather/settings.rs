@@ -1,4 +1,4 @@
-//! Command line and the daemon's file.
+//! Settings from the command line and the daemon's configuration file.
 
 use std::fs::File;
 use std::io::{self, Write as _};
@@ -22,28 +22,27 @@ use nix::sys::statvfs;
 use super::{bind_problem, controller, directory_of_file};
 use crate::facts::{ControllerFacts, Role, Service, Settings, StoreFacts};
 
-/// Minimum free space for a store in bytes: redb creates a file of half this size.
+/// Minimum free space for a store, in bytes. redb creates a file of half this size.
 const MIN_FREE_STORE_BYTES: u64 = 1 << 20;
 
 #[derive(Debug, Clone, Default)]
 pub struct CliOptions {
     pub config_file: Option<PathBuf>,
-    /// Network device, which overrides that of the configuration file.
+    /// Network device, which overrides the one in the configuration file.
     pub interface_override: Option<String>,
-    /// Role of the machine, if there is no configuration file.
+    /// Role of the machine, which is required if there is no configuration file.
     pub role: Option<Role>,
-    /// Address of the controller, which overrides that of the configuration file.
+    /// Address of the controller, which overrides the one in the configuration file.
     pub controller_override: Option<SocketAddr>,
-    /// Services to check in addition to the controller's.
+    /// Services to check in addition to those that the controller lists.
     pub additional_services: Vec<ServiceAddress>,
 }
 
 pub(super) struct GatheredSettings {
     pub role: Role,
     pub settings: Settings,
-    /// Name of this machine at the controller.
+    /// Name under which the controller knows this machine.
     pub machine_name: Option<String>,
-    /// Files of the daemon's certificate.
     pub tls_files: Option<CredentialFiles>,
     pub rss_device: Option<Box<dyn RssDevice>>,
     pub services: Vec<Service>,
@@ -83,7 +82,7 @@ impl CliOptions {
     }
 }
 
-/// Returns the role of the daemon with this configuration file, by a key that files of other roles do not have.
+/// Detects the role of the daemon that uses this file, from a key that other roles' files do not have.
 fn role_of_file(file: &Path) -> anyhow::Result<Role> {
     let text = std::fs::read_to_string(file).with_context(|| format!("{}", file.display()))?;
     let table: toml::Table = text.parse().with_context(|| format!("{}", file.display()))?;
@@ -209,25 +208,25 @@ fn gather_store_file_facts(store: &Path) -> StoreFacts {
     StoreFacts::File { path: store.to_owned(), problem, mode: permission_bits }
 }
 
-/// Returns the reason why the disk has no room for the store's next transaction. It may need the size of the file
-/// again, because the store keeps the pages in force.
+/// Returns a problem if the disk has no room for the store's next transaction. The transaction may need the file's size
+/// once more, because the store keeps the current pages until it is complete.
 fn free_space_problem(store: &Path, directory: &Path) -> Option<String> {
     let needed_bytes = store.metadata().map_or(0, |metadata| metadata.len()).max(MIN_FREE_STORE_BYTES);
-    // The controller does not run as root: only blocks available to all users count.
+    // The controller does not run as root, so only blocks that every user may occupy count.
     let available_bytes = |status: statvfs::Statvfs| status.blocks_available().saturating_mul(status.fragment_size());
     let available_result = statvfs::statvfs(directory).map(available_bytes);
     match available_result {
         Ok(available) if available < needed_bytes => {
             Some(format!("the disk is full: {available} bytes are available, expected {needed_bytes}"))
         }
-        // A quota is visible only at a write.
+        // A quota becomes visible only when something is written.
         Ok(_) => try_write(directory).err().map(|error| format!("{}: {error}", directory.display())),
         Err(error) => Some(format!("{}: {error}", directory.display())),
     }
 }
 
-/// Tries to write an unnamed file in a directory; the kernel deletes the file when it is closed. File systems that do
-/// not support unnamed files are skipped.
+/// Tries to write an unnamed file in the directory, which the kernel deletes when it is closed. Succeeds without
+/// writing if the file system does not support unnamed files.
 fn try_write(directory: &Path) -> io::Result<()> {
     let open_result = File::options().write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(directory);
     let write_result = open_result.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));

@@ -1,4 +1,4 @@
-//! Sockets that receive a service's connections or datagrams on this machine.
+//! Facts about the sockets on this machine that receive a service's connections or datagrams.
 
 use std::collections::BTreeMap;
 use std::os::fd::AsFd as _;
@@ -19,7 +19,7 @@ fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<Sockets> {
         Protocol::Tcp => listeners::tcp_listener_inodes(service.socket)?,
         Protocol::Udp => listeners::udp_socket_inodes(service.socket)?,
     };
-    // Like the agent: processes that wait by epoll, or else those that have the socket open.
+    // As in the agent, a socket's workers are the processes that wait for it by epoll, or else those that have it open.
     let mut listeners_by_inode: BTreeMap<u64, ServiceSocket> =
         listeners::find_epoll_waiters(&socket_inodes)?.into_iter().map(|listener| (listener.inode, listener)).collect();
     let inodes_without_waiter =

@@ -1,4 +1,4 @@
-//! Leadership and records, with a real etcd.
+//! Tests of the leadership and of stored records, with a real etcd.
 
 use std::path::Path;
 use std::process::{Child, Command};
@@ -14,7 +14,7 @@ use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Role};
 use tempfile::TempDir;
 
-/// Process of one etcd member, which ends when the value is dropped.
+/// Process of one etcd member, which is killed when this value is dropped.
 struct Etcd {
     member: LocalMember,
     process: Child,
@@ -46,9 +46,9 @@ impl Drop for Etcd {
     }
 }
 
-/// Lease duration in tests that do not wait for its end: it survives a pause of the machine.
+/// Lease duration in tests that do not wait for its end. It is long enough for a machine that pauses.
 const LONG_LEASE: Duration = Duration::from_secs(30);
-/// Maximum time for operations that etcd performs at once.
+/// Time limit for operations that etcd normally performs at once.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn candidate(name: &str, lease_duration: Duration) -> Candidate {
@@ -79,7 +79,7 @@ fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Returns parts that are together larger than a request to etcd may be, and more than a transaction may change.
+/// Returns parts that exceed the size of a request to etcd and the number of operations in a transaction.
 fn large_parts(marker: u8) -> Chunks {
     (0..300).map(|number| (format!("part/{number}"), vec![marker; 20_000])).collect()
 }
@@ -104,7 +104,7 @@ fn next_leader_reads_complete_changes_only() {
     changed_parts.insert("part/7".to_owned(), b"changed".to_vec());
     changed_parts.remove("part/8");
     cluster.block_on(store.save(changed_parts.clone())).unwrap();
-    // As of a leader that died before its manifest.
+    // This part is written as if by a leader that died before it wrote the manifest.
     put_key(&cluster, "/test/parts/part/9/77", "half");
     cluster.block_on(first_leadership.resign()).unwrap();
     let second_leadership = lead_with_long_lease(&cluster, "b");
@@ -125,7 +125,7 @@ fn deposed_leader_cannot_write() {
     let first_leadership = lead_with_long_lease(&cluster, "a");
     let mut store = open_store(&cluster, &first_leadership);
     cluster.block_on(store.save(large_parts(1))).unwrap();
-    // Its lease is taken from it, as when it was stopped for long; it does not know.
+    // The leader loses its key without noticing, as if it had been stopped for a long time.
     put_key(&other, "/test/leader", "somebody");
     let delete_leader_key =
         other.block_on(other.call(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
@@ -188,21 +188,21 @@ fn resignation_during_an_election_releases_the_lease() {
     let etcd = Etcd::start();
     let (cluster, other) = (etcd.connect(), etcd.connect());
     wait_until("etcd has started", || read_leader_or_error(&cluster) == Ok(LeaderState::NoLeader));
-    // It is not yet known that it has won.
+    // This process does not use the leadership that it has won.
     let lease_duration = Duration::from_secs(60);
     drop(cluster.block_on(candidate("a", lease_duration).campaign_once(cluster.clone())).unwrap());
     assert!(other.block_on(candidate("b", lease_duration).campaign_once(other.clone())).is_err());
     assert!(cluster.block_on(cluster.revoke_all_leases()).unwrap());
-    // Its campaign goes on until the process has ended, and wins nothing.
+    // The campaign may continue while the process ends, but must not win.
     assert!(cluster.block_on(candidate("a", lease_duration).campaign_once(cluster.clone())).is_err());
     assert_eq!(read_leader_or_error(&other), Ok(LeaderState::NoLeader));
     let second_leadership = other.block_on(candidate("b", lease_duration).campaign_once(other.clone())).unwrap();
-    // A leader that resigned has no key left.
+    // A leader that has resigned has no key left.
     other.block_on(second_leadership.resign()).unwrap();
     assert!(!other.block_on(other.revoke_all_leases()).unwrap());
 }
 
-/// Certificate authority, which issues certificates for addresses of etcd and of controllers.
+/// Certificate authority that issues certificates for addresses of etcd and of controllers.
 struct TestAuthority {
     directory: TempDir,
     authority: Authority,
@@ -306,7 +306,7 @@ fn etcd_requires_tls_and_valid_certificates() {
         &etcd_at_another_address.member.secure_endpoint(),
         &tls_options(&client_files, Some(&client_files)),
     );
-    // Until it has started, it is not found.
+    // Until etcd has started, connections are refused.
     let mut error_text = String::new();
     wait_until("another host", || {
         error_text = read_leader_or_error(&cluster).unwrap_err();

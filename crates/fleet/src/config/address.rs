@@ -7,7 +7,7 @@ use coreward_config::{FromToml, Reader, Spanned, parse_text, serde_json};
 use coreward_model::tuple::{Protocol, ServiceAddress};
 use serde_json::{Value, json};
 
-/// Returns why no service can have this VIP and port, if so: the end of a sentence that begins with the address.
+/// Returns why no service can have this VIP and port, if so. The text continues a sentence after the address.
 pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     if vip.port() == 0 {
         return Some(" has port 0");
@@ -19,7 +19,7 @@ pub fn vip_error(vip: SocketAddr) -> Option<&'static str> {
     }
 }
 
-/// Returns why no server can have this address, if so: the end of a sentence that begins with the address.
+/// Returns why no server can have this address, if so. The text continues a sentence after the address.
 pub fn server_address_error(address: IpAddr) -> Option<&'static str> {
     match address {
         IpAddr::V4(address) => (!is_host_ipv4(address)).then_some(" is no address of one host"),
@@ -34,7 +34,7 @@ fn ipv6_address_error(address: Ipv6Addr) -> Option<&'static str> {
         (address.is_multicast(), " is a multicast address"),
         // Routers do not forward packets to link-local addresses.
         (address.is_unicast_link_local(), " is a link-local address"),
-        // No packet carries an IPv4-mapped address: sockets use it for IPv4.
+        // No packet carries an IPv4-mapped address, because sockets use it for IPv4.
         (address.to_ipv4_mapped().is_some(), " is an IPv4-mapped address"),
     ];
     rejected_ranges.into_iter().find_map(|(applies, reason)| applies.then_some(reason))
@@ -74,7 +74,6 @@ impl FromToml for Vip {
     }
 }
 
-/// Address of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServerAddress(pub IpAddr);
 
@@ -112,7 +111,7 @@ impl FromToml for BalancerAddress {
 
 const EXPECTED_HOST_ADDRESS: &str = "an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
 
-/// Reads the address of a host. `address_name`: name of the address in diagnostics.
+/// Reads a host's address. Diagnostics call it `address_name`.
 fn read_host_address(address_name: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
     parse_text(value, reader, |written| {
         let parsed_address = written.parse::<IpAddr>().map_err(|_| "");

@@ -1,4 +1,5 @@
-//! Checks across values of the fleet's document. An invalid value is reported once, without errors that follow from it.
+//! Checks that involve several values of the fleet document. An invalid value is reported once, without errors that
+//! follow from it.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -17,7 +18,7 @@ use super::service::{self, Service};
 use super::unique::UniqueValues;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
 
-/// Checks the document and converts it. Mistakes are stored in the reader; after a mistake the result is incomplete.
+/// Checks the document and converts it. Mistakes are stored in the reader. After a mistake, the result is incomplete.
 pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
     let key_rotation = file.key_rotation.map(|interval| check_key_rotation(&interval, max_connection_lifetime, reader));
@@ -56,7 +57,8 @@ fn check_services_per_server(servers: &[ServerConfig], services: &[ServiceConfig
     }
 }
 
-/// Checks the interval of rotations. A second rotation overwrites the previous key, so its cookies must have expired.
+/// Checks the interval between key rotations. Each rotation overwrites the key before the present one, whose cookies
+/// must have expired by then.
 fn check_key_rotation<const MIN: u64, const MAX: u64>(
     interval: &Spanned<BoundedDuration<MIN, MAX>>,
     max_connection_lifetime: Duration,
@@ -130,7 +132,7 @@ impl ServiceChecker<'_> {
             let message = format!("{} services: expected at most {}", entries.len(), ServiceIndex::COUNT);
             reader.report(first_too_many.span(), message);
         }
-        // The services beyond the limit are skipped: each may list all servers.
+        // The services beyond the limit are skipped, because each of them may list all servers.
         let entries = &entries[..entries.len().min(ServiceIndex::COUNT)];
         let positions_by_name: HashMap<&str, usize> =
             self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
@@ -179,7 +181,7 @@ impl ServiceChecker<'_> {
         services
     }
 
-    /// Rejects a server at the address of a VIP: every server has the VIP on its loopback, so it would be unreachable.
+    /// Rejects a server whose address is a VIP. As every server has the VIP on its loopback, it would be unreachable.
     fn reject_server_at_vip(&self, vip: IpAddr, span: &Span, reader: &mut Reader<'_>) {
         if let Some(server) = self.servers.iter().find(|server| server.address == vip) {
             let message =
@@ -204,7 +206,7 @@ impl ServiceChecker<'_> {
             unique_members.insert(Some(name.get_ref()), &name.span(), reader);
             match positions.get(name.get_ref().as_str()) {
                 Some(position) => pool_positions.push(*position),
-                // A server with another mistake still exists.
+                // A server that another mistake excluded still exists.
                 None if self.server_names.contains(name.get_ref().as_str()) => {}
                 None => {
                     let name_and_span = (name.get_ref().as_str(), name.span());
@@ -223,7 +225,7 @@ impl ServiceChecker<'_> {
     }
 }
 
-/// Checks that the server ids fit the cookie of LB-side stamping, in which ids have fewer bits.
+/// Checks that the server ids fit into the cookies of LB-side stamping, in which ids have fewer bits.
 fn check_ids_fit<'a>(service_name: &str, pool: impl Iterator<Item = &'a ServerConfig>, reader: &mut Reader<'_>) {
     for (id, span) in
         pool.filter_map(|server| server.id.as_ref()).filter(|(id, _)| !lb_stamping::can_carry_server_id(*id))

@@ -10,7 +10,7 @@ use coreward_config::toml::{Table, Value};
 pub enum Change {
     /// The server or service is new.
     Added {
-        /// "server" or "service", and the name.
+        /// "server" or "service", followed by the name.
         subject: String,
         /// Keys of the server or service other than its name, with their values.
         values: Vec<(String, String)>,
@@ -18,18 +18,18 @@ pub enum Change {
     /// The server or service is removed.
     Removed { subject: String },
     Changed {
-        /// Server or service, as in `Added`; empty if a key of the whole fleet changes.
+        /// Server or service, as in `Added`, or empty if a key of the whole fleet changes.
         subject: String,
         key: String,
-        /// Previous value of the key; `None`: the key was absent.
+        /// Previous value of the key, or `None` if the key was absent.
         old: Option<String>,
-        /// New value of the key; `None`: the key is absent.
+        /// New value of the key, or `None` if the key is absent now.
         new: Option<String>,
     },
 }
 
 impl Change {
-    /// Returns the reason why the change breaks established connections; `None`: they continue.
+    /// Returns the reason why the change breaks established connections, or `None` if they continue.
     pub fn break_reason(&self) -> Option<&'static str> {
         let (subject, key) = match self {
             Self::Removed { subject } if subject.starts_with("service ") => {

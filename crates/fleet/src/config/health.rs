@@ -1,4 +1,4 @@
-//! Health checks of a service's servers: the table `[service.health]`.
+//! Health checks of a service's servers, as the table `[service.health]` configures them.
 
 use std::net::Ipv6Addr;
 
@@ -63,7 +63,7 @@ pub enum CheckKind {
     Https,
     /// The server is healthy if its agent sends reports.
     Agent,
-    /// There is no check: the server always counts as healthy.
+    /// There is no check, so the server always counts as healthy.
     None,
 }
 
@@ -171,8 +171,8 @@ impl FromToml for Authorities {
     }
 }
 
-/// Returns the health check of the table, or `None` if there is none. Contradictions are stored in the reader.
-/// `mixes_families`: a server's address and the VIP are of different families.
+/// Returns the health check that the table describes, or `None` if there is none. Contradictions are stored in the
+/// reader. `mixes_families` is whether a server's address and the VIP are of different families.
 pub fn check(
     table: &Spanned<Health>,
     protocol: Protocol,
@@ -231,7 +231,7 @@ fn vip_check_error(mode: ServiceMode, mixes_families: bool) -> Option<String> {
     mixes_families.then(|| "a service with servers whose addresses are of another family".to_owned())
 }
 
-/// Returns the address of the checks. The default is the VIP, unless checks at the VIP are impossible.
+/// Returns the address at which servers are checked. The default is the VIP, unless checks at the VIP are impossible.
 fn probe_address(health: &Health, vip_check_error: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
     let default_address = if vip_check_error.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
     let Some(at) = &health.at else { return default_address };

@@ -1,7 +1,7 @@
-//! Fleet's document, parsed and checked; docs/config.md is the reference.
+//! The fleet document, parsed and checked. docs/config.md is the reference.
 //!
-//! [`file`], [`service`] and [`address`] describe single values, [`service`] and [`check`] check combinations. Every
-//! mistake has the location of the invalid value. [`difference`] compares two documents.
+//! [`file`], [`service`] and [`address`] describe single values, while [`service`] and [`check`] check combinations.
+//! Every mistake has the location of the invalid value. [`difference`] compares two documents.
 
 mod address;
 mod check;
@@ -35,10 +35,10 @@ use coreward_model::vlan::Vlan;
 pub use difference::{Change, difference};
 use file::FleetFile;
 
-/// Interval of 10 Hz, as published (CrossRSS, CoNEXT'20).
+/// Default interval between reports, which is 10 Hz as published (CrossRSS, CoNEXT'20).
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Default of `max_connection_lifetime`: a cookie lives as long as its connection, nearly always less than a day.
+/// Default of `max_connection_lifetime`. A cookie lives as long as its connection, nearly always less than a day.
 pub const DEFAULT_MAX_CONNECTION_LIFETIME: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug, Clone)]
@@ -50,11 +50,11 @@ pub struct FleetConfig {
     pub load_ewma_alpha: SmoothingWeight,
     /// Maximum life of a cookie, for which the ids of former servers and the previous key are kept.
     pub max_connection_lifetime: Duration,
-    /// Interval of key rotations; `None`: keys are rotated by command only.
+    /// Interval between key rotations, or `None` if keys are rotated by command only.
     pub key_rotation: Option<Duration>,
-    /// Names of the racks that may connect; `None`: any rack may.
+    /// Names of the racks that may connect, or `None` if any rack may.
     pub racks: Option<BTreeSet<String>>,
-    /// Names of the load balancers that may connect; `None`: any load balancer may.
+    /// Names of the load balancers that may connect, or `None` if any load balancer may.
     pub load_balancers: Option<BTreeSet<String>>,
     /// Servers, with unique names, addresses and ids.
     pub servers: Vec<ServerConfig>,
@@ -69,25 +69,25 @@ pub struct ServerConfig {
     pub name: String,
     /// Address at which load balancers reach the server.
     pub address: IpAddr,
-    /// Id that the operator has chosen, with its location in the document; `None`: it is drawn at random.
+    /// Id that the operator has chosen, with its location in the document, or `None` to draw an id at random.
     pub id: Option<(ServerId, Span)>,
     pub state: ServerState,
     /// Relative share of new connections.
     pub weight: ServerWeight,
-    /// Capacity in cores; `None`: the number of the server's cores.
+    /// Capacity in cores, or `None` to use the number of the server's cores.
     pub capacity: Option<ServerCapacity>,
     /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
-    /// Names of the racks that may report for the server; `None`: those of the fleet.
+    /// Names of the racks that may report for the server, or `None` for those of the fleet.
     pub racks: Option<BTreeSet<String>>,
     /// Location of the server in the document.
     pub span: Span,
 }
 
-/// Event after which a service's table is made.
+/// Event that triggers a new placement table of a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TableTiming {
-    /// A table is made after a change of a report or of another input.
+    /// A table is made as soon as a report or another input changes.
     OnChange,
     /// Tables are made once per report interval, as published (CrossRSS, CoNEXT'20) and as in the simulator.
     Interval,
@@ -105,8 +105,8 @@ pub enum ServerState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OtherBalancer {
     pub address: IpAddr,
-    /// Direction of the migration: true if new connections go to the other load balancer (`migrate_to`), false if the
-    /// service came from it (`migrate_from`).
+    /// Whether new connections go to the other load balancer (`migrate_to`). Otherwise the service came from it
+    /// (`migrate_from`).
     pub is_handed_over: bool,
 }
 
@@ -114,7 +114,7 @@ pub struct OtherBalancer {
 pub struct ServiceConfig {
     pub name: String,
     pub address: ServiceAddress,
-    /// Consistency mode of the service. A transfer in it has no id yet, because the document has none.
+    /// Consistency mode of the service. A migration in it has no id yet, because the document has none.
     pub mode: ServiceMode,
     /// Load balancer from which the service is adopted, or to which it is handed over.
     pub other_balancer: Option<OtherBalancer>,
@@ -122,7 +122,7 @@ pub struct ServiceConfig {
     pub policy: &'static str,
     pub slow_start: Duration,
     pub buckets: BucketCount,
-    /// Health check of the service's servers; `None`: they are not checked.
+    /// Health check of the service's servers, or `None` if they are not checked.
     pub check: Option<HealthCheck>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
@@ -138,8 +138,8 @@ impl FleetConfig {
         Self::parse(&Source::read(path)?)
     }
 
-    /// Parses an operator's document. Rejects a document without any key: a file that an editor has just truncated, or
-    /// a full disk left empty, would end all services at the next SIGHUP.
+    /// Parses an operator's document. Rejects a document without any key. Otherwise a file that an editor has just
+    /// truncated, or that a full disk has left empty, would end all services at the next SIGHUP.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
         let is_empty = source.keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
@@ -149,17 +149,16 @@ impl FleetConfig {
         Self::parse_stored(source)
     }
 
-    /// Parses the document in the store, which is empty before the first one is applied.
+    /// Parses the stored document, which is empty before the first one is applied.
     pub fn parse_stored(source: &Source) -> Result<Self, Diagnostics> {
         source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
     }
 
-    /// Returns the document with its text.
     pub fn source(&self) -> &Source {
         &self.source
     }
 
-    /// Returns diagnostics of mistakes that comparison with the records has found, sorted by location and message.
+    /// Returns diagnostics for mistakes that were found by comparison with the records, sorted by location and message.
     pub fn diagnostics(&self, mistakes: Vec<(Span, String)>) -> Diagnostics {
         Diagnostics::at(&self.source, mistakes)
     }

@@ -1,4 +1,4 @@
-//! Racks that agents may use: `racks` of the fleet and of a server.
+//! Checks of the fleet's and the servers' `racks`, which list the racks that agents may use.
 
 use std::collections::BTreeSet;
 
@@ -6,7 +6,7 @@ use coreward_config::{Name, Reader, Spanned};
 
 use super::unique::UniqueValues;
 
-/// Returns the names on a list of racks; `None`: there is no list. `known`: the fleet's racks, if the fleet lists any.
+/// Returns the names on a list of racks, or `None` if there is no list. `known` has the fleet's racks, if it lists any.
 pub fn check(
     listed: Option<&[Spanned<Name>]>,
     known: Option<&BTreeSet<String>>,
@@ -25,7 +25,7 @@ pub fn check(
     Some(listed_names.iter().map(|name| name.get_ref().0.clone()).collect())
 }
 
-/// Returns the unique names on a list of the fleet; `None`: there is no list. `what`: kind of the entries.
+/// Returns the unique names on a list of the fleet, or `None` if there is no list. `what` is the kind of the entries.
 pub fn unique_names(
     what: &'static str,
     listed: Option<&[Spanned<Name>]>,

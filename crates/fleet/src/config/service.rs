@@ -26,7 +26,7 @@ config_struct! {
         pub timestamps: Option<Spanned<TimestampOrigin>>,
         /// Forwarding of packets to servers: by MAC address, or with an outer header across routers.
         pub forwarding: Option<Spanned<Forwarding>>,
-        /// UDP: unit of a decision.
+        /// UDP: unit of traffic for which a server is chosen.
         pub udp: Option<Spanned<UdpMode>>,
         /// Address of the load balancer that had the service before and gets unknown packets.
         pub migrate_from: Option<Spanned<BalancerAddress>>,
@@ -48,12 +48,12 @@ config_struct! {
     }
 }
 
-/// Unit of decisions of a UDP service.
+/// Unit of traffic for which a UDP service chooses a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UdpMode {
-    /// All datagrams of one client's address and port.
+    /// All datagrams from one client's address and port are placed together.
     Flow,
-    /// One datagram.
+    /// Each datagram is placed on its own.
     Packet,
 }
 
@@ -134,7 +134,7 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
     ServiceMode { consistency, timestamps, ..default_mode }
 }
 
-/// Returns the reason why the service cannot have the requested timestamps; `None`: it can.
+/// Returns the reason why the service cannot have the requested timestamps, or `None` if it can.
 fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: TimestampOrigin) -> Option<String> {
     let consistency_name = consistency.name();
     if !uses_cookies && requested != TimestampOrigin::Off {
@@ -143,8 +143,8 @@ fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: Tim
             requested.name()
         ));
     }
-    // Only the server learns the index, from the SYN. The cookie of LB-side stamping has no room for an index next to
-    // 20 bits of time.
+    // Only the server learns the connection's table index, from the SYN. In the cookie of LB-side stamping, 20 bits of
+    // time leave no room for the index.
     (consistency == Consistency::Stateful && requested != TimestampOrigin::Server).then(|| {
         format!(
             "timestamps by {:?} with consistency {consistency_name:?}: expected \"server\", who stamps the index",
@@ -153,7 +153,7 @@ fn timestamps_error(consistency: Consistency, uses_cookies: bool, requested: Tim
     })
 }
 
-/// Rejects policies that move established connections: without a consistency mode, each connection follows its bucket.
+/// Rejects policies that move established connections. Without a consistency mode, each connection follows its bucket.
 fn reject_unstable_policy<T>(consistency: &Spanned<T>, service: &Service, reader: &mut Reader<'_>) {
     let Some(PolicyName(chosen)) = service.policy.value else { return };
     let stable_policies = policy::load_independent_policy_names();

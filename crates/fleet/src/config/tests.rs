@@ -1,4 +1,4 @@
-//! Every bad input with its message.
+//! Tests of the message for each kind of invalid input.
 
 use coreward_config::Source;
 
@@ -458,7 +458,7 @@ fn too_many_servers_are_rejected() {
     for n in 0..16_384 {
         text += &format!("[[server]]\nname = \"s{n}\"\naddress = \"10.{}.{}.{}\"\n", n >> 16, n >> 8 & 255, n & 255);
     }
-    // 10.0.0.0 and its like are no networks here: any unicast address may be a host's.
+    // 10.0.0.0 and similar addresses are not rejected as networks, because any unicast address may be a host's.
     assert_eq!(parse_fleet(&text).unwrap().servers.len(), 16_384);
     text += "[[server]]\nname = \"one\"\naddress = \"10.9.9.9\"\n";
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Migration from and to another load balancer: `migrate_from` and `migrate_to`.
+//! Migration of services from and to another load balancer, by `migrate_from` and `migrate_to`.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use coreward_model::tuple::{Protocol, ServiceAddress};
 use super::service::Service;
 use super::{OtherBalancer, ServerConfig, ServiceConfig};
 
-/// Returns the other load balancer of a migrating service; `None`: there is none. Mistakes are stored in the reader.
+/// Returns a migrating service's other load balancer, or `None` without one. Mistakes are stored in the reader.
 pub fn other_balancer(
     service: &Service,
     address: ServiceAddress,
@@ -51,7 +51,7 @@ pub fn other_balancer(
     Some(OtherBalancer { address: other_address, is_handed_over: service.migrate_to.is_some() })
 }
 
-/// Checks that a server stamps new connections of all its services or of none: the kernel has only one setting.
+/// Checks that each server stamps new connections of all its services or of none, as the kernel has only one setting.
 pub fn check_uniform_stamping(
     services: &[ServiceConfig],
     servers: &[ServerConfig],

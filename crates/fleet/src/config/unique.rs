@@ -15,7 +15,7 @@ impl<T: Hash + Eq + Display> UniqueValues<T> {
         Self { value_name, first_locations: HashMap::new() }
     }
 
-    /// Inserts a value, or reports a mistake if it is a duplicate. `None`: an invalid value, which is ignored.
+    /// Inserts a value, or reports a mistake if it is a duplicate. An invalid value is `None`, which is ignored.
     pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
         if let Some(first) = self.first_locations.get(&value) {

@@ -1,4 +1,4 @@
-//! A machine without a free file descriptor cannot check, and reports no server as down.
+//! Test that a machine without free file descriptors reports no server as down, because it cannot check any.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::process::Command;

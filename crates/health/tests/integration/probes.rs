@@ -1,4 +1,4 @@
-//! Each kind of check against servers of this machine's loopback, and the checker's thread with them.
+//! Tests of each kind of check and the checker's thread, with servers on loopback.
 
 use std::io::Write as _;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -79,7 +79,7 @@ fn run_probe(probe: Probe, vip: SocketAddr) -> Result<(), ProbeError> {
 fn tcp_check_passes_if_a_connection_is_established() {
     let (_listener, address) = listen_on_loopback();
     assert_eq!(run_probe(Probe::Tcp, address), Ok(()));
-    // Taken, so that no other test gets the port, without a listener.
+    // A bound socket without a listener, so that no other test gets the port.
     let unlistened_socket = tokio::net::TcpSocket::new_v4().unwrap();
     unlistened_socket.bind((Ipv4Addr::LOCALHOST, 0).into()).unwrap();
     assert_eq!(run_probe(Probe::Tcp, unlistened_socket.local_addr().unwrap()), Err(ProbeError::ConnectionRefused));
@@ -220,7 +220,7 @@ fn checker_follows_the_http_status_of_the_server() {
     let (_, failed) = checker.results().remove(0);
     assert!(failed.failure_count >= 3 && failed.last_error.starts_with("answers 503"), "{failed:?}");
 
-    // Unchanged checks continue; removed ones are forgotten.
+    // Unchanged checks continue, and removed ones are forgotten.
     let count_before = verdict_and_count(1).unwrap().1;
     checker.set_services(checked_service(&[1, 3]));
     wait_until("the third is known", || verdict_and_count(3).is_some());

@@ -1,4 +1,4 @@
-//! Addresses of controllers, and the proof of a caller.
+//! Addresses of controllers, and credentials of callers.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -7,15 +7,15 @@ use std::str::FromStr;
 
 use coreward_tls::CredentialFiles;
 
-/// Address of a controller's API.
+/// Address of a controller's HTTP API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ControllerUrl {
     is_https: bool,
-    /// Host and port, as in the URL.
+    /// Host and port of the controller, as they are written in the URL.
     pub(super) authority: String,
 }
 
-/// Error for a text that is not the address of an API.
+/// Error for a text that is not the address of a controller's API.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?}: expected the address and port of a controller's API on this host, as \"127.0.0.1:7401\", or \
@@ -41,7 +41,7 @@ impl FromStr for ControllerUrl {
         }
         let address: SocketAddr =
             trimmed.strip_prefix("http://").unwrap_or(trimmed).parse().map_err(|_| invalid_url())?;
-        // Without encryption, a token must not cross a network.
+        // Without TLS, the token would cross a network unencrypted.
         if address.ip().is_loopback() { Ok(address.into()) } else { Err(invalid_url()) }
     }
 }
@@ -54,12 +54,12 @@ impl From<SocketAddr> for ControllerUrl {
 }
 
 impl ControllerUrl {
-    /// Returns whether the URL uses TLS.
+    /// Returns whether the URL is `https://`, so that connections use TLS.
     pub fn is_https(&self) -> bool {
         self.is_https
     }
 
-    /// Returns the host without the port; an IPv6 address without brackets.
+    /// Returns the host without the port. An IPv6 address has no brackets.
     pub(super) fn host(&self) -> &str {
         let host = self.authority.rsplit_once(':').map_or(self.authority.as_str(), |(host, _)| host);
         host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
@@ -76,14 +76,14 @@ impl fmt::Display for ControllerUrl {
 /// Credential by which a caller proves its role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Credential {
-    /// Token in a file that only its owner can read. `ca`: authorities of controllers, for `https://`.
+    /// Token in a file that only its owner can read.
     Token {
         /// Path of the token file.
         file: PathBuf,
-        /// Path of the authorities' certificates (PEM).
+        /// Path of the certificates (PEM) that may sign a controller's certificate. `https://` requires it.
         ca: Option<PathBuf>,
     },
-    /// Certificate of an operator or a viewer, for `https://`.
+    /// Certificate that names its owner as operator or viewer. It requires `https://`.
     Certificate(CredentialFiles),
 }
 

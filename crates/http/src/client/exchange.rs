@@ -1,4 +1,4 @@
-//! One request and its answer, over a connection of its own.
+//! Exchange of one request and its answer, each over a new connection.
 
 use std::io;
 use std::time::Duration;
@@ -18,18 +18,18 @@ use super::contact::ControllerUrl;
 
 /// Time limit for connecting to a controller.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time limit for an answer: 16,384 servers of 64 cores are about 10 MB.
+/// Time limit for a complete answer, which has about 10 MB for 16,384 servers with 64 cores each.
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) struct PendingRequest {
     pub method: Method,
-    /// Path and query of the request, after `/v1/`.
+    /// Path and query of the request, without the leading `/v1/`.
     pub path: String,
-    /// JSON body; `None`: no body.
+    /// JSON body of the request, or `None` if it has no body.
     pub body: Option<Vec<u8>>,
 }
 
-/// Sends a request and returns the answer. `token`: credential of the caller, in addition to a certificate.
+/// Sends a request and returns the answer. `token` authenticates the caller if it has no certificate.
 pub(super) async fn exchange(
     url: &ControllerUrl,
     tls: Option<&HttpsConnector>,
@@ -83,14 +83,14 @@ async fn send(
     }
     let request = request.body(Full::new(Bytes::from(pending.body.unwrap_or_default())))?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
-    // The connection ends when the sender is dropped.
+    // The connection's future completes when the sender is dropped.
     let answer = async move {
         let answer = sender.send_request(request).await?;
         let status = answer.status();
         anyhow::Ok((status, answer.into_body().collect().await?.to_bytes()))
     };
     let (answer, ended) = tokio::join!(answer, connection);
-    // The connection's error is more precise than the error of its sender.
+    // The connection's error is reported because it is more precise than its sender's error.
     match (answer, ended) {
         (Err(_), Err(error)) => Err(error.into()),
         (answer, _) => answer,

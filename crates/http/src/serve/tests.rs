@@ -1,4 +1,4 @@
-//! Eviction of connections, over loopback.
+//! Tests of the eviction of idle connections, over loopback.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -13,9 +13,7 @@ use tokio::time::{Interval, interval, timeout};
 
 use super::*;
 
-/// Timeout of operations that normally take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// Timeout that does not expire during a test.
 const LONG_TIMEOUT: Duration = Duration::from_secs(3600);
 
 struct EndlessBody(Interval);
@@ -80,7 +78,7 @@ impl Client {
     }
 }
 
-/// With one connection more than the limit, the new one is accepted, and active ones stay.
+/// At the limit, a new connection is accepted in place of an idle one, and active connections stay open.
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
     let (address, _serving) =
@@ -93,7 +91,7 @@ async fn idle_connection_is_evicted_for_a_new_one() {
     let mut partial_request_client = Client::connect(1, address).await;
     partial_request_client.send("GET / HTTP/1.1\r\n").await;
     let mut longest_idle_client = Client::connect(1, address).await;
-    // It has sent another request, so it is idle for less long than the next one.
+    // `recently_active_client` sends its second request last, so `longest_idle_client` is idle for longer.
     longest_idle_client.request_root().await;
     recently_active_client.request_root().await;
 
@@ -103,7 +101,7 @@ async fn idle_connection_is_evicted_for_a_new_one() {
     let mut second_new_client = Client::connect(3, address).await;
     second_new_client.request_root().await;
     longest_idle_client.assert_closed().await;
-    // Two share an address; `sole_client` connected first.
+    // `new_client` and `second_new_client` share an address. `sole_client` is idle for longer, but alone.
     let mut third_new_client = Client::connect(4, address).await;
     third_new_client.request_root().await;
     new_client.assert_closed().await;

@@ -1,4 +1,4 @@
-//! Configuration from the controller: a complete one first, then changes.
+//! Applies the controller's configuration. The first one is complete, and later ones may be changes.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
@@ -18,7 +18,7 @@ use super::Forwarder;
 use super::refusals::{RefusalSubject, log_rejection};
 use crate::resolvers::Neighbour;
 
-/// Returns the fields that determine the MAC address of a server and its position in lists.
+/// Returns the fields that determine a server's MAC address and its position in lists.
 fn server_identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
     (server.id, server.address, server.vlan)
 }
@@ -28,7 +28,7 @@ fn peer_names_and_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
 }
 
 impl Forwarder {
-    /// Applies a configuration. Unusable services are reported and keep their previous configuration.
+    /// Applies a configuration. Unusable services are reported to the controller and keep their previous configuration.
     pub fn apply_and_report_configuration(
         &mut self,
         number: u64,
@@ -63,7 +63,7 @@ impl Forwarder {
         }
     }
 
-    /// Returns the previous configurations of services whose new ones are unusable.
+    /// Returns the previous configurations of those services whose new ones are unusable.
     fn previous_services_of_refused(&self, refused: &[UnusableService], others: &[Service]) -> Vec<Service> {
         let previous_service = |refused: &UnusableService| {
             let (before, _) = self.services_by_index.get(&ServiceIndex::new(refused.index)?)?;
@@ -83,7 +83,7 @@ impl Forwarder {
         }
     }
 
-    /// Records that a configuration is unusable as a whole. `generation` is 0 if it is unknown.
+    /// Records that the whole configuration is unusable. `generation` is 0 if it is unknown.
     pub fn refuse_all(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
@@ -93,7 +93,8 @@ impl Forwarder {
     pub fn record_table_outcome(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
         let configured_service = ServiceIndex::new(index).and_then(|index| self.services_by_index.get(&index));
         let Err(error) = outcome else { return self.refusals.accept(RefusalSubject::Table(index)) };
-        // The controller got the report, and makes tables of the service for other load balancers.
+        // The service's configuration was already rejected. The controller was informed of this, but still makes the
+        // service's tables because other load balancers use them.
         if configured_service.is_none() && self.refusals.is_refused(index) {
             return;
         }
@@ -106,8 +107,8 @@ impl Forwarder {
         );
     }
 
-    /// Applies a configuration: keys, services and servers. Tables follow later. Changes refer to the configuration by
-    /// `number`. Fails, without effect, when the data plane cannot hold the services.
+    /// Applies the keys, services and servers of a configuration. Tables follow later. A later change names this
+    /// configuration by `number`. If the data plane cannot hold the services, this fails without effect.
     pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configuration_number = None;
         let address_and_mode = |service: &Service| (service.address, service.mode);
@@ -147,9 +148,9 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Applies a change to the configuration in force, by processing only changed servers; changed services need a
-    /// complete configuration. Fails when the change is to another configuration
-    /// ([`Forwarder::needs_complete_configuration`]), and for the same reasons as a complete configuration.
+    /// Applies a change to the current configuration by processing only the changed servers. If services have changed,
+    /// a complete configuration is needed instead. Fails if the change is based on another configuration
+    /// ([`Forwarder::needs_complete_configuration`]), or for the same reasons as a complete configuration.
     pub fn try_apply_change(&mut self, change: FleetChange) -> anyhow::Result<()> {
         if self.configuration_number != Some(change.base_number) {
             self.needs_complete_configuration = true;
@@ -204,19 +205,19 @@ impl Forwarder {
         Ok(())
     }
 
-    /// Returns whether the next configuration must be complete, because a change did not apply.
+    /// Returns whether the next configuration must be complete because a change did not fit.
     pub fn needs_configuration(&self) -> bool {
         self.needs_complete_configuration
     }
 
-    /// Applies a configuration that an earlier daemon saved. After it, the next one of a controller must be complete.
+    /// Applies a configuration that an earlier daemon saved. The controller's next configuration must then be complete.
     pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
         (self.confirmed_generation, self.configuration_number, self.is_configuration_unsaved) = (0, None, false);
         Ok(())
     }
 
-    /// Returns a warning if the first configuration of a controller is overdue and none was saved.
+    /// Returns a warning if the controller's first configuration is overdue and no configuration was saved.
     pub(super) fn missing_configuration_warning(&self) -> Option<&'static str> {
         if self.fleet_keys.is_some() || self.missing_configuration_log_at.is_some() {
             return None;
@@ -238,7 +239,7 @@ impl Forwarder {
         }
     }
 
-    /// Returns the configuration in force, if it changed since the last call.
+    /// Returns the current configuration, if it has changed since the last call.
     pub fn take_changed_configuration(&mut self) -> Option<FleetConfiguration> {
         std::mem::take(&mut self.is_configuration_unsaved).then(|| self.current_configuration()).flatten()
     }
@@ -260,7 +261,7 @@ impl Forwarder {
         self.load_balancer.set_traffic_counting(needed_telemetry_level == TelemetryLevel::All)
     }
 
-    /// Starts to resolve the addresses of servers and load balancers. Fails when packet sockets are not allowed.
+    /// Starts to resolve MAC addresses of servers and load balancers. Fails if the process may not open packet sockets.
     pub(super) fn resolve_addresses(&mut self) -> anyhow::Result<()> {
         self.read_next_hops();
         let neighbours_of_service = |(service, _): &(Service, _)| {
@@ -286,8 +287,8 @@ impl Forwarder {
         self.servers_by_neighbour = servers_by_neighbour;
     }
 
-    /// Applies every server of the service to the data plane. A server without a resolved MAC address keeps the one
-    /// from an earlier process until ARP finds another.
+    /// Applies all of the service's servers to the data plane. A server whose MAC address is unknown keeps the one from
+    /// an earlier process until ARP finds another.
     pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
         self.mask_down_servers(service_index);
         let Some((service, index)) = self.services_by_index.get(&service_index) else { return };
@@ -312,7 +313,7 @@ impl Forwarder {
             }
             self.load_balancer.set_server_vlan(server.id, self.vlan_of(service, server));
             let now = lb::Server { mac, is_eligible: self.may_get_new_connections(service_index, server) };
-            // After a switch to LB-side stamping, even an unchanged server needs its address.
+            // After a switch to LB-side stamping, even an unchanged server's address must be set.
             if previous_server != Some(now) || service.mode.timestamps == TimestampOrigin::LoadBalancer {
                 self.load_balancer.set_server(*index, server.id, now);
             }
@@ -320,8 +321,8 @@ impl Forwarder {
         removed_server_ids.into_iter().for_each(|id| self.load_balancer.remove_server(*index, id));
     }
 
-    /// Applies the numbers and addresses of all load balancers that have a connection table. One without a resolved MAC
-    /// address keeps the one from an earlier process, as servers do.
+    /// Applies the numbers and addresses of all load balancers that have a connection table. One whose MAC address is
+    /// unknown keeps the one from an earlier process, as servers do.
     fn set_connection_owners(&mut self) {
         let own_owner_number =
             self.load_balancers.iter().find(|peer| peer.name == self.own_name).and_then(|peer| peer.owner);

@@ -1,4 +1,4 @@
-//! State of LB-side stamping for the controller: clocks of servers, and counts of stamped packets.
+//! Reports LB-side stamping to the controller, with the servers' clocks and the counts of stamped packets.
 
 use coreward_dataplane::lb::{self, StampedPacketCounts};
 use coreward_model::ServerId;
@@ -8,7 +8,7 @@ use coreward_wire::{Service, v1};
 use super::Forwarder;
 
 impl Forwarder {
-    /// Returns the clocks of servers with LB-side stamping. Omits and logs a service whose clocks cannot be read.
+    /// Returns the clocks of servers with LB-side stamping. If a service's clocks cannot be read, logs and omits them.
     pub(super) fn clocks_of_lb_stamped_servers(&self) -> Vec<v1::ServerClock> {
         self.lb_stamped_services().flat_map(|(service, index)| self.clocks_of_service(service, *index)).collect()
     }

@@ -1,4 +1,4 @@
-//! Metrics of the load balancer.
+//! The load balancer's metrics.
 
 use std::time::Duration;
 
@@ -53,12 +53,11 @@ metrics! {
 }
 
 impl Forwarder {
-    /// Records how long the installation of a table took.
     pub fn record_install_latency(&mut self, took: Duration) {
         self.table_install_latency.observe(took);
     }
 
-    /// Returns a snapshot of all metrics, given the state message `state` of the daemon.
+    /// Returns the current value of every metric. `state` is the daemon's state message.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
         let mut snapshot = component::base_snapshot(Component::Lb);
         snapshot.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);

@@ -1,4 +1,4 @@
-//! Neighbours that servers' packets go to: the servers themselves, or routers of the kernel's routes.
+//! Finds the neighbours to which servers' packets are sent, which are the servers themselves or routers.
 
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
@@ -30,7 +30,7 @@ impl Forwarder {
             .filter(|service| service.mode.forwarding.encapsulates())
     }
 
-    /// Reads the kernel's next hops to all servers of services with encapsulation.
+    /// Reads the kernel's next hop to each server whose packets are encapsulated.
     pub(super) fn read_next_hops(&mut self) {
         let to = |service: &Service, server: &Server| {
             (Neighbour { vlan: self.vlan_of(service, server), address: server.address }, server.name.clone())
@@ -47,7 +47,7 @@ impl Forwarder {
         (self.next_hops_by_server, self.route_warnings) = (HashMap::new(), BTreeSet::new());
         for (server, name) in service_names_by_server {
             let Some(index) = interface_indexes.get(&server.vlan) else {
-                // Without a device the kernel has no routes: the server is in the VLAN itself.
+                // Without a device, the kernel has no routes for the VLAN, so the server itself must be in it.
                 self.next_hops_by_server.insert(server, server.address);
                 continue;
             };
@@ -61,7 +61,7 @@ impl Forwarder {
         }
     }
 
-    /// Reads the next hops after a change of routes, and applies them.
+    /// Reads the next hops after routes have changed, and applies them.
     pub(super) fn refresh_next_hops(&mut self) {
         if self.encapsulating_services().next().is_none() {
             return;
@@ -94,7 +94,7 @@ impl Forwarder {
         }
     }
 
-    /// Returns warnings about problems that prevent the sending of encapsulated packets.
+    /// Returns warnings about problems that prevent sending encapsulated packets.
     pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
         let encapsulation_servers =
             || self.encapsulating_services().flat_map(|service| &service.servers).map(|server| server.address);
@@ -124,7 +124,7 @@ impl Forwarder {
         problems
     }
 
-    /// Returns a warning if IPv6 packets of the minimum MTU do not fit the device's MTU with their outer headers.
+    /// Returns a warning if IPv6 packets of the minimum MTU exceed the device's MTU when outer headers are added.
     fn mtu_warning(&self) -> Option<String> {
         let ipv6_services = self.encapsulating_services().filter(|service| service.address.socket.is_ipv6());
         let packet_lengths = ipv6_services.flat_map(|service| {

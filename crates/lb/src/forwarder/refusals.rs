@@ -1,4 +1,4 @@
-//! Unusable updates, which are reported to the controller while the previous state stays in force.
+//! Stores unusable updates, which are reported to the controller while the previous state remains.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,6 @@ pub fn log_rejection(kind: &str, error: &anyhow::Error) {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum RefusalSubject {
-    /// A configuration as a whole.
     WholeConfiguration,
     Service(u32),
     Table(u32),
@@ -26,7 +25,7 @@ pub enum RefusalSubject {
 pub struct RefusedUpdates(BTreeMap<RefusalSubject, RefusedUpdate>);
 
 impl RefusedUpdates {
-    /// Records an unusable update. Logs it only if its subject or reason is new: tables arrive ten times a second.
+    /// Records an unusable update. Logs it only if subject or reason is new, because tables arrive ten times a second.
     pub fn refuse(&mut self, subject: RefusalSubject, refused: RefusedUpdate) {
         let has_same_reason =
             |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
@@ -45,7 +44,7 @@ impl RefusedUpdates {
         self.0.insert(subject, refused);
     }
 
-    /// Records that the newest update of the subject is usable.
+    /// Records that the subject's newest update is usable.
     pub fn accept(&mut self, subject: RefusalSubject) {
         self.0.remove(&subject);
     }
@@ -55,7 +54,7 @@ impl RefusedUpdates {
         self.0.remove(&RefusalSubject::Table(index));
     }
 
-    /// Forgets all updates except the tables of services for which `is_service` holds, before a complete configuration.
+    /// Forgets all updates before a complete configuration, except the tables of services that `is_service` accepts.
     pub fn retain_tables(&mut self, is_service: impl Fn(u32) -> bool) {
         self.0.retain(|subject, _| matches!(subject, RefusalSubject::Table(index) if is_service(*index)));
     }

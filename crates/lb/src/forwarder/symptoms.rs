@@ -1,5 +1,5 @@
-//! Faults that only counters of the last seconds show: frames that the program sent and the driver dropped, and new
-//! connections that do not become established.
+//! Detects faults that only the counters of the last seconds reveal. These are frames that the driver dropped although
+//! the program had sent them, and new connections that do not become established.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -15,12 +15,10 @@ use super::Forwarder;
 #[derive(Default)]
 pub(super) struct Symptoms {
     recent_send_drops: RecentCounterSamples<1>,
-    /// Number of frames that the program sent and the driver counted as dropped, since the device was created.
+    /// Number of frames that the driver has dropped since the device was created, although the program had sent them.
     pub send_drops_total: u64,
     recent_handshake_counters: BTreeMap<ServiceIndex, RecentCounterSamples<2>>,
-    /// Services whose new connections do not become established.
     pub failing_services: BTreeSet<ServiceIndex>,
-    /// Descriptions of the present symptoms by their short names.
     descriptions_by_symptom: BTreeMap<String, String>,
 }
 
@@ -31,7 +29,7 @@ impl Symptoms {
 }
 
 impl Forwarder {
-    /// Updates the symptoms from the counters, once a second. Logs the start and the end of each symptom.
+    /// Updates the symptoms from the counters, once a second. Logs when a symptom begins or ends.
     pub(super) fn update_symptoms(&mut self) {
         let now = monotonic();
         let mut current_symptoms: BTreeMap<String, String> = self.failing_handshake_symptoms(now).into_iter().collect();

@@ -1,6 +1,6 @@
-//! Lifetime of placement tables. A table has the loads of the time when the controller made it. Without a newer table
-//! for the fleet's `table_lifetime`, the load balancer chooses candidates by its own counts. After a reboot it has no
-//! table, and makes one from the saved configuration.
+//! Limits the lifetime of placement tables, which contain the loads at the time when the controller made them. If no
+//! newer table arrives within the fleet's `table_lifetime`, the load balancer chooses candidate servers by its own
+//! counts. After a reboot it has no table, so it makes one from the saved configuration.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
@@ -16,19 +16,19 @@ use coreward_wire::{Server, Service, ServiceIndex};
 
 use super::{Forwarder, PROGRAM_LOAD_TIMEOUT};
 
-/// Interval at which candidates for expired tables are chosen.
+/// Interval at which candidate servers for expired tables are chosen.
 const CANDIDATE_CHOICE_INTERVAL: Duration = Duration::from_secs(1);
-/// Generation of tables that this load balancer makes itself: those of controllers count from 1.
+/// Generation of tables that this load balancer makes itself. Those that controllers make are numbered from 1.
 const OWN_TABLE_GENERATION: u64 = 0;
 
-/// Ages of the services' tables in force. All times are readings of one monotonic clock.
+/// Ages of the services' current tables. All times are readings of one monotonic clock.
 #[derive(Debug)]
 pub struct TableAges {
-    /// Start of this process, from which tables of an earlier process age.
+    /// Start of this process, from which the age of an earlier process's tables is measured.
     process_started_at: Duration,
-    /// Time at which the stream that brought the newest table ended, by service; `None`: the stream is still open.
+    /// For each service, when the stream that brought its newest table ended, or `None` while the stream is open.
     stream_end_by_service: BTreeMap<ServiceIndex, Option<Duration>>,
-    /// Services whose tables have expired, with their number of opened connections at the last choice of candidates.
+    /// For each service with an expired table, how many connections had been opened when candidates were last chosen.
     opened_count_by_expired_service: BTreeMap<ServiceIndex, u64>,
     last_choice_at: Duration,
     choice_count: u64,
@@ -45,7 +45,7 @@ impl TableAges {
         }
     }
 
-    /// Records that a controller sent a table. Returns whether the replaced table had expired.
+    /// Records that a controller sent a table, and returns whether the replaced table had expired.
     pub fn record_new_table(&mut self, service: ServiceIndex) -> bool {
         self.stream_end_by_service.insert(service, None);
         self.opened_count_by_expired_service.remove(&service).is_some()
@@ -170,14 +170,14 @@ fn log_expired(service: &Service, lifetime: Duration) {
     );
 }
 
-/// Returns whether this load balancer may choose a service's candidates. Without a cookie or a connection table, all
-/// load balancers must choose alike, or connections would change their server.
+/// Returns whether this load balancer may choose candidate servers for a service. Without a cookie or connection table,
+/// all load balancers must choose alike, because connections would otherwise change their server.
 fn may_choose_candidates(service: &Service) -> bool {
     matches!(service.mode.consistency, Consistency::Stateless | Consistency::Stateful | Consistency::HashTable)
         && service.servers.iter().any(|server| server.is_eligible)
 }
 
-/// Returns the pool of a service's servers that take new connections, with the loads that this load balancer counts.
+/// Returns the servers that take new connections of a service, with the loads that this load balancer counts.
 fn eligible_pool(
     service: &Service,
     takes_new: impl Fn(&Server) -> bool,
@@ -210,7 +210,7 @@ mod tests {
         let [start, lifetime] = [100, 10].map(Duration::from_secs);
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut table_ages = TableAges::new(start);
-        // A table of an earlier process.
+        // The table was installed by an earlier process.
         assert!(
             !table_ages.exceeds_lifetime(service_index(1), lifetime, at(9))
                 && table_ages.exceeds_lifetime(service_index(1), lifetime, at(10))
@@ -218,13 +218,13 @@ mod tests {
         table_ages.record_new_table(service_index(1));
         assert!(!table_ages.exceeds_lifetime(service_index(1), lifetime, at(1000)), "the stream goes on");
         table_ages.end_stream(at(1000));
-        // Further attempts reach no leader.
+        // Further attempts to connect find no leader.
         table_ages.end_stream(at(1005));
         assert!(
             !table_ages.exceeds_lifetime(service_index(1), lifetime, at(1009))
                 && table_ages.exceeds_lifetime(service_index(1), lifetime, at(1010))
         );
-        // The next stream brings another service's table only.
+        // The next stream brings only another service's table.
         table_ages.record_new_table(service_index(2));
         assert!(
             table_ages.exceeds_lifetime(service_index(1), lifetime, at(1011))

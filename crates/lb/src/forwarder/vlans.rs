@@ -1,4 +1,4 @@
-//! VLANs of the VIPs and of servers, and the devices for them.
+//! Determines the VLANs of the VIPs and of servers, and the network devices for them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use super::Forwarder;
 use crate::resolvers::Neighbour;
 
 impl Forwarder {
-    /// Returns the VLAN in which frames of `service` reach `server`; for another load balancer, the VIPs' VLAN.
+    /// Returns the VLAN of frames of `service` to `server`, or the VIPs' VLAN if that is another load balancer.
     pub(super) fn vlan_of(&self, service: &Service, server: &Server) -> Vlan {
         let other_balancer = service.mode.migration.map(ServiceMigration::other_balancer);
         if other_balancer == Some(server.id) { self.vip_vlan } else { server.vlan }
@@ -21,7 +21,7 @@ impl Forwarder {
         Some(Neighbour { vlan: self.vip_vlan, address: peer.address? })
     }
 
-    /// Returns the one VLAN that has all servers of a service, or `None` if they are in several VLANs.
+    /// Returns the VLAN that has all servers of a service, or `None` if they are in several VLANs.
     pub(super) fn broadcast_vlan(&self, service: &Service) -> Option<Vlan> {
         let mut vlans = service.servers.iter().map(|server| self.vlan_of(service, server));
         let first_vlan = vlans.next().unwrap_or_default();
@@ -35,7 +35,7 @@ impl Forwarder {
         self.services_by_index.values().flat_map(vlans_of_service).collect()
     }
 
-    /// Loads the variant of the program that the servers' VLANs require. Fails when the kernel rejects the program.
+    /// Loads the program variant that the servers' VLANs require. Fails when the kernel rejects the program.
     pub(super) fn use_server_vlans(&mut self) -> anyhow::Result<()> {
         let vlans = self.all_server_vlans();
         self.load_balancer.use_server_vlans(vlans)
@@ -46,12 +46,12 @@ impl Forwarder {
         vlan_device::name(&self.interface, self.vip_vlan).unwrap_or_else(|| self.interface.clone())
     }
 
-    /// Returns the name of the network device that receives the packets of each VLAN.
+    /// Returns the network device that receives the packets of each VLAN.
     pub(super) fn device_of_each_vlan(&self) -> BTreeMap<Vlan, String> {
         vlan_device::names(&self.interface, self.all_server_vlans().into_iter().chain([self.vip_vlan]))
     }
 
-    /// Configures the driver to leave VLAN tags in frames, if VLANs are in use. Logs problems of the VLAN devices.
+    /// Makes the driver leave VLAN tags in frames, if VLANs are in use. Logs problems of the VLAN devices.
     pub(super) fn check_vlans(&mut self) {
         let vlan_problems = if self.load_balancer.uses_vlans() { self.vlan_device_problems() } else { BTreeSet::new() };
         for problem in vlan_problems.difference(&self.vlan_device_problems) {

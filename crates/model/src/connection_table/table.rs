@@ -1,4 +1,4 @@
-//! Operations of packets and of user space on the connection table.
+//! Operations that packets and user space perform on the connection table.
 //!
 //! This code has three users. User space of the data plane frees entries in the memory that it shares with the BPF
 //! program. The reference model of the load balancer performs the operations of packets.
@@ -23,19 +23,19 @@ pub enum TableWord {
     StackTop(u32),
     /// Word `connection_stack.hand` of a partition.
     ClockHand(u32),
-    /// Word of an entry, at a byte offset in `struct connection`.
+    /// One word of an entry, given by its byte offset in `struct connection`.
     EntryWord(ConnectionIndex, usize),
 }
 
 /// Memory that holds the words of a connection table, with atomic operations.
 pub trait AtomicWordStorage {
-    /// Loads a word with acquire order: earlier writes of the thread that stored the word become visible.
+    /// Loads a word with acquire order, so that earlier writes of the thread that stored the word become visible.
     fn load(&self, word: TableWord) -> u64;
-    /// Stores a word atomically with relaxed order; only for words that no other thread reads.
+    /// Stores a word atomically with relaxed order. It may be used only for words that no other thread reads.
     fn store(&self, word: TableWord, value: u64);
-    /// Replaces the value `old` of a word by `new` (acquire and release order). Returns whether the word was `old`.
+    /// Replaces the word's value `old` by `new` (acquire and release order). Returns whether the value was `old`.
     fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool;
-    /// Stores a word atomically with release order, after all earlier stores: an entry's identity in place of 0.
+    /// Stores a word atomically with release order, after all earlier stores. It publishes an entry's identity.
     fn publish(&self, word: TableWord, value: u64);
 }
 
@@ -101,8 +101,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     // ---- what packets do ----
 
-    /// Takes a free slot for a new connection and fills its entry: `take_connection()` of `bpf/lb/connection_table.h`.
-    /// Fails when no slot is free, or other operations were faster at each attempt.
+    /// Takes a free slot for a new connection and fills its entry, as `take_connection()` of
+    /// `bpf/lb/connection_table.h` does. Fails if no slot is free, or if other operations were faster at each attempt.
     pub fn take(
         &self,
         new: &NewConnection,
@@ -112,13 +112,13 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         let partition = new.hash.partition(self.size);
         let stack_top = TableWord::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
-            // BPF has no acquiring load: the dependent address of `next_free` orders the two loads.
+            // BPF has no acquiring load, but the address of `next_free` depends on the first load, which orders both.
             let top = self.memory.load(stack_top);
             let Some(slot) = (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
                 return Err(TakeSlotError::Full);
             };
             let index = ConnectionIndex::new(partition, slot as u32);
-            // If another operation takes the entry meanwhile, `next` has any value, but the exchange fails.
+            // If another operation takes the entry meanwhile, `next_free` may have any value, but the exchange fails.
             let next_free = self.next_free(index);
             if self.memory.compare_exchange(stack_top, top, updated_stack_top(top, next_free)) {
                 self.fill_entry(index, new, server, now);
@@ -128,8 +128,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         Err(TakeSlotError::Contended)
     }
 
-    /// Takes the slot of an expired entry for a new connection, when none is free: `reuse_connection()` of
-    /// `bpf/lb/stateful.h`. Returns the new entry's index and the connection that had the slot.
+    /// Takes the slot of an expired entry for a new connection if none is free, as `reuse_connection()` of
+    /// `bpf/lb/stateful.h` does. Returns the new entry's index and the connection that had the slot.
     pub fn reuse_expired_slot(
         &self,
         new: &NewConnection,
@@ -170,15 +170,15 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         self.memory.publish(entry_word(IDENTITY_OFFSET), identity.to_word());
     }
 
-    /// Returns the entry and the server of the connection with slot `slot` in its cookie; `None` if the entry is free
-    /// or has another connection. BPF: `find_connection()`.
+    /// Returns the entry and the server of the connection whose cookie has slot `slot`, as `find_connection()` in BPF
+    /// does. Returns `None` if the entry is free or has another connection.
     pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
         let identity = EntryIdentity::from_word(self.memory.load(TableWord::EntryWord(index, IDENTITY_OFFSET)))?;
         (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
     }
 
-    /// Counts a packet that is not a SYN: `update_connection()` in BPF. Returns whether the connection starts to close.
+    /// Counts a packet that is not a SYN, like `update_connection()` in BPF. Returns whether it starts the close.
     pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: ClockTicks) -> bool {
         self.add_to_entry_word(index, PACKETS_OFFSET, 1);
         self.add_to_entry_word(index, BYTES_OFFSET, bytes);
@@ -192,7 +192,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         starts_closing
     }
 
-    /// Records another SYN of a connection: `reopen_connection()` in BPF. Returns whether the connection was closing.
+    /// Records another SYN of a connection, like `reopen_connection()` in BPF. Returns whether it was closing.
     pub fn reopen(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
         let (word, flag) =
             (TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
@@ -204,7 +204,7 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     // ---- what user space does ----
 
-    /// Puts all slots of a new table, whose memory is all 0, on the stacks of their partitions.
+    /// Puts all slots of a new table onto the stacks of their partitions. All words of the table's memory must be 0.
     pub fn initialise(&self) {
         let last_slot = intf::CONNECTIONS_PER_PARTITION - 1;
         for index in self.size.entry_indexes() {
@@ -216,8 +216,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         }
     }
 
-    /// Takes the entry away from its connection, if it still has `identity`. Only one of several callers succeeds. It
-    /// must [`push`](Self::push) the slot when no packet that read the identity is in flight any longer.
+    /// Takes the entry away from its connection if it still has `identity`. If several callers try, only one succeeds.
+    /// That caller must [`push`](Self::push) the slot when no packet that read the identity is in flight any longer.
     pub fn release(&self, index: ConnectionIndex, identity: EntryIdentity) -> bool {
         if !self.memory.compare_exchange(TableWord::EntryWord(index, IDENTITY_OFFSET), identity.to_word(), 0) {
             return false;
@@ -239,8 +239,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         }
     }
 
-    /// Returns the free slots of a partition, from the stack's top. Packets may take slots meanwhile; none may be
-    /// pushed.
+    /// Returns the free slots of a partition, starting at the stack's top. Packets may take slots meanwhile, but none
+    /// may be pushed.
     pub fn free_slots(&self, partition: u32) -> Vec<ConnectionIndex> {
         let mut slots = Vec::new();
         let mut next_slot_plus_one =
@@ -261,8 +261,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
         self.load_entry_word(index, IDENTITY_OFFSET) == 0
     }
 
-    /// Returns the client's address of the connection at `index`, read from three words of the entry. If another
-    /// connection gets the entry meanwhile, the address may be the previous client's, or a mixture of both.
+    /// Returns the client address of the connection at `index`, or `None` if the entry is free. If another connection
+    /// gets the entry while its three words are read, the address may be the previous client's, or a mixture of both.
     pub fn client_address(&self, index: ConnectionIndex) -> Option<IpAddr> {
         let words = [0, size_of::<u64>()].map(|half| self.load_entry_word(index, CLIENT_ADDRESS_OFFSET + half));
         let quarters = words.map(|word| [word as u32, (word >> 32) as u32]);
@@ -270,7 +270,8 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
             .then(|| address_from_words([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
     }
 
-    /// Returns a consistent copy of the connection at `index`, even if packets change it meanwhile; `None` if free.
+    /// Returns a copy of the connection at `index`, even if packets update it meanwhile. Returns `None` if the entry is
+    /// free, or if its connection changes during the copy.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
         let identity = self.load_entry_word(index, IDENTITY_OFFSET);
         if identity == 0 {
@@ -315,14 +316,15 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     }
 }
 
-/// Returns the next word for the top of a stack: the new top slot plus one (0: none), and the next count, against ABA.
+/// Returns the next word for the top of a stack. It has the new top slot plus one, or 0 for an empty stack, and an
+/// incremented count of changes, which prevents the ABA problem.
 fn updated_stack_top(top: u64, slot_plus_one: u32) -> u64 {
     let change_count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
     change_count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
-/// Tags and slots of the connections with a recent SYN, in sets by the connection's hash. They are only hints: the
-/// identity of the entry decides.
+/// Tags and slots of the connections with a recent SYN, in sets selected by the connection's hash. They are only hints,
+/// because the identity of the entry decides.
 #[derive(Debug, Clone)]
 pub struct RecentConnections(Vec<[u32; intf::RECENT_WAYS as usize]>);
 
@@ -334,15 +336,15 @@ impl Default for RecentConnections {
 }
 
 impl RecentConnections {
-    /// Returns the slot in which [`ConnectionTable::find`] may find the connection of a retransmitted SYN; `None` if no
-    /// recent SYN of the connection is recorded.
+    /// Returns the slot in which [`ConnectionTable::find`] may find the connection of a retransmitted SYN. Returns
+    /// `None` if no recent SYN of the connection is recorded.
     pub fn find_slot(&self, hash: ConnectionHash) -> Option<u32> {
         let recent_entry =
             self.0[hash.recent_syn_set_index()].iter().find(|recent| Self::is_entry_of(**recent, hash))?;
         Some(recent_entry & intf::CONNECTION_SLOT_MASK)
     }
 
-    /// Records the slot of a connection for its next SYN, at the front of its set: `remember_connection()` in BPF.
+    /// Records a connection's slot for its next SYN at the front of its set, as `remember_connection()` in BPF does.
     pub fn remember(&mut self, hash: ConnectionHash, index: ConnectionIndex) {
         let mut shifted_entry = hash.tag() & !intf::CONNECTION_SLOT_MASK | index.slot();
         for way in &mut self.0[hash.recent_syn_set_index()] {
@@ -359,7 +361,7 @@ impl RecentConnections {
     }
 }
 
-/// Connection table memory in the heap of this process, for one thread or several.
+/// Connection table memory in the heap of this process, which one or several threads may use.
 #[derive(Debug)]
 pub struct HeapTableMemory {
     size: TableSize,

@@ -1,9 +1,9 @@
-//! Permutation that hides a cookie's number, drawn by the keyed hash of the connection.
+//! Permutation that hides a cookie's number, selected by the keyed hash of the connection.
 //!
-//! Three rounds of multiplication by a drawn odd factor and a right shift with XOR, between a XOR and an addition of
-//! drawn numbers. A multiplication carries differences to higher bits only, a shift to lower bits only. An affine
-//! permutation would not suffice: the quotient of two differences of hidden numbers would be equal for every connection
-//! and key.
+//! The permutation has three rounds, each of which multiplies by an odd factor and XORs with a right shift. A XOR comes
+//! before the rounds and an addition after them. All their operands are bits of the hash. A multiplication carries
+//! differences to higher bits only, a shift to lower bits only. An affine permutation would not suffice, because the
+//! quotient of two differences of hidden numbers would be equal for every connection and key.
 
 use coreward_intf as intf;
 
@@ -13,17 +13,17 @@ pub struct KeyedPermutation {
     bits: u32,
 }
 
-/// Number of multiplications in a permutation. Two do not pass the test `differences_are_uniformly_distributed`.
+/// Number of multiplications in a permutation. With two, the test `differences_are_uniformly_distributed` fails.
 const ROUND_COUNT: u32 = 3;
 
 impl KeyedPermutation {
     /// Permutation of the kind and the number in a cookie.
     pub const COOKIE: Self = Self { bits: intf::COOKIE_HIDDEN_BITS };
 
-    /// Permutation of the server's id in a cookie of LB-side stamping.
+    /// Permutation of the server's id in a cookie that the load balancer stamps.
     pub const LB_STAMPED_COOKIE: Self = Self { bits: intf::LB_STAMPING_ID_BITS };
 
-    /// Returns the number that hides `plain` in a cookie of the connection with hash `hash`; both numbers are below
+    /// Returns the number that hides `plain` in a cookie of the connection with hash `hash`. Both numbers are below
     /// 2^bits.
     pub fn hide(self, hash: u64, plain: u32) -> u32 {
         let mut number = u64::from(plain).wrapping_sub(self.addend(hash)) & self.mask();
@@ -65,7 +65,7 @@ impl KeyedPermutation {
     }
 }
 
-/// Returns the inverse of an odd factor modulo 2^20, by Newton's method, which doubles the number of correct bits.
+/// Returns the inverse of an odd factor modulo 2^20 by Newton's method, whose steps double the number of correct bits.
 fn modular_inverse(factor: u64) -> u64 {
     let inverse_of_5_bits = factor.wrapping_mul(3) ^ 2;
     let newton_step = |inverse: u64| inverse.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(inverse)));
@@ -111,7 +111,7 @@ mod tests {
                             convert(permutation, hash, number) ^ convert(permutation, hash, number ^ 1 << bit);
                         counts[difference as usize] += 1;
                     }
-                    // Expected by chance: 16 and 256 each.
+                    // By chance, 16 and 256 each are expected.
                     let expected_count = draw_count >> permutation.bits;
                     let max_count = counts.iter().max().unwrap();
                     assert!(*max_count < 30 + 2 * expected_count, "bit {bit} of {permutation:?}: {max_count}");
@@ -120,8 +120,8 @@ mod tests {
         }
     }
 
-    /// A difference of hidden numbers that leads from one server to another in one connection leads to that server in
-    /// another connection as often as any other number. So probing one connection does not help with another.
+    /// A difference between hidden numbers that leads from one server to another is particular to its connection. In
+    /// another connection it leads there only by chance, so probing one connection does not help with another.
     #[test]
     fn differences_of_one_connection_do_not_hold_for_another() {
         let mut rng = seeded_rng(2, 0);
@@ -139,7 +139,7 @@ mod tests {
                 hit_count +=
                     u32::from(permutation.reveal(hash, permutation.hide(hash, here) ^ known_difference) == there);
             }
-            // Expected by chance: draws / count, 1.2 and 20.
+            // By chance, draws / count are expected, which is 1.2 and 20.
             assert!(
                 f64::from(hit_count) < 8.0 + 3.0 * f64::from(draw_count) / f64::from(number_count),
                 "{hit_count} of {draw_count}"
@@ -147,9 +147,9 @@ mod tests {
         }
     }
 
-    /// A client that has probed one connection has the differences of its hidden numbers. With two hidden numbers of
-    /// another connection they must not name a third one: neither their quotient modulo a prime (0), nor modulo 2^bits
-    /// (1), nor by XOR (2).
+    /// A client that has probed one connection knows the differences between its hidden numbers. With two hidden
+    /// numbers of another connection, these must not reveal a third one. The test compares their quotient modulo a
+    /// prime (0), their quotient modulo 2^bits (1), and their XOR (2).
     #[test]
     fn differences_of_one_connection_do_not_predict_another() {
         let mut rng = seeded_rng(3, 0);
@@ -173,8 +173,8 @@ mod tests {
                 }
                 hit_counts[2] += u32::from(known[0] ^ known[1] ^ known[2] == other[0] ^ other[1] ^ other[2]);
             }
-            // Expected by chance: draws / 2^bits, 0.6 and 10. Modulo 2^bits products agree more often, by factors of
-            // two.
+            // By chance, draws / 2^bits are expected, which is 0.6 and 10. Products modulo 2^bits agree more often, by
+            // factors of two.
             let expected_count = f64::from(draw_count) / f64::from(1 << bits);
             assert!(
                 hit_counts.iter().all(|hits| f64::from(*hits) < 12.0 + 12.0 * expected_count),

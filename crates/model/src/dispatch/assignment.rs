@@ -1,4 +1,4 @@
-//! Assignment of cores to two services, and its changes (RingLeader, NSDI'23, Sect. 4.4).
+//! Division of a server's cores between two services, and its changes (RingLeader, NSDI'23, Sect. 4.4).
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,12 +8,12 @@ use super::LoadHint;
 /// Rule by which the cores of a server are divided between two services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CoreAssignmentMode {
-    /// `share`: all services run on all cores
+    /// All services run on all cores (`share`).
     CompleteShare,
-    /// `dedicated`: each core runs one service; cores change hands by load hints
+    /// Each core runs one service, and load hints move cores between the services (`dedicated`).
     Dedicated,
-    /// `hybrid`: each service has cores of its own, and both share the others; with load hints, the own cores of the
-    /// service with priority follow its constant load
+    /// Each service has some cores of its own, and both share the other cores (`hybrid`). With load hints, the own
+    /// cores of the service with priority follow its constant load.
     Hybrid,
 }
 
@@ -23,7 +23,7 @@ const ASSIGNMENT_NAMES: [(&str, CoreAssignmentMode); 3] = [
     ("hybrid", CoreAssignmentMode::Hybrid),
 ];
 
-/// Error: a name that no core assignment has.
+/// Error returned for a name that no core assignment has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("assignment {0:?}: expected share, dedicated or hybrid")]
 pub struct UnknownAssignmentMode(pub String);
@@ -44,22 +44,22 @@ impl fmt::Display for CoreAssignmentMode {
     }
 }
 
-/// Change of one service on one core: it starts or stops running there (EnableService, DisableService).
+/// Start or stop of one service on one core (RingLeader's EnableService and DisableService).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AssignmentChange {
     /// Number of the service, 0 or 1.
     pub service: u8,
     /// Number of the core.
     pub core: u16,
-    /// Whether the service runs on the core from now on.
+    /// Whether the service runs on the core after the change.
     pub is_running: bool,
 }
 
-/// Number of cores that each of two services keeps for itself, whatever the other needs: `2` for both, or `2:0`.
+/// Number of cores that each of two services keeps for itself, whatever the other needs (`2` for both, or `2:0`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReservedCores(pub [u16; 2]);
 
-/// Error: a text that is neither one nor two numbers of cores.
+/// Error returned for a text that is neither one nor two numbers of cores.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("reserved cores {0:?}: expected a number, or one for each service as in 2:0")]
 pub struct InvalidReservedCores(pub String);
@@ -88,7 +88,7 @@ impl fmt::Display for ReservedCores {
 pub struct CoreAllocator {
     mode: CoreAssignmentMode,
     reserved_cores: ReservedCores,
-    /// Whether service 0 and service 1 run, for each core.
+    /// For each core, whether service 0 and service 1 run on it.
     services_by_core: Vec<[bool; 2]>,
 }
 
@@ -100,8 +100,8 @@ fn state_with_only(service: u8) -> [bool; 2] {
 }
 
 impl CoreAllocator {
-    /// Returns an allocator with the initial allocation. `dedicated`: both services have equally many cores. `hybrid`:
-    /// they have their reserved cores, service 0 first, and share the others.
+    /// Returns an allocator with the initial allocation. In mode `dedicated`, both services have equally many cores. In
+    /// mode `hybrid`, they have their reserved cores, service 0 first, and share the others.
     pub fn new(mode: CoreAssignmentMode, cores: u16, reserved_cores: ReservedCores) -> Self {
         let [first, second] = match mode {
             CoreAssignmentMode::CompleteShare => [0, 0],
@@ -115,7 +115,7 @@ impl CoreAllocator {
         Self { mode, reserved_cores, services_by_core: (0..cores).map(services_on).collect() }
     }
 
-    /// Returns the number of cores of the server.
+    /// Returns the number of the server's cores.
     pub fn core_count(&self) -> u16 {
         self.services_by_core.len() as u16
     }
@@ -125,8 +125,8 @@ impl CoreAllocator {
         self.services_by_core[usize::from(core)][usize::from(service)]
     }
 
-    /// Applies a load hint for `service`, and returns the changes. `other_waits`: requests of the other service wait at
-    /// the NIC. `load` returns the number of requests of a service at a core.
+    /// Applies a load hint for `service`, and returns the changes. `other_waits` is whether requests of the other
+    /// service wait at the NIC. `load` returns the number of requests that a service has at a core.
     pub fn apply_load_hint(
         &mut self,
         service: u8,
@@ -150,8 +150,8 @@ impl CoreAllocator {
         }
     }
 
-    /// Adjusts the own cores of service 0 to its constant load, so that only bursts reach shared cores. The number is
-    /// right when as many own cores are idle as shared cores serve requests of service 0.
+    /// Adjusts the number of service 0's own cores to its constant load, so that only bursts reach shared cores. The
+    /// number is right if as many own cores are idle as shared cores serve requests of service 0.
     fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<AssignmentChange> {
         let idle_own_count = self.cores_in_state(state_with_only(0)).filter(|core| load(0, *core) == 0).count();
         let overflow_core_count = self.cores_in_state(BOTH_SERVICES).filter(|core| load(0, *core) > 0).count();
@@ -225,8 +225,8 @@ mod tests {
                 && allocation.is_running(1, 4)
                 && !allocation.is_running(0, 5)
         );
-        // Service 0 has requests at up to three cores, the first ones; service 1 at all its own cores, most at the
-        // first.
+        // Service 0 has requests at up to three cores, the first ones. Service 1 has requests at all its own cores,
+        // most at the first.
         let load_on_first_cores = |busy: u16| {
             move |service: u8, core: u16| if service == 0 { (core < busy).into() } else { u32::from(10 - core) }
         };

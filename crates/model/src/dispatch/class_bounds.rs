@@ -1,20 +1,20 @@
-//! `jbsrq-fifo`: bounded shortest queues by priority class, for cores that serve in the order of arrival.
+//! Dispatcher `jbsrq-fifo`, which bounds the shortest queues by priority class if cores serve in the order of arrival.
 
 use super::{DispatchHeader, Dispatcher, TournamentTree};
 
-/// RingLeader's JBSRQ (NSDI'23, Sect. 4.2) for a stock server, whose queue is a FIFO and cannot yield. A request
+/// RingLeader's JBSRQ (NSDI'23, Sect. 4.2) for a stock server, whose queue is a FIFO that cannot preempt. A request
 /// earlier in the queue delays a later one whatever its priority, so every outstanding request counts in full (lambda =
-/// 1). Priority then acts through eligibility: a class may be excluded from some cores, or limited to a lower bound
+/// 1). Priority acts through eligibility instead, because a class may be excluded from some cores or have a lower bound
 /// there.
 ///
-/// Nothing waits at the NIC. A request goes to the core with the fewest outstanding requests, of the cores below their
-/// bound for the class. Without such a core, it goes to the least loaded core that is open to the class, and counts.
+/// No request waits at the NIC. A request goes to the core with the fewest outstanding requests among the cores below
+/// their bound for its class. Without such a core, the least loaded core open to the class gets it, which is counted.
 #[derive(Debug, Clone)]
 pub struct ClassBoundedShortestQueue {
     outstanding_by_core: Vec<u32>,
     /// Maximum number of outstanding requests by class and core.
     class_bounds: ClassBounds,
-    /// Cores ranked by outstanding requests, for each class. Ranks of cores at their bound are above [`AT_BOUND_BIT`].
+    /// Cores ranked by outstanding requests, for each class. The ranks of cores at their bound have [`AT_BOUND_BIT`].
     core_ranks_by_class: Vec<TournamentTree<u32>>,
     over_bound_count: u64,
 }
@@ -22,7 +22,7 @@ pub struct ClassBoundedShortestQueue {
 const AT_BOUND_BIT: u32 = 1 << 30;
 const FORBIDDEN_BIT: u32 = 1 << 31;
 
-/// Maximum outstanding requests by class and core: a core below its bound takes another request; with 0 it takes none.
+/// Maximum outstanding requests by class and core, below which a core takes another request. A core with 0 takes none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBounds {
     core_count: u16,
@@ -41,7 +41,7 @@ impl ClassBounds {
         Self { core_count, bounds_by_class: (0..classes.max(1)).map(bounds_of_class).collect() }
     }
 
-    /// Returns the bound of `class` at each core.
+    /// Returns the bound for `class` at each core.
     pub fn for_class(&self, class: u8) -> &[u32] {
         &self.bounds_by_class[usize::from(class).min(self.bounds_by_class.len() - 1)]
     }

@@ -1,18 +1,18 @@
-//! First-eligible-out scheduler of requests that wait before the cores (RingLeader, NSDI'23, Sect. 3.2 and 4.3).
+//! First-eligible-out scheduler for requests that wait before the cores (RingLeader, NSDI'23, Sect. 3.2 and 4.3).
 
 use std::collections::VecDeque;
 
-/// Maximum number of services of one scheduler: eligibility is a mask of 64 bits, as in RingLeader (Sect. 6).
+/// Maximum number of services in one scheduler, because eligibility is a mask of 64 bits, as in RingLeader (Sect. 6).
 pub const MAX_SERVICES: usize = 64;
 
-/// Rule by which the members of one level are ranked. The member of least rank is dispatched first; of equal ranks, the
-/// member with the lowest index.
+/// Rule by which the members of one level, either groups or a group's services, are ranked. The member of least rank is
+/// dispatched first. Among equal ranks, the member with the lowest index is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ranking {
-    /// A member's parameter is its priority; 0 is the highest.
+    /// A member's parameter is its priority, where 0 is the highest.
     StrictPriority,
-    /// A member's parameter is its weight, from 1. Members with waiting requests are dispatched in proportion to their
-    /// weights (start-time fair queueing, one unit per request). A member that is not eligible catches up later.
+    /// A member's parameter is its weight (at least 1). Members with waiting requests are dispatched in proportion to
+    /// their weights (start-time fair queueing, one unit per request). A member that is not eligible catches up later.
     WeightedShare,
     /// A member's parameter is the time from a request's arrival to its deadline.
     EarliestDeadline,
@@ -21,16 +21,17 @@ pub enum Ranking {
 /// Services among which [`FirstEligibleOut::pop`] selects the next request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Selection {
-    /// The eligible services; the one of least rank is selected.
+    /// Only the eligible services. The one of least rank is selected.
     FirstEligible,
-    /// All services. The one of least rank blocks the others if it is not eligible (PIFO, SIGCOMM'16).
+    /// All services. If the one of least rank is not eligible, it blocks the others (PIFO, SIGCOMM'16).
     Pifo,
 }
 
-/// Token bucket of a service or a group, which is not dispatched while it is empty, under either [`Selection`].
+/// Rate limit of a service or a group by a token bucket. The member is not dispatched while the bucket is empty, under
+/// either [`Selection`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RateLimit {
-    /// Time in which one token is added, in the caller's unit of time.
+    /// Time after which one token is added, in the caller's unit of time.
     pub interval: u64,
     /// Maximum number of tokens in the bucket, at least 1.
     pub burst: u32,
@@ -52,7 +53,7 @@ impl SchedulingParameters {
     }
 }
 
-/// Configuration of a group: a set of services that the first level ranks as one.
+/// Configuration of a group, which is a set of services that the first level ranks as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupConfig {
     /// Scheduling parameters of the group among the groups.
@@ -68,7 +69,7 @@ pub struct QueueConfig {
     pub group_index: u8,
     /// Scheduling parameters of the service within its group.
     pub member: SchedulingParameters,
-    /// Priority of the service when the buffer overflows: requests of the highest number are dropped first.
+    /// Priority of the service when the buffer overflows. Requests of the highest number are dropped first.
     pub drop_priority: u8,
 }
 
@@ -77,9 +78,9 @@ pub struct QueueConfig {
 pub struct FirstEligibleOutConfig {
     /// Rule by which the groups are ranked.
     pub group_ranking: Ranking,
-    /// Groups of services, from 1 to [`MAX_SERVICES`].
+    /// Groups of services (1 to [`MAX_SERVICES`]).
     pub groups: Vec<GroupConfig>,
-    /// Services and their queues, from 1 to [`MAX_SERVICES`].
+    /// Services and their queues (1 to [`MAX_SERVICES`]).
     pub queues: Vec<QueueConfig>,
     /// Services among which the next request is selected.
     pub selection: Selection,
@@ -88,8 +89,8 @@ pub struct FirstEligibleOutConfig {
 }
 
 impl FirstEligibleOutConfig {
-    /// Returns a configuration of one level in strict priority, without a limit of waiting requests. `priorities` has
-    /// the priority of each service.
+    /// Returns a configuration with one level in strict priority and without a limit on waiting requests. `priorities`
+    /// has the priority of each service.
     pub fn strict_priority(priorities: impl IntoIterator<Item = u8>) -> Self {
         let parameters_for = |priority: u8| SchedulingParameters::new(priority.into());
         let queue =
@@ -104,13 +105,13 @@ impl FirstEligibleOutConfig {
     }
 }
 
-/// Error: a configuration that no scheduler can have.
+/// Error returned for a configuration that no scheduler can have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FirstEligibleOutConfigError {
-    /// Number of services that is 0 or above [`MAX_SERVICES`].
+    /// The number of services is 0 or above [`MAX_SERVICES`].
     #[error("{0} services: expected 1 to {MAX_SERVICES}")]
     InvalidServiceCount(usize),
-    /// Number of groups that is 0 or above [`MAX_SERVICES`].
+    /// The number of groups is 0 or above [`MAX_SERVICES`].
     #[error("{0} groups: expected 1 to {MAX_SERVICES}")]
     InvalidGroupCount(usize),
     /// A service refers to a group that does not exist.
@@ -118,16 +119,16 @@ pub enum FirstEligibleOutConfigError {
     UnknownGroup {
         /// Index of the service.
         service: usize,
-        /// Index of the group to which it refers.
+        /// Index of the missing group.
         group: u8,
     },
-    /// A weight that is 0 or above [`MAX_WEIGHT`].
+    /// A weight is 0 or above [`MAX_WEIGHT`].
     #[error("weight {0}: expected 1 to {MAX_WEIGHT}")]
     WeightOutOfRange(u32),
-    /// A token bucket with room for no token.
+    /// A token bucket has no room for a token.
     #[error("burst 0: expected 1 or more")]
     ZeroBurst,
-    /// A limit of 0 waiting requests.
+    /// The limit on waiting requests is 0.
     #[error("capacity 0: expected 1 or more")]
     ZeroCapacity,
 }
@@ -135,10 +136,10 @@ pub enum FirstEligibleOutConfigError {
 /// Maximum weight of a member under [`Ranking::WeightedShare`].
 pub const MAX_WEIGHT: u32 = 1 << 20;
 
-/// Per-service FIFO queues, and the choice of the next request among their heads.
+/// Scheduler with a FIFO queue for each service, which chooses the next request among the heads of the queues.
 ///
-/// A dequeue has two steps: filter the services by eligibility, then select the one of least rank. Ranks have two
-/// levels: the groups are ranked first, then the services of the selected group. `T` is the handle of a request.
+/// A dequeue first filters the services by eligibility, then selects the one of least rank. The groups are ranked
+/// first, then the services of the selected group. `T` is the handle of a request.
 #[derive(Debug, Clone)]
 pub struct FirstEligibleOut<T> {
     group_ranking: Ranking,
@@ -169,7 +170,7 @@ struct ServiceQueue<T> {
     state: SchedulingState,
     group_index: u8,
     drop_priority: u8,
-    /// Waiting requests in order of arrival: time of arrival, and handle.
+    /// Arrival time and handle of each waiting request, in order of arrival.
     requests: VecDeque<(u64, T)>,
 }
 
@@ -194,7 +195,7 @@ impl SchedulingState {
         Ok(Self { parameters: member, start_tag: 0, bucket_full_at: 0 })
     }
 
-    /// Returns the earliest time at which the member's token bucket has a token; 0 without a rate limit.
+    /// Returns the earliest time at which the member's token bucket has a token, or 0 without a rate limit.
     #[inline]
     fn next_token_at(&self) -> u64 {
         self.parameters.limit.map_or(0, |limit| {
@@ -226,7 +227,7 @@ impl SchedulingState {
 }
 
 impl<T> FirstEligibleOut<T> {
-    /// Returns an empty scheduler. Fails when the configuration is out of range: see [`FirstEligibleOutConfigError`].
+    /// Returns an empty scheduler. Fails with a [`FirstEligibleOutConfigError`] if the configuration is out of range.
     pub fn new(config: &FirstEligibleOutConfig) -> Result<Self, FirstEligibleOutConfigError> {
         if !(1..=MAX_SERVICES).contains(&config.queues.len()) {
             return Err(FirstEligibleOutConfigError::InvalidServiceCount(config.queues.len()));
@@ -276,21 +277,21 @@ impl<T> FirstEligibleOut<T> {
         self.queues[usize::from(service)].requests.len()
     }
 
-    /// Returns the arrival time of the oldest waiting request of `service`.
+    /// Returns the arrival time of the oldest waiting request of `service`, if any waits.
     pub fn oldest_arrival_time(&self, service: u8) -> Option<u64> {
         self.queues[usize::from(service)].requests.front().map(|(arrived, _)| *arrived)
     }
 
-    /// Returns whether a request of an eligible service may skip the queue: a push and a pop would change nothing.
+    /// Returns whether a request of an eligible service may skip the queue, because a push and a pop change nothing.
     #[inline]
     pub fn can_bypass_queue(&self) -> bool {
         self.waiting_count == 0 && self.is_stateless
     }
 
-    /// Appends a request to the queue of `service`; `now` must not decrease from call to call.
+    /// Appends a request to the queue of `service`. `now` must not decrease from call to call.
     ///
-    /// Returns the request that a full buffer drops, with its service: the youngest of the lowest priority, the new
-    /// request included. Of services of equal priority the one with the longest queue loses a request.
+    /// If the buffer is full, returns the dropped request with its service. This is the youngest request of the lowest
+    /// priority, the new request included. Among services of equal priority, the longest queue loses a request.
     #[inline]
     pub fn push(&mut self, now: u64, service: u8, request: T) -> Option<(u8, T)> {
         let mut dropped = None;
@@ -309,8 +310,8 @@ impl<T> FirstEligibleOut<T> {
         dropped
     }
 
-    /// Removes and returns the next request, with its service. Bit s of `eligible` is set if a core would take a
-    /// request of service s.
+    /// Removes and returns the next request with its service, or `None` if none may be dispatched now. Bit s of
+    /// `eligible` is set if a core would take a request of service s.
     #[inline]
     pub fn pop(&mut self, now: u64, eligible: u64) -> Option<(u8, T)> {
         let service = self.select_service(now, eligible)?;
@@ -323,7 +324,7 @@ impl<T> FirstEligibleOut<T> {
         Some((service, request))
     }
 
-    /// Returns the earliest time at which a rate limit ends; `None` unless only rate limits delay all requests.
+    /// Returns the earliest time at which the rate limits allow a waiting request to go, or `None` if no request waits.
     pub fn next_token_time(&self) -> Option<u64> {
         let next_token_at = |service| {
             let queue = &self.queues[usize::from(service)];
@@ -346,7 +347,6 @@ impl<T> FirstEligibleOut<T> {
         self.waiting_count += 1;
     }
 
-    /// Updates the counters after a request left the queue of `service`.
     fn record_removal(&mut self, service: u8) {
         self.waiting_count -= 1;
         if self.queues[usize::from(service)].requests.is_empty() {
@@ -389,8 +389,7 @@ impl<T> FirstEligibleOut<T> {
         (eligible >> service & 1 == 1).then_some(service)
     }
 
-    /// Returns the next service of a group: the earliest arrival of the group's requests, the service's rank, the
-    /// service.
+    /// Returns a group's earliest arrival, and the rank and the index of its next service.
     #[inline]
     fn next_service_in_group(&self, group: &SchedulingGroup, now: u64, considered: u64) -> Option<(u64, u64, u8)> {
         let mut best: Option<(u64, u64, u8)> = None;

@@ -1,4 +1,4 @@
-//! `jbsrq`: bounded queues at the cores, ranked by the requests that are served before a new one of that priority.
+//! Dispatcher `jbsrq`, which ranks the cores' bounded queues by the requests that are served before a new request.
 
 use std::num::NonZeroU16;
 
@@ -6,29 +6,29 @@ use super::feo::{FirstEligibleOut, FirstEligibleOutConfig, FirstEligibleOutConfi
 use super::ranks::{FeedbackError, Lambda, RankArrays, RankRule, RankedService};
 use super::{DispatchHeader, Dispatcher, ReleasedRequest};
 
-/// Join the bounded, shortest ranked queue, and first eligible out (RingLeader, NSDI'23, Sect. 4.2 and 4.3).
+/// Dispatcher that joins the bounded, shortest ranked queue, first eligible out (RingLeader, NSDI'23, Sect. 4.2, 4.3).
 ///
-/// A request goes to the core of least rank: see [`RankArrays`]. A request that no core takes waits at the NIC, in a
-/// queue per service: see [`FirstEligibleOut`]. `T` is the handle of a waiting request; the simulator has none.
+/// A request goes to the core of least rank (see [`RankArrays`]). A request that no core takes waits at the NIC in its
+/// service's queue (see [`FirstEligibleOut`]). `T` is the handle of a waiting request. The simulator has none.
 #[derive(Debug, Clone)]
 pub struct JoinBoundedShortestRankedQueue<T = ()> {
     ranks: RankArrays,
     scheduler: FirstEligibleOut<T>,
-    /// Maximum number of waiting requests of each service since the last call of `take_waiting_peak`.
+    /// Maximum number of each service's waiting requests since the last call of `take_waiting_peak`.
     waiting_peaks: Vec<u64>,
 }
 
 /// Effects of submitting a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SubmitEffects<T> {
-    /// Request that was dropped because the buffer is full, with its service; it may be the submitted request.
+    /// Request that was dropped because the buffer is full, with its service. It may be the submitted request.
     pub dropped_request: Option<(u8, T)>,
-    /// Request that goes to a core now: the submitted request, unless earlier requests or rate limits delay it.
+    /// Request that goes to a core now. It is the submitted request, unless earlier ones or rate limits delay it.
     pub sent: Option<(ReleasedRequest, T)>,
 }
 
 impl JoinBoundedShortestRankedQueue {
-    /// Returns a dispatcher of `services` services in strict priority, each enabled on all cores. Panics without
+    /// Returns a dispatcher for `services` services in strict priority, each enabled on all cores. Panics without
     /// services, with more than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
     pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
         let ranked_services: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
@@ -38,8 +38,8 @@ impl JoinBoundedShortestRankedQueue {
 }
 
 impl<T> JoinBoundedShortestRankedQueue<T> {
-    /// Returns a dispatcher with empty queues before the cores of `ranks`. Fails when `config` is out of range, or has
-    /// other services than `ranks`.
+    /// Returns a dispatcher with empty queues before the cores of `ranks`. Fails if `config` is out of range, or if
+    /// `ranks` has another number of services.
     pub fn with_ranks(ranks: RankArrays, config: &FirstEligibleOutConfig) -> Result<Self, FirstEligibleOutConfigError> {
         if config.queues.len() != ranks.service_count() {
             return Err(FirstEligibleOutConfigError::InvalidServiceCount(config.queues.len()));
@@ -47,7 +47,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         Ok(Self { scheduler: FirstEligibleOut::new(config)?, waiting_peaks: vec![0; ranks.service_count()], ranks })
     }
 
-    /// Enables or disables `service` on `core`: see [`RankArrays::set_enabled`].
+    /// Enables or disables `service` on `core`, as [`RankArrays::set_enabled`] does.
     pub fn set_enabled(&mut self, service: u8, core: u16, runs: bool) {
         self.ranks.set_enabled(service, core, runs);
     }
@@ -88,8 +88,8 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         SubmitEffects { dropped_request: dropped, sent }
     }
 
-    /// Returns the next request that goes to a core. Must be called until it returns `None`: after feedback, after a
-    /// service was enabled, and when a rate limit ends.
+    /// Returns the next request that goes to a core, or `None` if none can go now. It must be called until it returns
+    /// `None` after feedback, after a service was enabled, and when a rate limit ends.
     #[inline]
     pub fn next(&mut self, now: u64) -> Option<(ReleasedRequest, T)> {
         let (service, request) = self.scheduler.pop(now, self.ranks.eligible_service_mask())?;
@@ -97,7 +97,7 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         Some((ReleasedRequest { service, core }, request))
     }
 
-    /// Accounts for answered requests: see [`RankArrays::record_feedback`]. Fails when fewer requests are outstanding.
+    /// Accounts for answered requests, as [`RankArrays::record_feedback`] does. Fails if fewer are outstanding.
     #[inline]
     pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
         self.ranks.record_feedback(service, core, count)
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn low_priority_requests_hardly_count_for_high_priority() {
-        // RingLeader, Fig. 5 (c): core 0 has three requests of low priority, core 1 one of high priority.
+        // In RingLeader's Fig. 5 (c), core 0 has three requests of low priority, and core 1 has one of high priority.
         let mut jbsrq = dispatcher(2, 4);
         (0..3).for_each(|_| submit_to_core(&mut jbsrq, 1, 0));
         submit_to_core(&mut jbsrq, 0, 1);
@@ -182,8 +182,8 @@ mod tests {
         assert_eq!((jbsrq.waiting_count(0), jbsrq.waiting_count(1), jbsrq.release(0)), (0, 0, None));
     }
 
-    /// RingLeader, Sect. 5.2 and Fig. 7: depth 3, lambda 0.2. Service 1 has the paper's priority 2, service 2 its
-    /// priority 1 (the lowest), and priority 3 has no request. Cores count from 0 here.
+    /// Reproduces RingLeader, Sect. 5.2 and Fig. 7, with depth 3 and lambda 0.2. Service 1 has the paper's priority 2,
+    /// service 2 its priority 1 (the lowest), and priority 3 has no request. Cores count from 0 here.
     #[test]
     fn ranks_equal_ringleader_figure_7() {
         const PRIORITY_3: u8 = 0;

@@ -1,8 +1,8 @@
-//! `jlq`: the core with the least expected outstanding work.
+//! Dispatcher `jlq`, which selects the core with the least expected outstanding work.
 
 use super::{DispatchHeader, Dispatcher, TournamentTree};
 
-/// Join the lightest queue (Turbo, HPCA'23, Sect. IV-B2): a queue's length is the sum of expected service times.
+/// Dispatcher that joins the queue with the least sum of expected service times (JLQ, Turbo, HPCA'23, Sect. IV-B2).
 #[derive(Debug, Clone)]
 pub struct JoinLightestQueue {
     outstanding_work_by_core: TournamentTree<u64>,

@@ -1,10 +1,10 @@
-//! `jsq`, `jbsq:n` and `cfcfs`: the core with the fewest outstanding requests.
+//! Dispatchers `jsq`, `jbsq:n` and `cfcfs`, which select the core with the fewest outstanding requests.
 
 use super::{DispatchHeader, Dispatcher, ReleasedRequest, TournamentTree};
 
-/// Join the shortest queue (Turbo, HPCA'23, Sect. IV-B1), with a bound: no core has more than `bound` outstanding
-/// requests, the others wait in one queue at the NIC (R2P2's JBSQ(n), ATC'19; RingLeader, NSDI'23, Sect. 4.2). JBSQ(1)
-/// is one central queue: a request leaves it when a core is free.
+/// Dispatcher that joins the shortest queue (Turbo, HPCA'23, Sect. IV-B1), optionally with a bound. Then no core has
+/// more than `bound` outstanding requests, and the others wait in one queue at the NIC (R2P2's JBSQ(n), ATC'19, and
+/// RingLeader, NSDI'23, Sect. 4.2). JBSQ(1) is one central queue, which a request leaves when a core is free.
 #[derive(Debug, Clone)]
 pub struct JoinShortestQueue {
     outstanding_by_core: TournamentTree<u32>,

@@ -1,20 +1,20 @@
-//! The minimum of many counters at all times.
+//! Tournament tree, which has the minimum of many counters at all times.
 
-/// A tournament tree over the cores: the minimum takes constant time, a changed key log2(cores) steps. Turbo's
-/// comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1) have the same form.
+/// A tournament tree over the cores. The minimum takes constant time, and a changed key takes log2(cores) steps.
+/// Turbo's comparator tree (HPCA'23, Sect. V-A) and RingLeader's reduction tree (NSDI'23, Sect. 5.1) are alike.
 #[derive(Debug, Clone)]
 pub struct TournamentTree<K: Key> {
-    /// Node i has the children 2i and 2i+1; the leaves are the last half. A node holds a key and, in lower bits, the
-    /// index of its leaf: one comparison orders both, and of equal keys the lowest index wins.
+    /// Node i has the children 2i and 2i+1, and the leaves are the last half. A node holds a key and, in lower bits,
+    /// the index of its leaf. So one comparison orders both, and among equal keys the lowest index wins.
     nodes: Vec<K::Node>,
     leaf_count: usize,
 }
 
-/// A key of a leaf, which can be packed into a node.
+/// A leaf's key, which can be packed into a node.
 pub trait Key: Copy {
     /// Number that holds a key and, in lower bits, the index of a leaf.
     type Node: Copy + Ord + std::fmt::Debug;
-    /// Node above all others, for missing leaves.
+    /// Node above all others, which is used for missing leaves.
     const NO_LEAF: Self::Node;
 
     /// Returns a key and the index of its leaf, packed into one number.
@@ -76,7 +76,7 @@ impl<K: Key> TournamentTree<K> {
         K::leaf_and_key(self.nodes[self.leaf_count + usize::from(index)]).1
     }
 
-    /// Returns the index and the key of the leaf with the least key; of equal keys, the lowest index.
+    /// Returns the index and the key of the leaf with the least key. Among equal keys, the lowest index wins.
     #[inline]
     pub fn least(&self) -> (u16, K) {
         K::leaf_and_key(self.nodes[1])

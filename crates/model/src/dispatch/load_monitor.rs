@@ -1,4 +1,4 @@
-//! Load monitor of a service: reports when it needs more cores or fewer (RingLeader, NSDI'23, Sect. 4.4).
+//! Load monitor, which reports that a service needs more or fewer cores (RingLeader, NSDI'23, Sect. 4.4).
 
 use std::num::NonZeroU64;
 
@@ -11,7 +11,7 @@ pub enum LoadHint {
     ScaleDown,
 }
 
-/// Interval between two checks, in the caller's unit of time.
+/// Interval between two checks of a load monitor, in the caller's unit of time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Epoch(NonZeroU64);
 
@@ -21,7 +21,7 @@ impl Epoch {
         Self(length)
     }
 
-    /// Returns an epoch of length 2^`exponent`, as in RingLeader's hardware; `None` for exponents from 64 on.
+    /// Returns an epoch of length 2^`exponent`, as in RingLeader's hardware, or `None` for exponents from 64 on.
     pub fn power_of_two(exponent: u8) -> Option<Self> {
         let length = 1u64.checked_shl(exponent.into())?;
         NonZeroU64::new(length).map(Self)
@@ -33,29 +33,30 @@ impl Epoch {
     }
 }
 
-/// Condition of scaling up: a request waits at the NIC during two consecutive checks (Caladan's rule, OSDI'20).
+/// Condition for scaling up, which holds if a request waits at the NIC during two consecutive checks (Caladan's rule,
+/// OSDI'20).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleUpCondition {
     /// Interval between two checks.
     pub epoch: Epoch,
 }
 
-/// Condition of scaling down: in some consecutive epochs, the queue at the NIC is never longer than a threshold. The
-/// paper requires a more conservative rule than for scaling up, without numbers.
+/// Condition for scaling down, which holds if the queue at the NIC stays within a threshold in some consecutive epochs.
+/// The paper requires a more conservative rule than for scaling up, but gives no numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ScaleDownCondition {
     /// Interval between two checks.
     pub epoch: Epoch,
-    /// Maximum number of waiting requests in a calm epoch.
+    /// Maximum number of waiting requests in an epoch that counts as calm.
     pub max_calm_queue_length: u64,
-    /// Number of consecutive calm epochs that cause a hint; 0 counts as 1.
+    /// Number of consecutive calm epochs that cause a hint, where 0 counts as 1.
     pub required_calm_epochs: u32,
 }
 
 /// Monitors for scaling one service up and down. Each is enabled separately and has its own epochs.
 ///
 /// A hint disarms both monitors until [`rearm`](LoadMonitor::rearm), so a service has one hint in flight at most. The
-/// hint goes to the service's least loaded core: [`RankArrays::least_loaded_core`](super::RankArrays::least_loaded).
+/// hint goes to the core that [`RankArrays::least_loaded_core`](super::RankArrays::least_loaded_core) returns.
 #[derive(Debug, Clone, Default)]
 pub struct LoadMonitor {
     scale_up: Option<(ScaleUpCondition, CheckTimes)>,
@@ -109,7 +110,7 @@ impl LoadMonitor {
         }
     }
 
-    /// Returns the time of the next check of either monitor; `None` if both are disabled.
+    /// Returns the time of the next check of either monitor, or `None` if both are disabled.
     pub fn next_check_time(&self) -> Option<u64> {
         let next_scale_up_check = self.scale_up.map(|(_, checks)| checks.next_check);
         let next_scale_down_check = self.scale_down.map(|(_, checks)| checks.next_check);
@@ -243,7 +244,7 @@ mod tests {
             let mut at_previous_check: VecDeque<(u64, usize)> = VecDeque::new();
             let (mut in_flight, mut calm, mut epoch_peak) = (false, 0, 0);
             for (now, (arrivals, departures, rearms)) in (1u64..).zip(steps) {
-                // Requests that arrive at the time of a check arrive just after it.
+                // Requests that arrive at the time of a check are taken to arrive just after it.
                 queue.drain(..departures.min(queue.len()));
                 let needs_more = now % up == 0 && queue.iter().any(|request| at_previous_check.contains(request));
                 if now % up == 0 {

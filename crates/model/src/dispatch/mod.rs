@@ -1,9 +1,9 @@
-//! Dispatchers: the choice of a server's core for a request at the NIC. One file each.
+//! Dispatchers, which choose a server's core for each request at the NIC. Each has its own file.
 //!
-//! A dispatcher knows what a NIC knows: the headers of arriving requests, and the departing responses. It decides by
-//! its own counters, without the state of the cores. All dispatchers are pure: time and the request's hash are
-//! arguments, so that decisions of the simulator and of the data plane can be compared. Of equal cores the core with
-//! the lowest index is selected, as in Turbo's comparator tree (HPCA'23, Sect. V-A).
+//! A dispatcher knows what a NIC knows, which is the headers of arriving requests and the departing responses. It
+//! decides by its own counters, without the state of the cores. Time and the request's hash are arguments, so that
+//! decisions of the simulator and of the data plane can be compared. Among equal cores, the core with the lowest index
+//! is selected, as in Turbo's comparator tree (HPCA'23, Sect. V-A).
 
 mod assignment;
 mod class_bounds;
@@ -43,9 +43,9 @@ pub use weight::RoundedServiceTime;
 /// Fields of a request that a dispatcher at the NIC reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DispatchHeader {
-    /// Service (type of request), counted from 0; a lower number has higher priority.
+    /// Service (type of request), counted from 0. A lower number has higher priority.
     pub service: u8,
-    /// Expected service time; all requests have the same unit (Turbo's request type field, HPCA'23, Sect. V-B).
+    /// Expected service time, in the same unit for all requests (Turbo's request type field, HPCA'23, Sect. V-B).
     pub expected_service_time: u64,
     /// Hash of the whole header, which differs between the requests of one connection.
     pub request_hash: u32,
@@ -62,15 +62,15 @@ pub struct ReleasedRequest {
     pub core: u16,
 }
 
-/// Dispatcher at the NIC: selects the core that serves each request.
+/// Dispatcher at the NIC, which selects the core that serves each request.
 pub trait Dispatcher {
-    /// Returns the core for a request that arrived at `now`; `None` if it waits at the NIC in its service's queue.
+    /// Returns the core for a request that arrived at `now`, or `None` if it waits at the NIC in its service's queue.
     fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16>;
 
     /// Accounts for the response to a request that `core` served.
     fn record_completion(&mut self, core: u16, header: &DispatchHeader);
 
-    /// Returns a waiting request that may go to a core at `now`; called until `None` after `record_completion`.
+    /// Returns a waiting request that may go to a core at `now`. It is called until `None` after `record_completion`.
     fn release(&mut self, _now: u64) -> Option<ReleasedRequest> {
         None
     }

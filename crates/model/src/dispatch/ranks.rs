@@ -1,16 +1,16 @@
-//! Rank arrays: the work ahead of a service's next request at each core, and the cores that take the request.
+//! Rank arrays, which hold the work ahead of a service's next request at each core, and find a core for the request.
 
 use std::num::NonZeroU16;
 
 use super::TournamentTree;
 use super::feo::MAX_SERVICES;
 
-/// Factor by which a request of lower priority counts in the rank of a service: the cost of preempting it. From 0 to 1,
-/// in thousandths, so that ranks are integers.
+/// Factor by which a request of lower priority counts in a service's rank, because preempting it has a cost. It is a
+/// number from 0 to 1 in thousandths, so that ranks are integers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lambda(u16);
 
-/// Error: a factor that is not from 0 to 1.
+/// Error returned for a factor that is not from 0 to 1.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("lambda {0}: expected a number from 0 to 1")]
 pub struct LambdaOutOfRange(pub f64);
@@ -19,7 +19,7 @@ pub struct LambdaOutOfRange(pub f64);
 const RANK_OF_ONE_REQUEST: u32 = 1000;
 
 impl Lambda {
-    /// Factor in RingLeader's evaluation (NSDI'23, Sect. 7.1).
+    /// Factor that RingLeader's evaluation uses (NSDI'23, Sect. 7.1).
     pub const PUBLISHED: Lambda = Lambda(200);
 
     /// Returns the factor `value` rounded to thousandths. Fails when `value` is not from 0 to 1.
@@ -40,25 +40,25 @@ impl Lambda {
 /// Rule by which the outstanding requests of a core count in a service's rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RankRule {
-    /// JBSRQ: requests of at least the service's priority count in full, others by the service's [`Lambda`]
+    /// Requests of at least the service's priority count in full, others by the service's [`Lambda`]. This is JBSRQ
     /// (RingLeader, NSDI'23, Sect. 4.2).
     Ranked,
-    /// Global JBSQ: all requests count in full (RackSched, OSDI'20).
+    /// All requests count in full. This is global JBSQ (RackSched, OSDI'20).
     Global,
-    /// Per-service JBSQ: only requests of the service count (nanoPU, OSDI'21). Each service has its own bound.
+    /// Only requests of the service count, and each service has its own bound (per-service JBSQ of nanoPU, OSDI'21).
     PerService,
 }
 
 /// Priority and factor of a service of the rank arrays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RankedService {
-    /// Priority of the service; 0 is the highest. Several services can have the same priority.
+    /// Priority of the service, where 0 is the highest. Several services can have the same priority.
     pub priority: u8,
     /// Factor by which a request of lower priority counts in the service's rank.
     pub lambda: Lambda,
 }
 
-/// Error: feedback about requests that were not sent to the core.
+/// Error returned for feedback about requests that were not sent to the core.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("feedback for {count} requests of service {service} at core {core}: {outstanding} are outstanding")]
 pub struct FeedbackError {
@@ -76,7 +76,7 @@ pub struct FeedbackError {
 ///
 /// The rank of a core for a service is a weighted sum of the requests that are outstanding there. A core takes a
 /// request while its rank for that service is below the depth and the service is enabled there. The request goes to the
-/// core of least rank; of equal cores, to the one with the lowest index.
+/// core of least rank. Among equal cores, the one with the lowest index gets it.
 #[derive(Debug, Clone)]
 pub struct RankArrays {
     rank_limit: u32,
@@ -95,7 +95,7 @@ struct ServiceRanks {
     enabled_by_core: Vec<bool>,
     /// Number of this service's requests that were sent to each core and not answered.
     outstanding_by_core: Vec<u32>,
-    /// Ranks of the cores that would take a request of this service; [`NOT_ELIGIBLE`] for the other cores.
+    /// Ranks of the cores that would take a request of this service, or [`NOT_ELIGIBLE`] for the other cores.
     eligible_rank_by_core: TournamentTree<u32>,
 }
 
@@ -144,7 +144,7 @@ impl RankArrays {
         self.services.first().map_or(0, |service| service.rank_by_core.len() as u16)
     }
 
-    /// Returns the mask of the services whose next request at least one core would take: bit s is service s.
+    /// Returns the mask of the services whose next request at least one core would take, where bit s is service s.
     #[inline]
     pub fn eligible_service_mask(&self) -> u64 {
         self.eligible_service_mask
@@ -165,7 +165,7 @@ impl RankArrays {
         self.services.iter().map(|service| service.outstanding_by_core[usize::from(core)]).sum()
     }
 
-    /// Returns the core of least rank on which `service` is enabled, even if it is full. It gets the load hint.
+    /// Returns the core of least rank on which `service` is enabled, even if it is full. This core gets the load hint.
     pub fn least_loaded_core(&self, service: u8) -> Option<u16> {
         let service_ranks = &self.services[usize::from(service)];
         let enabled_cores = (0..service_ranks.enabled_by_core.len() as u16)
@@ -173,8 +173,8 @@ impl RankArrays {
         enabled_cores.min_by_key(|core| service_ranks.rank_by_core[usize::from(*core)])
     }
 
-    /// Selects the core of least rank for a request of `service`, counts the request there, and returns the core;
-    /// `None` if no core takes the request.
+    /// Selects the core of least rank for a request of `service`, counts the request there, and returns the core.
+    /// Returns `None` if no core takes the request.
     #[inline]
     pub fn assign_request(&mut self, service: u8) -> Option<u16> {
         let (core, rank) = self.services[usize::from(service)].eligible_rank_by_core.least();
@@ -186,8 +186,8 @@ impl RankArrays {
         Some(core)
     }
 
-    /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback). Fails, without
-    /// effect, when fewer requests are outstanding at the core.
+    /// Accounts for `count` requests of `service` that `core` has answered (RingLeader's LoadFeedback). Fails without
+    /// effect if fewer requests are outstanding at the core.
     #[inline]
     pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
         let outstanding = &mut self.services[usize::from(service)].outstanding_by_core[usize::from(core)];
@@ -224,7 +224,7 @@ impl RankArrays {
 }
 
 impl RankRule {
-    /// Returns the weight of a request of service `other` in the rank of service `own`, in thousandths.
+    /// Returns the weight of service `other`'s request in the rank of service `own`, in thousandths.
     fn request_weight(self, services: &[RankedService], own: usize, other: usize) -> u32 {
         match self {
             Self::Ranked if services[other].priority <= services[own].priority => RANK_OF_ONE_REQUEST,
@@ -254,7 +254,7 @@ mod tests {
         ranks.set_enabled(service, 1 - core, true);
     }
 
-    /// RingLeader, Fig. 5 (a): core 0 has three requests of low priority, core 1 has one of high priority.
+    /// In RingLeader's Fig. 5 (a), core 0 has three requests of low priority, and core 1 has one of high priority.
     #[test]
     fn global_jbsq_counts_low_priority_requests_in_full_unlike_jbsrq() {
         for (rule, expected) in [(RankRule::Global, 1), (RankRule::Ranked, 0)] {
@@ -265,7 +265,7 @@ mod tests {
         }
     }
 
-    /// RingLeader, Fig. 5 (b): core 0 has fewer requests of low priority but more of high priority, which go first.
+    /// In RingLeader's Fig. 5 (b), core 0 has fewer requests of low priority but more of high priority, which go first.
     #[test]
     fn per_service_jbsq_ignores_high_priority_requests_unlike_jbsrq() {
         for (rule, expected) in [(RankRule::PerService, 0), (RankRule::Ranked, 1)] {

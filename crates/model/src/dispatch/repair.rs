@@ -1,12 +1,12 @@
-//! Periodic repair by user space: requests without response, and workers that do not read.
+//! Periodic repair by user space, which finds requests without a response and workers that do not read.
 
 use std::time::Duration;
 
-/// Returns the indexes in `ages` of one worker's requests to be given up. `ages`: number of checks since the dispatch
-/// of each request, in any order; requests of age 0 are kept. `queued`: number of datagrams in the worker's socket.
+/// Returns the indexes of one worker's requests that are to be given up. `ages` has, in any order, the number of checks
+/// since each request's dispatch. Requests of age 0 are kept. `queued` counts the datagrams in the worker's socket.
 ///
-/// The socket's queue is a FIFO, so it holds the youngest requests. Only older requests can have been read or dropped;
-/// they are given up above an age of `timeout` checks. So at least as many requests remain as datagrams wait.
+/// The socket's queue is a FIFO, so it holds the youngest requests. Only older requests can have been read or dropped.
+/// Those above an age of `timeout` checks are given up, so at least as many requests remain as datagrams wait.
 pub fn expired_request_indexes(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
     let mut indexes_oldest_first: Vec<usize> = (0..ages.len()).filter(|at| ages[*at] > 0).collect();
     indexes_oldest_first.sort_by_key(|at| (std::cmp::Reverse(ages[*at]), *at));
@@ -15,7 +15,7 @@ pub fn expired_request_indexes(ages: &[u32], queued: usize, timeout: u32) -> Vec
     indexes_oldest_first
 }
 
-/// Detector of a stalled worker: datagrams wait in its socket, and it has not answered for a while.
+/// Detector of a stalled worker, which has datagrams in its socket but has not answered for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StallDetector {
     response_count: u64,
@@ -24,7 +24,7 @@ pub struct StallDetector {
 }
 
 impl StallDetector {
-    /// Returns a detector that starts at `now`, when the worker has sent `responses` responses.
+    /// Returns a detector that starts at `now`, when the worker has sent `response_count` responses.
     pub fn new(now: Duration, response_count: u64) -> Self {
         Self { response_count, last_progress: now }
     }
@@ -38,13 +38,13 @@ impl StallDetector {
     }
 }
 
-/// Service time learned from measurements: an exponentially weighted moving average over checks.
+/// Service time learned from measurements, as an exponentially weighted moving average over checks.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct LearnedServiceTime {
     mean_ns: Option<f64>,
 }
 
-/// Weight of one check in the average: 7 checks with responses replace half of it.
+/// Weight of one check in the average, so that 7 checks with responses replace half of it.
 const CHECK_AVERAGE_WEIGHT: f64 = 0.1;
 
 impl LearnedServiceTime {
@@ -53,7 +53,7 @@ impl LearnedServiceTime {
         Self { mean_ns: Some(time.as_nanos() as f64) }
     }
 
-    /// Adds the service times since the previous check: their sum (ns) and number.
+    /// Adds the service times since the previous check, given by their sum (ns) and number.
     pub fn observe(&mut self, sum_ns: u64, count: u64) {
         if count > 0 {
             let check_mean_ns = sum_ns as f64 / count as f64;
@@ -62,7 +62,7 @@ impl LearnedServiceTime {
         }
     }
 
-    /// Returns the expected service time; `None` before the first response.
+    /// Returns the expected service time, or `None` before the first response.
     pub fn expected_time(self) -> Option<Duration> {
         self.mean_ns.map(|mean| Duration::from_nanos(mean as u64))
     }
@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn request_that_may_still_be_queued_is_not_expired() {
-        // The two youngest requests wait in the queue, at any age (the worker was stopped).
+        // The two youngest requests wait in the queue at any age, because the worker was stopped.
         assert_eq!(expired_request_indexes(&[30, 20, 25, 40], 2, 10), [3, 0]);
         assert_eq!(expired_request_indexes(&[30, 20, 25, 40], 4, 10), []);
         assert_eq!(expired_request_indexes(&[30, 20, 25, 40], 9, 10), []);

@@ -1,16 +1,16 @@
-//! `rss` and `rss-rebalanced`: connections are hashed to buckets, buckets belong to cores.
+//! Dispatchers `rss` and `rss-rebalanced`, which hash connections to buckets that belong to cores.
 
 use super::{DispatchHeader, Dispatcher, TournamentTree};
 use crate::rss::IndirectionTable;
 
-/// RSS: the indirection table maps the RSS hash to a core, which is the same for all requests of a connection.
+/// Dispatcher by RSS, whose indirection table maps all requests of a connection to the same core by their RSS hash.
 #[derive(Debug, Clone)]
 pub struct RssDispatcher {
     indirection_table: IndirectionTable,
 }
 
 impl RssDispatcher {
-    /// Returns a dispatcher with the indirection table `table`.
+    /// Returns a dispatcher with this indirection table.
     pub fn new(indirection_table: IndirectionTable) -> Self {
         Self { indirection_table }
     }
@@ -36,13 +36,13 @@ impl Dispatcher for RssDispatcher {
     fn record_completion(&mut self, _core: u16, _header: &DispatchHeader) {}
 }
 
-/// Returns a core for each bucket, so that the cores' loads are nearly equal: the heaviest bucket first, each to the
-/// least loaded core so far (Graham's LPT rule, 1969: at most 4/3 of the optimal maximum). `loads` has the load of each
-/// bucket, `backlog` the present work of each core, both in the same unit and at most 2^48.
+/// Returns a core for each bucket, so that the cores' loads are nearly equal. The heaviest bucket is assigned first,
+/// each to the core that is least loaded so far (Graham's LPT rule, 1969). The maximum is then at most 4/3 of the
+/// optimum. `loads` has each bucket's load, `backlog` each core's present work, in the same unit and at most 2^48.
 pub fn assign_buckets_to_cores(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     let mut heaviest_first: Vec<usize> = (0..loads.len()).collect();
     heaviest_first.sort_by_key(|bucket| (std::cmp::Reverse(loads[*bucket]), *bucket));
-    // Each bucket counts a tiny unit more than its load, so that idle buckets are spread, too.
+    // Each bucket counts slightly more than its load, so that idle buckets are spread, too.
     let scale = loads.len() as u64 + 1;
     let mut load_by_core = TournamentTree::<u64>::new(backlog.len() as u16, 0);
     (0..).zip(backlog).for_each(|(core, backlog)| load_by_core.set(core, backlog * scale));

@@ -1,5 +1,5 @@
-//! `random` and `rr`: requests are spread over the cores regardless of their load (Turbo, HPCA'23, Sect. III:
-//! d-FCFS(r), d-FCFS(rr)).
+//! Dispatchers `random` and `rr`, which spread requests over the cores regardless of their load (d-FCFS(r) and
+//! d-FCFS(rr) in Turbo, HPCA'23, Sect. III).
 
 use super::{DispatchHeader, Dispatcher};
 

@@ -1,14 +1,14 @@
-//! `work-stealing`: idle cores take requests from other cores' queues.
+//! Policy `work-stealing`, by which idle cores take requests from other cores' queues.
 
 use super::TournamentTree;
 
 /// Work stealing from the longest queue. ZygOS (SOSP'17) and Shenango (NSDI'19) check queues in random order. The
-/// longest queue is the best find, so this policy is the upper bound of work stealing.
+/// longest queue is the best one to find, so this policy is an upper bound for work stealing.
 #[derive(Debug, Clone)]
 pub struct LongestQueueStealing {
     /// Queue lengths, inverted so that the longest queue has the smallest key.
     inverted_queue_lengths: TournamentTree<u32>,
-    /// State of each core: [`IDLE`] or [`BUSY`].
+    /// State of each core, either [`IDLE`] or [`BUSY`].
     busy_state_by_core: TournamentTree<u32>,
 }
 
@@ -16,7 +16,7 @@ const IDLE: u32 = 0;
 const BUSY: u32 = 1;
 const EMPTY_QUEUE_KEY: u32 = u32::MAX;
 
-/// One theft: an idle core takes a request from another core's queue.
+/// Transfer of one request from another core's queue to an idle core.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Steal {
     /// Core that takes the first request of the victim's queue.
@@ -44,8 +44,8 @@ impl LongestQueueStealing {
         self.inverted_queue_lengths.set(core, EMPTY_QUEUE_KEY - length);
     }
 
-    /// Returns the next theft, between the idle core and the longest queue of the lowest indices; `None` if no core is
-    /// idle or no request is queued.
+    /// Returns the next transfer, from the longest queue to an idle core, where the lowest index wins among equals.
+    /// Returns `None` if no core is idle or no request is queued.
     pub fn next_steal(&self) -> Option<Steal> {
         let ((thief, state), (victim, length)) = (self.busy_state_by_core.least(), self.inverted_queue_lengths.least());
         (state == IDLE && length != EMPTY_QUEUE_KEY).then_some(Steal { thief, victim })

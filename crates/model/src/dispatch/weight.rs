@@ -1,9 +1,9 @@
-//! Expected work of a request in 16 bits of its entry.
+//! Expected service time of a request in the 16 bits that the request's entry has for it.
 
 use std::time::Duration;
 
-/// A service time rounded to a mantissa of 11 bits and a power of two, from 1 ns to more than an hour. The entry stores
-/// it, so a response subtracts exactly what its request added, even if the learned time has changed.
+/// A service time rounded to a mantissa of 11 bits and a power of two, from 1 ns to more than an hour. The request's
+/// entry stores it, so that a response subtracts exactly what its request added, even if the learned time has changed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RoundedServiceTime(u16);
 
@@ -11,10 +11,10 @@ const MANTISSA_BITS: u32 = 11;
 const MANTISSA_MASK: u16 = (1 << MANTISSA_BITS) - 1;
 
 impl RoundedServiceTime {
-    /// Maximum service time that can be stored: 2047 << 31 ns, 73 minutes.
+    /// Maximum service time that can be stored (2047 << 31 ns, 73 minutes).
     pub const MAX: Duration = Duration::from_nanos((MANTISSA_MASK as u64) << 31);
 
-    /// Returns the nearest rounded time, within 1/2048; longer times count as [`RoundedServiceTime::MAX`].
+    /// Returns the nearest rounded time, within 1/2048. Longer times count as [`RoundedServiceTime::MAX`].
     pub fn new(time: Duration) -> Self {
         let ns = time.min(Self::MAX).as_nanos() as u64;
         let significant_bits = u64::BITS - ns.leading_zeros();

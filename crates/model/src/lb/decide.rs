@@ -1,4 +1,4 @@
-//! Decisions by the service's consistency mode and the packet: the table in docs/design.md, "Consistency", row by row.
+//! Decisions by the consistency mode and the packet, as in the table in docs/design.md, "Consistency", row by row.
 
 use std::net::IpAddr;
 
@@ -24,7 +24,6 @@ const UDP_PROTOCOL_NUMBER: u8 = 17;
 
 pub(super) const BROADCAST_MAC: MacAddress = [0xff; 6];
 
-/// Source MAC address and length of a frame.
 #[derive(Debug, Clone, Copy)]
 struct FrameSource {
     mac: MacAddress,
@@ -61,7 +60,7 @@ impl LoadBalancer {
         outcome
     }
 
-    /// Rewrites a frame for the service's forwarding method. Fails with the counter of a packet that is dropped.
+    /// Rewrites a frame for the service's forwarding method. Fails with the packet's counter if the packet is dropped.
     fn emit(
         &mut self,
         frame: &mut Vec<u8>,
@@ -95,7 +94,7 @@ impl LoadBalancer {
         if frame_fields.destination_mac != self.own_mac || !self.vips.contains(&frame_fields.vip) {
             return Err(NOT_A_SERVICE);
         }
-        // IPv6 names the protocol behind its extension headers.
+        // In IPv6, the protocol is known only behind the extension headers.
         if frame_fields.vip.is_ipv4() && !self.is_balanced_protocol(frame_fields.protocol) {
             return Err(NOT_A_SERVICE);
         }
@@ -129,7 +128,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Returns whether the program handles a protocol: UDP is not compiled in while no service needs it.
+    /// Returns whether the program handles a protocol. UDP is not compiled in while no service needs it.
     fn is_balanced_protocol(&self, protocol: u8) -> bool {
         let has_udp_service =
             || self.service_slots_by_address.keys().any(|(.., protocol)| *protocol == UDP_PROTOCOL_NUMBER);
@@ -141,8 +140,8 @@ impl LoadBalancer {
         self.service_slots_by_address.get(&(vip, port, protocol)).copied().ok_or(NOT_A_SERVICE)
     }
 
-    /// Decides on an ICMP error, which goes to the server whose packet it quotes: by the cookie in the quoted TSval, by
-    /// the flow table, or by broadcast.
+    /// Decides on an ICMP error, which goes to the server whose packet it quotes. The cookie in the quoted TSval or the
+    /// flow table identifies the server. Without either, the error is broadcast.
     fn decide_icmp_error(
         &mut self,
         whole: &IpPacket<'_>,
@@ -246,7 +245,7 @@ impl LoadBalancer {
         if decision.server.is_some() && !first { decision.with_previous_server(other.get()) } else { decision }
     }
 
-    /// Decides on a packet of a connection without state on this load balancer. `of` is the service's slot and the
+    /// Decides on a packet of a connection that has no state on this load balancer. `of` is the service's slot and the
     /// packet's source.
     pub(super) fn decide_unknown(&mut self, of: (usize, IpAddr), now_ns: u64) -> Decision {
         match self.service(of.0).other_balancer() {
@@ -363,13 +362,13 @@ impl LoadBalancer {
         }
     }
 
-    /// Returns whether the server may get the packet: for a SYN, it must take new connections.
+    /// Returns whether the server may get the packet. For a SYN, it must take new connections.
     pub(super) fn is_usable(&self, service_slot: usize, server: ServerId, first: bool) -> bool {
         let service = self.service(service_slot);
         if first { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
-    /// Returns the flow entry of the bucket's server, if it may get the packet, and a decision that carries the id of
+    /// Returns the flow entry of the bucket's server if that server may get the packet. The decision carries the id of
     /// the bucket's previous server.
     pub(super) fn decide_by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
         let is_syn = packet.flags & SYN != 0;
@@ -462,7 +461,7 @@ impl LoadBalancer {
     fn decide_by_hash_table(&mut self, service_slot: usize, packet: &Packet) -> Decision {
         let is_syn = packet.flags & SYN != 0;
         let is_udp = packet.protocol == Protocol::Udp;
-        // A datagram without a known flow begins one.
+        // A datagram without a known flow opens one.
         let opens_flow = is_syn || is_udp;
         let flow_entry = self
             .find_packet_flow(service_slot, packet)
@@ -527,7 +526,7 @@ impl LoadBalancer {
     }
 }
 
-/// Returns whether a packet with the protocol number of ICMP or ICMPv6 is of that protocol's family.
+/// Returns whether an ICMP packet is IPv4, and an ICMPv6 packet IPv6.
 fn is_icmp_of_its_family(packet: &IpPacket<'_>) -> bool {
     packet.vip.is_ipv6() == (packet.protocol == PROTOCOL_ICMPV6)
 }

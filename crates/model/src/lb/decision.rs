@@ -1,4 +1,4 @@
-//! A decision on a packet.
+//! Decision on one packet.
 
 use coreward_intf as intf;
 
@@ -14,7 +14,7 @@ pub(super) enum Identification {
     PreviousServerId(u16),
 }
 
-/// Outcome of a packet; for a forwarded packet also its destination and its changes.
+/// Outcome of a packet, with its destination and its changes if it is forwarded.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Decision {
     pub counter: intf::lb_counter,
@@ -48,7 +48,6 @@ impl Decision {
         Self { destination_mac, ..Self::from_counter(counter) }
     }
 
-    /// Returns the decision with `value` as the packet's new TSecr.
     pub fn with_tsecr(self, tsecr: Tsecr, value: u32) -> Self {
         Self { tsecr: Some((tsecr, value)), ..self }
     }
@@ -69,7 +68,6 @@ impl Decision {
         Self { event: Some(event), ..self }
     }
 
-    /// Returns the server to which the packet is forwarded, if there is one.
     pub fn server(&self) -> Option<ServerId> {
         self.server
     }

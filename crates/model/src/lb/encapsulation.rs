@@ -1,4 +1,4 @@
-//! Outer headers of packets to servers behind routers: `bpf/lb/encapsulate.h`.
+//! Outer headers of packets to servers behind routers, as in `bpf/lb/encapsulate.h`.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -18,12 +18,12 @@ const PROTOCOL_IPV4: u8 = 4;
 const PROTOCOL_IPV6: u8 = 41;
 const PROTOCOL_UDP: u8 = 17;
 
-/// Variable fields of the outer header of packets to one server.
+/// Outer header fields that are specific to one server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TunnelEndpoint {
     /// Destination address of the outer header, which decides its address family.
     pub address: IpAddr,
-    /// Source port of GUE; `None` if it is derived from the flow.
+    /// Source port of GUE, or `None` if it is derived from the flow.
     pub source_port: Option<u16>,
 }
 
@@ -105,14 +105,13 @@ impl IpHeaderFields {
     }
 }
 
-/// Returns no addresses and no limit, for load balancers whose services do not encapsulate.
+/// Returns unspecified addresses and no limit, for load balancers whose services do not encapsulate.
 impl Default for OuterHeader {
     fn default() -> Self {
         Self { address: Ipv4Addr::UNSPECIFIED, source_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
     }
 }
 
-/// Sets the destination and source MAC addresses of a frame.
 pub(super) fn set_macs(frame: &mut [u8], destination: MacAddress, source: MacAddress) {
     frame[..6].copy_from_slice(&destination);
     frame[6..12].copy_from_slice(&source);

@@ -1,6 +1,6 @@
-//! Flow state: the flow table (`bpf/lb/flow_table.h`), and the destination of a datagram's first fragment.
+//! Flow state, which consists of the flow table (`bpf/lb/flow_table.h`) and the destinations of fragmented datagrams.
 //!
-//! The table of fragments is unbounded here; the BPF program has an LRU hash. Both agree until the first eviction.
+//! The table of fragments is unbounded here, but an LRU hash in the BPF program. Both agree until the first eviction.
 
 use std::net::IpAddr;
 
@@ -14,10 +14,10 @@ use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
 const ENTRIES_PER_SET: usize = intf::FLOW_SET_ENTRIES as usize;
-/// Number of 64-bit words of a set: `flow` and `use` of `struct flow_set`.
+/// Number of 64-bit words in a set, which are `flow` and `use` of `struct flow_set`.
 const WORDS_PER_SET: usize = size_of::<intf::flow_set>() / size_of::<u64>();
 
-/// Entry of the flow table: the destination of a flow.
+/// Entry of the flow table, which has the destination of a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FlowEntry {
     /// Server to which the flow's packets go.
@@ -28,12 +28,12 @@ pub struct FlowEntry {
     pub handshake: HandshakeState,
 }
 
-/// State of the TCP handshake of a flow of a service with LB-side stamping; other flows are [`Open`](Self::Open).
+/// State of a flow's TCP handshake in a service with LB-side stamping. Other flows are [`Open`](Self::Open).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HandshakeState {
     /// The client has sent a packet after the SYN-ACK.
     Open,
-    /// Unstamped SYN-ACK, and no later packet from the client (`HALF_OPEN_FLOW`); with bits of the SYN-ACK's TSval.
+    /// Unstamped SYN-ACK without a later packet from the client (`HALF_OPEN_FLOW`), with bits of the SYN-ACK's TSval.
     HalfOpen(u16),
     /// The client has answered a stamped SYN-ACK of another server (`STAMPED_FLOW`).
     Stamped,
@@ -68,10 +68,10 @@ impl HandshakeState {
     }
 }
 
-/// Kind of an entry of the flow table.
+/// Importance of a flow table entry for its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FlowEntryNeed {
-    /// The bucket leads to the same server, unless it has moved since.
+    /// The entry is a hint, because the bucket leads to the same server unless it has moved since.
     Hint,
     /// Only the entry leads to the flow's server.
     Needed,
@@ -124,7 +124,7 @@ impl FlowEntry {
     }
 }
 
-/// The flow table: sets of entries, all of which can be used.
+/// The flow table, in which a flow may use any entry of its set.
 #[derive(Debug)]
 pub(super) struct FlowTable {
     words: Vec<u64>,
@@ -158,12 +158,11 @@ fn is_use_idle(used: u64, now: ClockTicks) -> bool {
 }
 
 impl FlowTable {
-    /// Returns an empty table of `sets` sets; at least one.
+    /// Returns an empty table of `sets` sets (at least 1).
     pub fn new(sets: u32) -> Self {
         Self { words: vec![0; sets as usize * WORDS_PER_SET] }
     }
 
-    /// Returns the 64-bit words of the whole table.
     pub fn words(&self) -> &[u64] {
         &self.words
     }
@@ -174,7 +173,7 @@ impl FlowTable {
         self.words[set_index * WORDS_PER_SET..][..WORDS_PER_SET].split_at_mut(ENTRIES_PER_SET)
     }
 
-    /// Returns the entry of a flow, and marks it as used at `now`.
+    /// Returns the entry of a flow that has not been idle for too long, and marks it as used at `now`.
     pub fn find(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
         let (flows, used) = self.flow_set_mut(key);
         let position = flows.iter().position(|flow| flow >> intf::FLOW_TAG_SHIFT == key.tag())?;
@@ -188,7 +187,7 @@ impl FlowTable {
     /// Inserts or changes the entry of a flow. Returns false if the entry is a hint for which there is no room.
     pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: FlowEntryNeed, now: ClockTicks) -> bool {
         let (flows, used) = self.flow_set_mut(key);
-        // Criteria of replacement, most important first.
+        // Criteria for the replacement of an entry, the most important first.
         let replacement_rank = |position: usize| {
             let (flow, use_of) = (flows[position], used[position]);
             let is_flow = flow >> intf::FLOW_TAG_SHIFT == key.tag();
@@ -223,7 +222,6 @@ impl FlowTable {
         true
     }
 
-    /// Removes all flows of the service in slot `service`.
     pub fn remove_service(&mut self, service: usize) {
         for set in self.words.chunks_mut(WORDS_PER_SET) {
             let (flows, used) = set.split_at_mut(ENTRIES_PER_SET);
@@ -250,7 +248,7 @@ impl LoadBalancer {
         self.find_flow(service, &packet.tuple(), packet.protocol)
     }
 
-    /// Returns the entry of a packet's flow to a service with LB-side stamping; `None` for a stamped connection.
+    /// Returns the entry of a packet's flow to a service with LB-side stamping, or `None` for a stamped connection.
     pub(super) fn find_unstamped_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
         self.find_packet_flow(service, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
     }

@@ -1,5 +1,5 @@
-//! ICMP "fragmentation needed" and ICMPv6 "packet too big" for packets that do not fit with their outer header:
-//! `bpf/lb/fragmentation_needed.h` and `bpf/lb/packet_too_big.h`.
+//! Errors for packets that do not fit with their outer header, either ICMP "fragmentation needed" or ICMPv6 "packet too
+//! big", as in `bpf/lb/fragmentation_needed.h` and `bpf/lb/packet_too_big.h`.
 
 use std::net::{IpAddr, Ipv6Addr};
 

@@ -9,7 +9,7 @@ pub(super) const ICMP_HEADER_BYTES: usize = 8;
 /// Minimum number of bytes of an IP payload that an ICMP error quotes (RFC 792).
 pub(super) const MIN_QUOTED_PAYLOAD_BYTES: usize = 8;
 
-/// Counter of a packet whose parsing ends early, as the reason.
+/// Counter of a packet whose parsing ends early, which also gives the reason.
 pub(super) type ParseEndCounter = intf::lb_counter;
 /// Counter of a packet that belongs to no service.
 pub(super) const NOT_A_SERVICE: ParseEndCounter = intf::LB_COUNTER_PASSED_NOT_SERVICE;
@@ -25,7 +25,7 @@ pub(super) fn u32_at(frame: &[u8], offset: usize) -> u32 {
 /// Fields of the Ethernet and IP header that are read first, without checks.
 pub(super) struct FrameFields {
     pub destination_mac: [u8; 6],
-    /// Protocol number; in IPv6, the number of the next header.
+    /// Protocol number, or the number of the next header in IPv6.
     pub protocol: u8,
     pub vip: IpAddr,
 }

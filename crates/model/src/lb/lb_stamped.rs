@@ -1,4 +1,4 @@
-//! LB-side stamping (`timestamps = "lb"`): `bpf/lb/lb_cookie.h` and `bpf/lb/reply.h`.
+//! LB-side stamping, where the load balancer writes the cookies (`bpf/lb/lb_cookie.h` and `bpf/lb/reply.h`).
 
 use std::collections::HashMap;
 
@@ -16,7 +16,7 @@ use crate::lb_stamping::{self, ConnectionOffsets, ServerClock, connection_word};
 use crate::tuple::Protocol;
 use crate::{FourTuple, ServerId};
 
-/// The server behind a source MAC address, and its TSval clock.
+/// Server that sends replies from one source MAC address, and its TSval clock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LbStampedServer {
     /// Server whose id the cookies carry.
@@ -28,7 +28,7 @@ pub struct LbStampedServer {
 /// State of LB-side stamping in a load balancer.
 #[derive(Debug, Default)]
 pub(super) struct LbStamping {
-    /// TSval of this load balancer's clock from which the current key is in force.
+    /// TSval of this load balancer's clock from which the current key is active.
     pub switch_ms: u32,
     /// Servers by the service's slot and the source MAC address of replies.
     servers_by_mac: HashMap<(usize, MacAddress), LbStampedServer>,
@@ -39,7 +39,7 @@ pub(super) struct LbStamping {
 }
 
 impl LbStamping {
-    /// Removes a MAC address from its server; another server with the same address takes it over.
+    /// Removes a MAC address from its server. Another server with the same address takes it over.
     fn remove_address(&mut self, service_slot: usize, mac: MacAddress) {
         let servers_at_address = self.mac_by_server.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
         match servers_at_address.map(|((_, id), _)| *id).min() {
@@ -106,7 +106,7 @@ impl LoadBalancer {
         self.lb_stamping.set_time_key(service, key);
     }
 
-    /// Returns each source MAC address of replies of a service, with its server.
+    /// Returns each source MAC address of a service's replies, with its server.
     pub fn lb_stamped_servers(&self, service: usize) -> impl Iterator<Item = (MacAddress, LbStampedServer)> + '_ {
         let entry_of_service = move |((service_slot, mac), known): (&(usize, MacAddress), &LbStampedServer)| {
             (*service_slot == service).then_some((*mac, *known))
@@ -132,7 +132,7 @@ impl LoadBalancer {
         }
     }
 
-    /// Processes a frame from a server of a service with LB-side stamping; returns `None` for any other frame.
+    /// Processes a frame from a server of a service with LB-side stamping, or returns `None` for any other frame.
     pub(super) fn process_reply(&mut self, frame: &mut [u8]) -> Option<Outcome> {
         packet::read_frame_fields(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
         let ip_packet = packet::parse_ip(frame).ok()?;
@@ -181,7 +181,7 @@ impl LoadBalancer {
             && self.find_unstamped_server(service_slot, packet).is_some_and(|earlier| earlier != server)
     }
 
-    /// Returns whether the reply is stamped. The SYN-ACK decides that for its connection: an unstamped connection
+    /// Returns whether the reply is stamped. The SYN-ACK decides this for its connection, and an unstamped connection
     /// enters the flow table.
     fn decide_reply_stamping(
         &mut self,
@@ -193,10 +193,10 @@ impl LoadBalancer {
     ) -> bool {
         let unstamped_flow = self.find_unstamped_flow(service_slot, packet);
         if packet.flags & SYN == 0 {
-            // A server with an unstamped SYN-ACK sends data when the client has answered it, or by TCP Fast Open.
+            // After an unstamped SYN-ACK, a server sends data when the client has answered it, or by TCP Fast Open.
             let unstamped_flow =
                 unstamped_flow.filter(|plain| !plain.handshake.is_half_open() || plain.server == known.server);
-            // An answer proves that the connection exists, but a reset answers any packet.
+            // A reply proves that the connection exists, unless it is a reset, which may answer any packet.
             if unstamped_flow.is_none() && milliseconds.is_none() && packet.flags & RST == 0 {
                 self.insert_flow(service_slot, packet, FlowEntry::of(known.server), FlowEntryNeed::Needed);
                 answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
@@ -275,8 +275,8 @@ impl LoadBalancer {
         decision.with_tsecr(tsecr, restored_tsecr)
     }
 
-    /// Returns whether a client's packet belongs to a stamped connection despite its flow entry: its SYNs reached two
-    /// servers, and the client answered the stamped SYN-ACK. Then the entry is changed.
+    /// Returns whether a client's packet belongs to a stamped connection despite its flow entry, and then changes the
+    /// entry. This happens if the client's SYNs reached two servers and it answered the stamped SYN-ACK.
     fn is_stamped_flow(&mut self, service_slot: usize, packet: &Packet, entry: FlowEntry) -> bool {
         let Some(tsecr) = packet.tsecr else { return false };
         if !entry.handshake.is_half_open() || entry.handshake.is_answered_by(tsecr.value) {
@@ -291,7 +291,7 @@ impl LoadBalancer {
         is_known
     }
 
-    /// Returns the TSval that the server sent; 0 ("no TSecr") if the clock of the connection is not known.
+    /// Returns the TSval that the server sent, or 0 ("no TSecr") if the clock of the connection is not known.
     fn restore_tsecr(&self, service_slot: usize, tuple: &FourTuple, tsecr: u32, known: &LbStampedServer) -> u32 {
         let hash = self.connection_hash(service_slot, tuple);
         let offset_ms = known.clock.connection_offset_ms(&self.lb_stamping.connection_offsets, hash);

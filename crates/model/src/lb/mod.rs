@@ -1,5 +1,5 @@
-//! The load balancer, packet by packet: a second implementation of `bpf/lb/lb.bpf.c`. It follows that file's
-//! introduction and docs/design.md, and is as plain as speed allows.
+//! Reference model of the load balancer, packet by packet. It is a second implementation of `bpf/lb/lb.bpf.c`, follows
+//! that file's introduction and docs/design.md, and is as plain as speed allows.
 //!
 //! [`LoadBalancer::receive`] takes a frame and the time and returns the outcome. The frame, the counters and all state
 //! are then the same, bit for bit, as the BPF program's. So the two can be compared (`make fuzz`), and results of the
@@ -62,9 +62,9 @@ pub type MacAddress = [u8; 6];
 pub enum XdpVerdict {
     /// `XDP_DROP`.
     Drop,
-    /// `XDP_PASS`: the frame continues to the kernel's network stack.
+    /// `XDP_PASS`, by which the frame continues to the kernel's network stack.
     Pass,
-    /// `XDP_TX`: the frame is sent out of the device on which it came.
+    /// `XDP_TX`, by which the frame is sent out of the device on which it came.
     Transmit,
 }
 
@@ -84,7 +84,7 @@ impl XdpVerdict {
 pub struct Outcome {
     /// Counter in which the frame was counted (`enum lb_counter`).
     pub counter: intf::lb_counter,
-    /// Slot of the service in whose counters the frame was counted; `None` if it belongs to no service.
+    /// Slot of the service in whose counters the frame was counted, or `None` if it belongs to no service.
     pub service: Option<usize>,
     /// Server to which the frame was sent, if any.
     pub server: Option<ServerId>,
@@ -95,7 +95,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Returns the verdict that follows from the counter: `enum lb_counter` is sorted by verdict, with one exception.
+    /// Returns the verdict that follows from the counter. `enum lb_counter` is sorted by verdict, with one exception.
     pub fn verdict(&self) -> XdpVerdict {
         match self.counter {
             intf::LB_COUNTER_PASSED_NOT_SERVICE | intf::LB_COUNTER_REPLY_STAMPED | intf::LB_COUNTER_REPLY_UNCHANGED => {
@@ -112,7 +112,7 @@ impl Outcome {
 /// A server in the load balancer's maps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Server {
-    /// MAC address of the server; `None` if it is not resolved.
+    /// MAC address of the server, or `None` if it is not resolved.
     pub mac: Option<MacAddress>,
     /// Whether the server takes new connections.
     pub is_eligible: bool,
@@ -123,11 +123,11 @@ pub struct Server {
 pub struct ServerTraffic {
     /// Number of new connections for which the placement rule selected the server.
     pub opened: u64,
-    /// Number of packets with a cookie and FIN or RST. (Without a connection table a retransmission counts again.)
+    /// Number of packets with a cookie and FIN or RST. Without a connection table, a retransmission counts again.
     pub closed: u64,
-    /// Number of all packets; counted only where a policy needs it.
+    /// Number of all packets, which is counted only if a policy needs it.
     pub packet_count: u64,
-    /// Number of bytes of the frames of all packets.
+    /// Number of bytes in the frames of all packets.
     pub bytes: u64,
 }
 
@@ -169,7 +169,7 @@ impl Service {
             && matches!(self.mode.consistency, Consistency::Stateless | Consistency::Stateful)
     }
 
-    /// Returns the id of the other load balancer of a migration, which has some of the service's connections.
+    /// Returns the id of the other load balancer in a migration, which has some of the service's connections.
     fn other_balancer(&self) -> Option<ServerId> {
         self.mode.migration.map(ServiceMigration::other_balancer)
     }
@@ -193,10 +193,10 @@ impl Service {
     }
 }
 
-/// Settings of a load balancer: sizes of tables, rate limits, outer headers and VLANs.
+/// Settings of a load balancer, which are table sizes, rate limits, outer headers and VLANs.
 #[derive(Debug, Clone, Copy)]
 pub struct LoadBalancerSettings {
-    /// Rate limits of broadcasts, by reason of the broadcast.
+    /// Rate limits of broadcasts, for each reason to broadcast.
     pub broadcast_rates: [BroadcastRates; BROADCAST_REASON_COUNT],
     /// Number of sets of the flow table.
     pub flow_set_count: u32,
@@ -283,8 +283,8 @@ impl LoadBalancer {
         self.settings.counts_traffic = is_enabled;
     }
 
-    /// Sets the services, and returns the slot of each. A known service keeps its slot with its state; a new one gets
-    /// the lowest free slot. Panics with more services than slots.
+    /// Sets the services, and returns the slot of each. A known service keeps its slot with its state, and a new one
+    /// gets the lowest free slot. Panics if there are more services than slots.
     pub fn set_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
         let stateful_slots_before = self.stateful_slots();
         for service_slot in &mut self.services {
@@ -330,7 +330,7 @@ impl LoadBalancer {
         }
         let free_slot = self.services.iter().position(Option::is_none).expect("at most as many services as slots");
         self.services[free_slot] = Some(Service::new(address, mode));
-        // Flows of the service that previously had the slot.
+        // Remove the flows of the service that previously had the slot.
         self.flow_table.remove_service(free_slot);
         self.fragment_targets.retain(|_, (service_slot, _)| *service_slot != free_slot);
         self.lb_stamping.remove_service(free_slot);
@@ -371,12 +371,12 @@ impl LoadBalancer {
         service.placement = Some(InstalledTable::new(table));
     }
 
-    /// Sets `paid_until` (ns) of the selected token buckets of broadcasts.
+    /// Sets the time `paid_until` (ns) of the selected token buckets, which limit broadcasts.
     pub fn set_paid_until(&mut self, buckets: TokenBucketSelector, paid_until: u64) {
         self.broadcast_limiter.set_paid_until(buckets, paid_until);
     }
 
-    /// Sets the key of the hash of connections in the connection table. Must be called before the first connection.
+    /// Sets the key of the hash of connections in the connection table. It must be called before the first connection.
     pub fn set_connection_key(&mut self, key: CookieKey) {
         self.connection_table_state.key = key;
     }
@@ -386,7 +386,7 @@ impl LoadBalancer {
         self.connection_table_state.owner = owner;
     }
 
-    /// Sets the maximum number of connection table entries of one source prefix; `None` for no limit.
+    /// Sets the maximum number of connection table entries of one source prefix, or `None` for no limit.
     pub fn set_max_entries_per_source(&mut self, per_source: Option<u32>) {
         self.connection_table_state.max_entries_per_source = per_source;
     }
@@ -411,7 +411,7 @@ impl LoadBalancer {
         self.connection_table_state.connections()
     }
 
-    /// Returns the connection in the entry at `index`; `None` if the entry is free.
+    /// Returns the connection in the entry at `index`, or `None` if the entry is free.
     pub fn connection(&self, index: ConnectionIndex) -> Option<Connection> {
         self.connection_table_state.connection(index)
     }

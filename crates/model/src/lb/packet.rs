@@ -1,4 +1,4 @@
-//! Parsing and rewriting of a frame: Ethernet, IPv4, TCP. `packet_ipv6.rs` has IPv6.
+//! Parsing and rewriting of a frame's Ethernet, IPv4 and TCP headers. `packet_ipv6.rs` has IPv6.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -37,7 +37,7 @@ pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
     [12, 16].map(|at| Ipv4Addr::from(u32_at(packet, at)))
 }
 
-/// Returns the fields that are read first; `None` unless the frame is IPv4 or IPv6 with a whole destination address.
+/// Returns the fields that are read first, or `None` unless the frame is IP with a whole destination address.
 pub(super) fn read_frame_fields(frame: &[u8]) -> Option<FrameFields> {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::read_frame_fields(frame);
@@ -60,7 +60,7 @@ fn fragment_part(packet: &[u8]) -> FragmentPart {
     }
 }
 
-/// Returns the length in bytes of the IPv4 header at the start of `packet`; `None` if it is not IPv4.
+/// Returns the length in bytes of the IPv4 header at the start of `packet`, or `None` if it is not IPv4.
 fn ipv4_header_length(packet: &[u8]) -> Option<usize> {
     let length = usize::from(packet[0] & 0xf) * 4;
     (packet[0] >> 4 == 4 && length >= IPV4_HEADER_BYTES).then_some(length)
@@ -98,13 +98,12 @@ pub(super) fn parse_ports(packet: &IpPacket<'_>, malformed: ParseEndCounter) -> 
     Ok((u16_at(packet.payload, 0), u16_at(packet.payload, 2)))
 }
 
-/// A packet to a service: the fields on which decisions depend.
+/// Fields of a packet to a service on which decisions depend.
 #[derive(Debug, Clone)]
 pub(super) struct Packet {
     pub client: SocketAddr,
     pub vip: SocketAddr,
     pub protocol: Protocol,
-    /// Flags in the TCP header.
     pub flags: u8,
     /// TSecr of the packet, if it has a timestamp option.
     pub tsecr: Option<Tsecr>,
@@ -140,7 +139,7 @@ impl Packet {
 pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
     let parsed_packet = parse_tcp_header(packet, ports)?;
     let flags = parsed_packet.flags;
-    // Only a SYN opens a connection; clients send no SYN-ACK. All other packets have ACK, except a bare RST.
+    // Only a SYN opens a connection, and clients send no SYN-ACK. All other packets have ACK, except a bare RST.
     let is_possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
     is_possible.then_some(parsed_packet).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
 }
@@ -171,7 +170,7 @@ fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, 
     Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, tsecr })
 }
 
-/// Parses a UDP packet from a client: a whole datagram, or the first fragment of one. `ports`: source, destination.
+/// Parses a whole UDP datagram, or the first fragment of one. `ports` are its source and its destination port.
 pub(super) fn parse_udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
     const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_UDP;
     if packet.payload.len() < UDP_HEADER_BYTES {
@@ -256,7 +255,6 @@ pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
     frame[6..12].try_into().expect("six bytes")
 }
 
-/// Returns the length in bytes of the IP packet in a frame.
 pub(super) fn ip_packet_bytes(frame: &[u8]) -> usize {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::packet_bytes(frame);
@@ -272,8 +270,8 @@ pub(super) fn traffic_class(frame: &[u8]) -> u8 {
     frame[ETHERNET_HEADER_BYTES + 1]
 }
 
-/// Returns the client and the ports of a forwarded packet, on which its outer header depends. Ports are 0 where a
-/// decision reads none.
+/// Returns the client and the ports of a forwarded packet, on which its outer header depends. The ports are 0 if no
+/// decision reads them.
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
     let has_ports =

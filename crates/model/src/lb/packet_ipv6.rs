@@ -1,4 +1,4 @@
-//! Parsing and rewriting of an IPv6 frame: `bpf/lb/parse_ipv6.h` and `bpf/lb/icmp_ipv6.h`.
+//! Parsing and rewriting of an IPv6 frame, as in `bpf/lb/parse_ipv6.h` and `bpf/lb/icmp_ipv6.h`.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -62,11 +62,11 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> 
     })
 }
 
-/// End of a chain of extension headers: the transport header and its position.
+/// End of a chain of extension headers, which is the transport header and its position.
 struct ExtensionHeaderChainEnd {
     protocol: u8,
     fragment_part: FragmentPart,
-    /// Identification of a fragmented datagram; 0 for a whole one.
+    /// Identification of a fragmented datagram, or 0 for a whole one.
     identification: u32,
     /// Offset of the transport header from the start of the IPv6 header.
     transport_offset: usize,
@@ -91,7 +91,7 @@ fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionHeaderChainEnd, Pars
         if ETHERNET_HEADER_BYTES + at > MAX_TRANSPORT_OFFSET {
             return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
         }
-        // An atomic fragment is a whole packet: all its bits are 0 but the reserved ones (RFC 6946).
+        // An atomic fragment is a whole packet, whose fragment bits are 0 except the reserved ones (RFC 6946).
         if number == FRAGMENT_HEADER && field & !0x6 != 0 {
             let fragment_part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::LaterFragment };
             let identification = packet.get(at - 4..at).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;

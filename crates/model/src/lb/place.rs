@@ -1,5 +1,5 @@
-//! Placement of new connections, by the placement table and the data plane's additions. Servers that cannot take a
-//! connection are skipped, and a retransmitted SYN goes to the server of the first SYN.
+//! Placement of new connections by the placement table. In addition, servers that cannot take a connection are skipped,
+//! and a retransmitted SYN goes to the server of the first SYN.
 
 use coreward_intf as intf;
 
@@ -33,7 +33,7 @@ impl InstalledTable {
         matches!(self.placement_table.rule, PlacementRule::LeastAssigned | PlacementRule::RoundRobin)
     }
 
-    /// Returns the bucket's server and its previous server, whatever their loads; `None` if the table has no members.
+    /// Returns the bucket's server and its previous one, whatever their loads, or `None` for a table without members.
     pub fn bucket_entry(&self, tuple: &FourTuple) -> Option<FlowEntry> {
         if self.placement_table.members.is_empty() {
             return None;
@@ -45,7 +45,7 @@ impl InstalledTable {
     }
 }
 
-/// Servers lately selected by rules with state: direct-mapped by hash, one word each as in `bpf/include/intf.h`.
+/// Servers lately selected by rules with state, direct-mapped by hash in one word each, as in `bpf/include/intf.h`.
 #[derive(Debug, Clone)]
 pub(super) struct RecentPlacements(Vec<u64>);
 
@@ -80,15 +80,15 @@ impl RecentPlacements {
 }
 
 impl Service {
-    /// Selects a server that can take a new connection. With `recent`, a retransmitted SYN goes to the same server;
-    /// without it, a datagram is placed independently of earlier ones.
+    /// Selects a server that can take a new connection. With `recent`, a retransmitted SYN goes to the same server.
+    /// Without it, a datagram is placed independently of earlier ones.
     pub(super) fn select_server(
         &mut self,
         service_slot: usize,
         recent: Option<&mut RecentPlacements>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
-        // Taken out of the service while the service's servers are borrowed.
+        // The placement is taken out of the service while the service's servers are borrowed.
         let mut placement = self.placement.take()?;
         let selected_server = self.select_server_from_table(&mut placement, service_slot, recent, tuple);
         self.placement = Some(placement);

@@ -1,5 +1,5 @@
-//! Rate limits of broadcasts (`bpf/lb/broadcast.h`): the generic cell rate algorithm (ITU-T I.371, Annex A), one word
-//! of state per token bucket.
+//! Rate limits of broadcasts (`bpf/lb/broadcast.h`) by the generic cell rate algorithm (ITU-T I.371, Annex A), which
+//! needs one word of state per token bucket.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -8,7 +8,7 @@ use coreward_intf as intf;
 use crate::connection_table::ConnectionHash;
 use crate::cookie::CookieKey;
 
-/// Rate limit of a token bucket: interval and burst in nanoseconds.
+/// Rate limit of a token bucket, with interval and burst in nanoseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenRate {
     /// Interval in which one token is added to the bucket.
@@ -20,12 +20,12 @@ pub struct TokenRate {
 /// State of one token bucket of the generic cell rate algorithm.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenBucket {
-    /// Time until which the tokens that were taken are paid for (ns).
+    /// Time (ns) until which the tokens that were taken are paid for. It is the algorithm's theoretical arrival time.
     pub paid_until_ns: u64,
 }
 
 impl TokenBucket {
-    /// Takes a token from the bucket; returns false if it has none.
+    /// Takes a token from the bucket, or returns false if it has none.
     pub fn take(&mut self, rate: TokenRate, now_ns: u64) -> bool {
         let start = self.paid_until_ns.max(now_ns);
         if start - now_ns > rate.burst_ns {
@@ -36,9 +36,9 @@ impl TokenBucket {
     }
 }
 
-/// Reason of a broadcast: `enum limited_kind`.
+/// Reason for which a packet is broadcast (`enum limited_kind`).
 pub type BroadcastReason = intf::limited_kind;
-/// Number of reasons of broadcasts.
+/// Number of reasons for which a packet is broadcast.
 pub const BROADCAST_REASON_COUNT: usize = intf::LIMITED_KIND_COUNT as usize;
 
 /// Rate limits of broadcasts for one reason.
@@ -52,14 +52,14 @@ pub struct BroadcastRates {
     pub total: TokenRate,
 }
 
-/// Selection of token buckets of broadcasts.
+/// Selection of the token buckets that limit broadcasts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TokenBucketSelector {
-    /// Bucket of the service in a slot, for one reason.
+    /// The bucket that limits one service's broadcasts for one reason. The service is given by its slot.
     Service(usize, BroadcastReason),
-    /// Bucket of the whole load balancer, for one reason.
+    /// The bucket that limits all broadcasts of the load balancer for one reason.
     Total(BroadcastReason),
-    /// Every eighth of the buckets of sources, counted from this index.
+    /// Every eighth of the buckets that limit sources, counted from this index.
     Sources(usize),
 }
 
@@ -70,7 +70,6 @@ impl TokenBucketSelector {
     }
 }
 
-/// Token buckets of all sources, all services and the whole load balancer.
 #[derive(Debug)]
 pub(super) struct BroadcastLimiter {
     per_source: Vec<TokenBucket>,
@@ -89,7 +88,7 @@ impl Default for BroadcastLimiter {
 }
 
 impl BroadcastLimiter {
-    /// Takes tokens for a broadcast of a packet from `source` to a service's servers; returns false if one is missing.
+    /// Takes tokens for a broadcast of a packet from `source` to a service's servers. Returns false if one is missing.
     pub fn take_tokens(
         &mut self,
         key: &CookieKey,
@@ -185,7 +184,7 @@ mod tests {
     #[test]
     fn broadcasts_of_other_reasons_and_services_keep_their_rate() {
         let sources = |reason| (0..60).map(move |n| (Ipv4Addr::new(192, 0, 2, n), 0, reason)).collect::<Vec<_>>();
-        // On average 1.5 of 100 sources share a bucket with one of 60 others among 4,096 (five standard deviations: 8).
+        // By chance, 1.5 of 100 sources share a bucket with one of 60 among 4,096 (8 at five standard deviations).
         let accepted_of_another_reason =
             accepted_genuine_packets(&sources(intf::LIMITED_UNKNOWN_COOKIE), (0, intf::LIMITED_ICMP_ERROR));
         assert!(accepted_of_another_reason >= 92, "{accepted_of_another_reason}");

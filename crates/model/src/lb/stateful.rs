@@ -1,4 +1,4 @@
-//! Stateful services: the connection table, its owners, and SYNs whose TSecr names their entry.
+//! Stateful services, with the connection table, its owners, and SYNs whose TSecr carries their entry.
 //!
 //! [`crate::connection_table::table`] has the operations on entries, which `bpf/lb/connection_table.h` follows line by
 //! line.
@@ -20,7 +20,7 @@ use crate::connection_table::{
 use crate::cookie::CookieKey;
 use crate::{FourTuple, ServerId};
 
-/// State of a load balancer that may own a connection table.
+/// Reachability of a load balancer that may own a connection table.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum TableOwner {
     /// No load balancer has the number.
@@ -38,9 +38,8 @@ pub(super) struct ConnectionTableState {
     pub owner: Option<TableOwnerNumber>,
     pub owners: [TableOwner; intf::MAX_OWNERS as usize],
     pub clock: ClockTicks,
-    /// Time of the last sweep by user space.
     pub last_sweep: ClockTicks,
-    /// Maximum number of entries of one source prefix; `None` for no limit.
+    /// Maximum number of entries of one source prefix, or `None` for no limit.
     pub max_entries_per_source: Option<u32>,
     connection_table: ConnectionTable<HeapTableMemory>,
     recent_connections: RecentConnections,
@@ -50,7 +49,7 @@ pub(super) struct ConnectionTableState {
 
 /// Result of the look-up of the index in a cookie.
 pub(super) enum IndexLookup {
-    /// A decision and, if the index is into this load balancer's own table, the entry.
+    /// A decision, with the entry if the index is into this load balancer's own table.
     Decided(Decision, Option<ConnectionIndex>),
     /// The entry is free, or has another connection.
     UnknownConnection,
@@ -171,7 +170,6 @@ impl LoadBalancer {
         }
     }
 
-    /// Takes the slot of an expired entry for a new connection, and returns the entry's index.
     fn reuse_expired_entry(&mut self, new: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
         let (clock, swept) = (self.connection_table_state.clock, self.connection_table_state.last_sweep);
         let is_expired = |connection: &Connection| {

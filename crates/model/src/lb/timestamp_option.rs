@@ -36,7 +36,7 @@ pub(super) fn timestamp_option_offset(options: &[u8]) -> Result<Option<usize>, M
 pub(super) fn quoted_tsval(segment: &[u8]) -> Option<u32> {
     let header_bytes = usize::from(segment.get(12)? >> 4) * 4;
     let options = segment.get(TCP_HEADER_BYTES..header_bytes.min(segment.len()))?;
-    // A truncated list is malformed: then there is no timestamp.
+    // A truncated list is malformed, so it counts as a list without a timestamp.
     let at = timestamp_option_offset(options).ok().flatten()?;
     Some(u32_at(options, at + 2))
 }

@@ -1,4 +1,4 @@
-//! 802.1Q tags of frames: `bpf/lb/vlan.h`.
+//! 802.1Q tags of frames, as in `bpf/lb/vlan.h`.
 
 use coreward_intf as intf;
 
@@ -18,7 +18,7 @@ const VLAN_ID_MASK: u16 = 0x0fff;
 /// VLANs of a load balancer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Vlans {
-    /// Whether tags are read and written; false only if the program was loaded without VLANs.
+    /// Whether tags are read and written, which is false only if the program was loaded without VLANs.
     pub is_tagging_enabled: bool,
     /// VLAN in which clients' packets arrive.
     pub vip: Vlan,
@@ -30,7 +30,7 @@ impl LoadBalancer {
         self.vlan_by_server.insert(id, vlan);
     }
 
-    /// Sets the VLAN in which all servers of a service are; `None` if they are in several.
+    /// Sets the VLAN in which all servers of a service are, or `None` if they are in several.
     pub fn set_broadcast_vlan(&mut self, service: usize, vlan: Option<Vlan>) {
         self.broadcast_vlan_by_slot.insert(service, vlan);
     }
@@ -72,7 +72,7 @@ impl LoadBalancer {
         })
     }
 
-    /// Returns the VLAN in which a frame leaves; `None` for the VLAN in which it came.
+    /// Returns the VLAN in which a frame leaves, or `None` for the VLAN in which it came.
     fn egress_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
         match outcome.counter {
             intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {

@@ -1,5 +1,5 @@
-//! `awrr`: weighted round robin whose weights follow the reported loads (Barbette et al., Cheetah, NSDI'20, Sect. 4.1).
-//! A server of mean load has 10 turns, an idle one 20, one far above the mean 2, each times the server's weight.
+//! Policy `awrr`, weighted round robin whose weights follow the reported loads (Cheetah, NSDI'20, Sect. 4.1). A server
+//! of mean load has 10 turns, an idle one 20, and one far above the mean 2, each times the server's weight.
 
 use super::wrr_schedule::weighted_turn_table;
 use super::{Policy, Pool, independent_hash_key};
@@ -9,12 +9,12 @@ use crate::statistics::mean;
 
 pub const NAME: &str = "awrr";
 
-/// Number of turns of a server of mean load.
+/// Number of turns of a server with mean load.
 const MEAN_TURNS: f64 = 10.0;
-/// Bounds of the number of turns, as published: 2, and 3 N (with the published alpha no load reaches 3 N).
+/// Published bounds of the number of turns, 2 and 3 N. With the published alpha, no load reaches 3 N.
 const MIN_TURNS: f64 = 2.0;
 const MAX_TURNS: f64 = 3.0 * MEAN_TURNS;
-/// Smoothing factor of the weights: with 0 they follow the loads at once, with 1 never.
+/// Smoothing factor of the weights. With 0 they follow the loads at once, and with 1 never.
 const WEIGHT_SMOOTHING: f64 = 0.5;
 
 pub struct AdaptiveWeightedRoundRobin {
@@ -43,7 +43,7 @@ impl Policy for AdaptiveWeightedRoundRobin {
 }
 
 /// Returns a server's turns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)), for its load L_i and smoothing a. (The
-/// paper's typesetting shows the fraction as an exponent; its text, "a perfectly balanced system would give N = 10",
+/// paper's typesetting shows the fraction as an exponent. Its text, "a perfectly balanced system would give N = 10",
 /// and its bounds only fit a factor.)
 fn adaptive_turn_count(load: f64, average: f64) -> u32 {
     if average <= 0.0 {

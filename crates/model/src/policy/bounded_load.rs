@@ -1,5 +1,5 @@
-//! `bounded-load`: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA'18). A bucket goes
-//! to the next server on the ring that has less than [`BALANCE_FACTOR`] times its share of the open connections.
+//! Policy `bounded-load`, consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA'18). A bucket
+//! goes to the next server on the ring with less than [`BALANCE_FACTOR`] times its share of the open connections.
 //!
 //! Skipping full servers on the ring gives the same table as a ring without them.
 
@@ -11,8 +11,8 @@ use crate::rss::RssKey;
 
 pub const NAME: &str = "bounded-load";
 
-/// Maximum ratio of a server's connections to its fair share: 1 + epsilon of the paper. A value nearer to 1 balances
-/// better and moves more buckets.
+/// Maximum ratio of a server's connections to its fair share (1 + epsilon in the paper). A value nearer to 1 balances
+/// better but moves more buckets.
 const BALANCE_FACTOR: f64 = 1.25;
 
 pub struct BoundedLoadPolicy {
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn no_server_exceeds_its_bound_while_connections_open() {
-        // One connection per table: the bound of the paper holds exactly.
+        // With one connection per table, the bound of the paper holds exactly.
         let mut open_connections = [0u32; 7];
         for connection in 0..2_000u32 {
             let bucket = crate::placement::mix_hash(connection) as usize % BUCKET_COUNT;

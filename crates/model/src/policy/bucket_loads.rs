@@ -1,4 +1,4 @@
-//! Loads that the buckets of a group reach at each of its servers, and the least loaded cores, kept between tables.
+//! Loads of the cores that each bucket's connections reach in a group, and the least loaded cores, kept between tables.
 
 use super::PoolServer;
 use super::least_loaded::{LeastLoadedCores, RankedCore};
@@ -8,7 +8,7 @@ use crate::load::CoreLoads;
 use crate::placement::{BucketCount, ServerCore};
 use crate::rss::{RssConfig, RssKey};
 
-/// Maximum number of loads that are kept for a group: 32 MiB. In larger groups each load is computed when it is needed.
+/// Maximum number of loads kept for a group (32 MiB). In larger groups, each load is computed when it is needed.
 const MAX_KEPT_LOADS: usize = 4 << 20;
 
 /// For each bucket of a group, the load of the core that it reaches at each of the group's servers.
@@ -16,22 +16,22 @@ const MAX_KEPT_LOADS: usize = 4 << 20;
 pub struct BucketLoads {
     bucket_count: u32,
     server_columns: Vec<ServerColumn>,
-    /// Loads by bucket, then by server as in `columns`; empty if there would be too many.
+    /// Loads by bucket, then by server as in `server_columns`, or an empty list if there would be too many.
     loads_by_bucket: Vec<f64>,
-    /// Least loaded cores by bucket; empty where cores are compared by another value than their load.
+    /// Least loaded cores by bucket, or an empty list if cores are compared by another value than their load.
     least_cores_by_bucket: Vec<LeastLoadedCores>,
 }
 
 #[derive(Debug)]
 struct ServerColumn {
     server: ServerId,
-    /// Loads and RSS of the server; `None` if it counts with the neutral load, which depends on other servers.
+    /// Loads and RSS of the server, or `None` if it counts with the neutral load, which depends on other servers.
     loads_and_rss: Option<(CoreLoads, Option<RssConfig>)>,
 }
 
 impl BucketLoads {
     /// Updates the loads for these servers of the group with RSS key `key`. `most` is the number of least loaded cores
-    /// needed per bucket; 0 if cores are compared by another value than their load.
+    /// needed per bucket, or 0 if cores are compared by another value than their load.
     pub fn update(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
         let has_column = |(column, server): (&ServerColumn, &&PoolServer)| column.server == server.id;
         let are_all_known =
@@ -105,13 +105,13 @@ impl BucketLoads {
         }
     }
 
-    /// Returns the loads that the bucket reaches, by server; `None` if no loads are kept.
+    /// Returns the loads that the bucket reaches, by server, or `None` if no loads are kept.
     pub fn bucket_loads(&self, bucket: u32) -> Option<&[f64]> {
         let start = bucket as usize * self.server_columns.len();
         self.loads_by_bucket.get(start..start + self.server_columns.len()).filter(|loads| !loads.is_empty())
     }
 
-    /// Returns the least loaded cores of the bucket, as many as needed if they exist; `None` if they are not kept.
+    /// Returns the least loaded cores of the bucket, as many as needed if they exist, or `None` if they are not kept.
     pub fn least_loaded_cores(&self, bucket: u32) -> Option<&[RankedCore]> {
         self.least_cores_by_bucket.get(bucket as usize).map(LeastLoadedCores::ranked_cores)
     }
@@ -127,7 +127,7 @@ fn for_each_reached_core(
 ) {
     let queues = rss.map(|rss| rss.indirection_table.queues());
     match (server.loads.as_ref().and_then(ServerLoads::cores), queues) {
-        // Each bucket reaches one entry: the result of `core_and_load`, in a loop without its divisions.
+        // Each bucket reaches one entry, so this loop gives the result of `core_and_load` without its divisions.
         (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
             let load_beyond_reports = server.mean_load(neutral);
             for (bucket, queue) in (0..buckets.get() as usize).zip(queues.iter().cycle()) {
@@ -147,8 +147,8 @@ pub fn reached_core_of(server: &PoolServer, key: &RssKey, bucket: u32) -> Server
     ServerCore { server: server.id, core: rss.map_or(0, |rss| reached_queue(rss, bucket)) }
 }
 
-/// Returns the core of the server that connections of a bucket reach, and its load. Without `rss` of the group's key
-/// the server only shares the group's table, and counts as one core.
+/// Returns the core of the server that a bucket's connections reach, and its load. A server without `rss` of the
+/// group's key only shares the group's table, and counts as one core.
 pub fn core_and_load(
     server: &PoolServer,
     rss: Option<&RssConfig>,
@@ -162,7 +162,7 @@ pub fn core_and_load(
     }
 }
 
-/// Returns the core of a server with this RSS that a bucket's connections reach, and its load; `neutral` if unknown.
+/// Returns the core of a server with this RSS that a bucket's connections reach, and its load, or `neutral` if unknown.
 /// If the server's table is longer than the number of buckets, a bucket reaches several of its entries, evenly.
 pub fn reached_core_and_load(
     server: &PoolServer,
@@ -179,7 +179,7 @@ pub fn reached_core_and_load(
     (reached_queue(rss, bucket), load)
 }
 
-/// Returns the receive queue that connections of a bucket reach; the first if there are several.
+/// Returns the receive queue that a bucket's connections reach, or the first of several.
 fn reached_queue(rss: &RssConfig, bucket: u32) -> u16 {
     rss.indirection_table.queue_of_hash(bucket)
 }

@@ -1,5 +1,5 @@
-//! `consistent-hash`: a ring on which every server has many points; a bucket goes to the next point (Karger et al.,
-//! STOC'97). A change of the pool moves the minimum, but the shares are uneven.
+//! Policy `consistent-hash`, a ring with many points of each server, where a bucket goes to the next point (Karger et
+//! al., STOC'97). A change of the pool moves the minimum of buckets, but the shares are uneven.
 
 use crate::ServerId;
 use crate::placement::mix_hash;
@@ -11,15 +11,15 @@ pub const NAME: &str = "consistent-hash";
 /// Cheetah shows the same (NSDI'20, Fig. 2b, without the number of points).
 const POINTS_PER_SERVER: u32 = 64;
 
-/// Returns, for each of `size` buckets evenly spaced on the ring, the position in `servers` of the server of the next
-/// point; empty without servers.
+/// Returns, for each of `size` buckets evenly spaced on the ring, the position in `servers` of the next point's server.
+/// Returns an empty list without servers.
 pub fn ring_table(servers: &[ServerId], size: usize) -> Vec<usize> {
     let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
     weighted_ring_table(&servers, size)
 }
 
-/// Returns the result of [`ring_table`] for servers with shares: a server of share 2 has twice as many points. Points
-/// of other servers do not change.
+/// Returns the result of [`ring_table`] for servers with shares, where a server of share 2 has twice as many points.
+/// Points of other servers do not change.
 pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let mut ring_points: Vec<(u64, usize)> = Vec::with_capacity(servers.len() * POINTS_PER_SERVER as usize);
     for (position, (server, share)) in servers.iter().enumerate() {
@@ -73,7 +73,7 @@ mod tests {
         let sum_of_squares: f64 =
             buckets_per_server.iter().map(|share| (f64::from(*share) / mean_bucket_count - 1.0).powi(2)).sum();
         let relative_deviation = (sum_of_squares / count as f64).sqrt();
-        // The distances between points are exponential, a share is the sum of 64: 1 / sqrt(64).
+        // The distances between points are exponential, and a share is the sum of 64, which gives 1 / sqrt(64).
         assert!((relative_deviation - 0.125).abs() < 0.01, "{relative_deviation}");
         assert!(ring_table(&[], 128).is_empty());
     }

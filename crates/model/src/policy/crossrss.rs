@@ -1,6 +1,6 @@
-//! `crossrss`, as published (Barbette et al., CoNEXT'20, Sect. 2): at every tick each bucket goes to the server whose
-//! core for that bucket has the strictly smallest load (ties: lowest id). Until the first report bucket i goes to
-//! server i mod n.
+//! Policy `crossrss`, as published (Barbette et al., CoNEXT'20, Sect. 2). At every tick, each bucket goes to the server
+//! whose core for that bucket has the strictly smallest load, or among equals to the lowest id. Until the first report,
+//! bucket i goes to server i mod n.
 
 use super::groups::{fill_candidates, rss_groups};
 use super::policy_cache::PolicyCache;

@@ -1,22 +1,22 @@
-//! `crossrss-plus`, ours: `crossrss` that also counts assignments since the last report.
+//! Policy `crossrss-plus`, our extension of `crossrss` that also counts assignments since the last report.
 //!
-//! Between two reports every bucket of `crossrss` sends all its new connections to one core, the least loaded at the
+//! Between two reports, every bucket of `crossrss` sends all its new connections to one core, the least loaded at the
 //! last report, where they pile up. Here each bucket has several candidates, and the data plane counts the connections
-//! it assigns to each core. A connection goes to the candidate of least load + assigned x cost. The count of a core
+//! that it assigns to each core. A connection goes to the candidate of least load + assigned x cost. A core's count
 //! restarts with the table that has a new report of its server.
 //!
-//! The cost of a new connection is unknown at its start: most end before the next report, and a few bring most of the
-//! load. It need not be known. The cost is chosen so that the connections of one interval together count half as much
-//! again as the loads differ. Two thirds of them fill the deficits in proportion; the rest is spread evenly on top. So
-//! the least loaded core gets the most but not all. A nearly even pool has a small cost, and a pool after a burst a
-//! large one.
+//! The cost of a new connection is unknown at its start, because most connections end before the next report, and a few
+//! bring most of the load. It need not be known. The policy chooses the cost so that one interval's connections
+//! together count 1.5 times the differences between the loads. Two thirds of them fill the deficits in proportion, and
+//! the rest is spread evenly. So the least loaded core gets the most but not all. A nearly even pool has a small cost,
+//! and a pool after a burst a large one.
 //!
-//! For UDP with each datagram placed independently, no request in a report remains at the next report: all load comes
-//! from requests assigned since. So each datagram counts its mean load, the load over the requests of an interval, and
-//! the reported loads correct the differences.
+//! For UDP with each datagram placed independently, no request in a report remains at the next report, so all load
+//! comes from requests assigned since. Each datagram therefore counts its mean load, which is the load divided by the
+//! requests of an interval, and the reported loads correct the differences.
 //!
 //! The load of a core is the mean of its current load (smoothed as for every policy) and its load over the last
-//! reports. A core that has just lost a heavy connection gets more than its share until it has caught up: that evens
+//! reports. A core that has just lost a heavy connection gets more than its share until it has caught up. This evens
 //! out the work done, and not only the present load.
 //!
 //! Until the first report all candidates are equal, and connections are spread evenly over cores. docs/policies.md has
@@ -37,27 +37,27 @@ use crate::rss::RssKey;
 
 pub const NAME: &str = "crossrss-plus";
 
-/// Multiple of the deficits that the connections of one interval fill. 1 would suffice if loads stayed until new
-/// connections come; loads that change fast then overshoot (docs/policies.md).
+/// Multiple of the deficits that the connections of one interval fill. A factor of 1 would suffice if loads stayed
+/// until new connections come, but loads that change fast then overshoot (docs/policies.md).
 const DEFICIT_FILL_FACTOR: f64 = 1.5;
 
-/// Weight of the newest report in the average of recent loads: a memory of about five reports, half a second at 10 Hz.
-/// Values from 0.1 to 0.3 make little difference (docs/policies.md).
+/// Weight of the newest report in the average of recent loads, which spans about five reports, or half a second at 10
+/// Hz. Values from 0.1 to 0.3 make little difference (docs/policies.md).
 const RECENT_LOAD_WEIGHT: f64 = 0.2;
 
-/// Weight of the newest interval in the average number of connections per interval. Small, because the expected number
-/// is needed and not the last one.
+/// Weight of the newest interval in the average number of connections per interval. It is small, because the expected
+/// number is needed and not the last one.
 const OPENED_CONNECTIONS_WEIGHT: f64 = 0.1;
 
-/// Cost of a connection while the number of new connections is unknown, as a share of the mean load of a connection.
-/// The next report shows half of the load (the published alpha of the moving average).
+/// Cost of a connection while the number of new connections is unknown, as a share of a connection's mean load. The
+/// next report shows half of the load, because the published alpha of the moving average is one half.
 const DEFAULT_COST_SHARE: f64 = 0.5;
 
 /// Method by which the cost of an assigned connection is determined.
 enum ConnectionCost {
-    /// By the deficits of cores, and the smoothed number of connections per interval.
+    /// The cost follows from the cores' deficits and the smoothed number of connections per interval.
     Deficit { opened: Option<f64> },
-    /// A fixed share of the mean load of an open connection.
+    /// The cost is a fixed share of the mean load of an open connection.
     Share(f64),
 }
 
@@ -75,7 +75,7 @@ impl CrossRssPlusPolicy {
         Self::with_cost(seed, ConnectionCost::Deficit { opened: None })
     }
 
-    /// Returns the policy with a fixed cost: `share` of an open connection's mean load; 0 gives `crossrss`.
+    /// Returns the policy with a fixed cost, which is `share` of an open connection's mean load. 0 gives `crossrss`.
     pub fn with_share(seed: u64, share: f64) -> Self {
         Self::with_cost(seed, ConnectionCost::Share(share))
     }
@@ -135,18 +135,16 @@ struct RecentLoads {
 struct RecentServerLoads {
     id: ServerId,
     recent_mean_loads: Vec<f64>,
-    /// Loads in the newest report.
     newest_loads: CoreLoads,
     smoothed_loads: CoreLoads,
 }
 
 impl RecentServerLoads {
-    /// Returns the state of a server whose average loads start with `loads`.
     fn new(id: ServerId, loads: &CoreLoads) -> Self {
         Self { id, recent_mean_loads: loads.to_vec(), newest_loads: loads.clone(), smoothed_loads: loads.clone() }
     }
 
-    /// Updates the averages. `fresh`: the loads are from a new report.
+    /// Updates the averages. `fresh` is whether the loads are from a new report.
     fn update(&mut self, loads: &CoreLoads, fresh: bool) {
         if !fresh && self.newest_loads == *loads {
             return;
@@ -223,10 +221,10 @@ impl Policy for CrossRssPlusPolicy {
             candidates_per_bucket,
             cache,
         );
-        // A load balancer counts only its own assignments; other load balancers assign about as many.
+        // A load balancer counts only its own assignments, but the others assign about as many.
         let connection_cost = self.connection_cost.connection_cost(pool, cache) * f64::from(pool.load_balancer_count);
-        // At least the smallest step: a burst in a pool of equal cores is then spread evenly and does not pile up on
-        // the lowest id.
+        // The cost is at least the smallest step. So a burst in a pool of equal cores is spread evenly and does not
+        // pile up on the lowest id.
         table.assignment_cost = load_to_fixed_point(connection_cost).max(1);
         table
     }

@@ -1,4 +1,4 @@
-//! Groups: servers with equal RSS key see the same hash for a connection, so they share buckets.
+//! Groups of servers with equal RSS key, which share buckets because they see the same hash for a connection.
 
 use std::collections::HashMap;
 
@@ -16,10 +16,10 @@ use crate::rss::RssKey;
 pub struct RssGroup<'a> {
     /// RSS key of the group's servers.
     pub key: RssKey,
-    /// Servers that have the RSS key, by which their cores are known.
+    /// Servers that have the RSS key, so that the core that a connection reaches is known.
     pub servers: Vec<&'a PoolServer>,
-    /// Servers that only share the group's table, because their RSS is unknown or of no kept group. Their load is the
-    /// mean of their cores for every bucket.
+    /// Servers that only share the group's table, because their RSS is unknown or their group is not kept. Their load
+    /// is the mean of their cores for every bucket.
     pub without_core_loads: Vec<&'a PoolServer>,
 }
 
@@ -33,8 +33,9 @@ impl<'a> RssGroup<'a> {
     }
 }
 
-/// Returns the eligible servers by RSS key, the largest group first (ties: lowest id first), at most `MAX_RSS_GROUPS`.
-/// Other servers are in the first group's `without_core_loads`. `fallback` is the key of a pool without known RSS.
+/// Returns the eligible servers by RSS key, in at most `MAX_RSS_GROUPS` groups. The largest group is first, and groups
+/// of one size are in the order of their lowest ids. Other servers are in the first group's `without_core_loads`.
+/// `fallback` is the key of a pool without known RSS.
 pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
     let mut without_known_group = Vec::new();
@@ -50,7 +51,7 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
             }
         }
     }
-    // A stable sort: groups of one size stay in the order of their first id.
+    // The sort is stable, so groups of one size stay in the order of their first id.
     groups.sort_by_key(|group| std::cmp::Reverse(group.servers.len()));
     let kept_group_count = groups.len().min(coreward_intf::MAX_RSS_GROUPS as usize);
     without_known_group.extend(groups.drain(kept_group_count..).flat_map(|group| group.servers));
@@ -80,7 +81,7 @@ struct CoreSlots<'a> {
 }
 
 impl CoreSlots<'_> {
-    /// Returns the slot of a core. Beyond the data plane's limit, cores share the last slot: their counts then add up,
+    /// Returns the slot of a core. Beyond the data plane's limit, cores share the last slot. Their counts then add up,
     /// which only makes them look busier.
     fn assign_slot(&mut self, core: ServerCore) -> u16 {
         let slots = &mut *self.slots;
@@ -93,8 +94,8 @@ impl CoreSlots<'_> {
     }
 }
 
-/// The least of the cores offered so far, by a compared value; ties by load, then by id (CrossRSS: strictly smallest
-/// load, ties to the lowest id).
+/// The least of the cores offered so far, ordered by a compared value, then by load, then by id. CrossRSS selects the
+/// strictly smallest load, and the lowest id in ties.
 pub struct LeastCoreList {
     max_core_count: usize,
     kept_cores: Vec<(f64, f64, ServerCore)>,
@@ -132,8 +133,8 @@ impl LeastCoreList {
     }
 }
 
-/// Compared value of cores that take no part in a bucket. A group without any other core offers them, after the cores
-/// of other groups. Otherwise a server with its own RSS key would take part in all buckets.
+/// Compared value of cores that take no part in a bucket. They are offered only if a group has no other core, and come
+/// after the cores of other groups. Otherwise a server with its own RSS key would take part in all buckets.
 const EXCLUDED_LOAD: f64 = f64::MAX;
 
 /// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
@@ -180,7 +181,7 @@ struct LocalServers<'a, 'g> {
     servers: Vec<&'a PoolServer>,
     /// Whether some of the servers take part in some buckets only.
     has_slow_start: bool,
-    /// Level and speed of each server ([`NormalizedLoad::level`]); empty if all are alike.
+    /// Level and speed of each server ([`NormalizedLoad::level_and_speed`]), or an empty list if all are alike.
     levels_and_speeds: Vec<(f64, f64)>,
     bucket_loads: &'g BucketLoads,
 }
@@ -197,7 +198,7 @@ impl<'a, 'g> LocalServers<'a, 'g> {
             .filter(|server| !has_aggregated_loads(server) || !group.has_group_key(server))
             .collect();
         let has_slow_start = servers.iter().any(|server| server.slow_start_fraction < 1.0);
-        // A bucket keeps cores in the order of loads alone.
+        // The cores that a bucket keeps are in the order of loads alone.
         let kept_core_count = if cores.normalized_load.is_uniform() && !has_slow_start { most } else { 0 };
         bucket_loads.update(&servers, &group.key, cores.buckets, cores.neutral_load, kept_core_count);
         let level_and_speed = |server: &&PoolServer| cores.normalized_load.level_and_speed(server.server_class());
@@ -210,7 +211,7 @@ impl<'a, 'g> LocalServers<'a, 'g> {
 /// Cores of a group whose loads come from the summaries of racks.
 struct RackCores<'a, 'g> {
     candidate_lists: Vec<&'a CandidateList>,
-    /// Least loaded cores; `None` if cores are compared by another value than their load.
+    /// Least loaded cores, or `None` if cores are compared by another value than their load.
     least_cores: Option<&'g RackAggregate>,
 }
 

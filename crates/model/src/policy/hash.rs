@@ -1,12 +1,12 @@
-//! `hash`: a load balancer without knowledge of loads. Bucket i, by a hash of the load balancer's own, goes to server i
-//! mod n. With unequal shares, servers take buckets in weighted turns.
+//! Policy `hash`, which knows no loads. Bucket i, selected by the load balancer's own hash, goes to server i mod n.
+//! With unequal shares, servers take buckets in weighted turns.
 
 use super::wrr_schedule::turns;
 use crate::ServerId;
 
 pub const NAME: &str = "hash";
 
-/// Returns, for each of `size` buckets, the position of its server among `servers` servers; empty without servers.
+/// Returns each bucket's server, by its position among `servers` servers, for `size` buckets. Empty without servers.
 pub fn modulo_table(servers: usize, size: usize) -> Vec<usize> {
     if servers == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % servers).collect() }
 }

@@ -1,15 +1,15 @@
-//! `least`: new connections go to the server with the fewest open connections, counting reports and later assignments.
-//! `least:packets`, `least:bytes` and `least:cpu` go by packets or bytes per second, or by the load of the cores.
+//! Policy `least`, which selects the server with the fewest open connections by reports and later assignments.
+//! `least:packets`, `least:bytes` and `least:cpu` compare packets or bytes per second, or the load of the cores.
 //!
-//! The rule is `LeastAssigned` with one connection as the cost; by another metric the cost is an open connection's mean
-//! share of the metric. A server with twice the weight x capacity should have twice as much. The rule adds the same
-//! cost to every server, so each server is compared by its distance from its share: have - share x (present and
-//! expected total per share).
+//! The rule is `LeastAssigned` with one connection as the cost. By another metric, the cost is an open connection's
+//! mean share of the metric. A server with twice the weight x capacity should have twice as much. The rule adds the
+//! same cost to every server, so each is compared by its distance from its share. The distance is have - share x
+//! (present and expected total per share).
 //!
-//! In a pool of up to eight servers every server is a candidate of every bucket. A larger pool has eight per bucket,
-//! drawn again for every table: the eight with fewest connections would get all new ones and soon be the fullest. The
-//! least of eight random ones is within a connection or two of the least of all (Azar et al., "Balanced allocations",
-//! 1999: log log n / log 8).
+//! In a pool of up to eight servers, every server is a candidate of every bucket. A larger pool has eight per bucket,
+//! drawn again for every table, because the eight with fewest connections would get all new ones and soon be the
+//! fullest. The least of eight random ones is within a connection or two of the least of all (log log n / log 8 in Azar
+//! et al., "Balanced allocations", 1999).
 
 use coreward_intf as intf;
 
@@ -25,7 +25,7 @@ use crate::rss::{RssKey, seeded_rng, uniform_below};
 /// Names of the policy with each metric: connections, packets, bytes and core loads.
 pub const POLICY_NAMES: [&str; 4] = ["least", "least:packets", "least:bytes", "least:cpu"];
 
-/// Stream of [`seeded_rng`] from which the candidates of each bucket are drawn.
+/// Number of the [`seeded_rng`] stream from which the candidates of each bucket are drawn.
 const CANDIDATE_RNG_STREAM: u64 = 7;
 
 /// Policy `least`, which compares servers by one metric.
@@ -76,7 +76,6 @@ impl LeastPolicy {
         (compared_values.iter().map(|load| (load * fixed_point_unit) as u32).collect(), connection_cost)
     }
 
-    /// Returns the mean amount of the metric per open connection.
     fn amount_per_connection(&self, pool: &Pool, have: &[f64]) -> f64 {
         if self.metric == LoadMetric::Connections {
             return 1.0;
@@ -86,8 +85,8 @@ impl LeastPolicy {
     }
 }
 
-/// Returns the compared value of each server, never below 0. If all servers have the same share, it is the amount
-/// `have`.
+/// Returns the compared value of each server, which is never below 0. If all servers have the same share, it is the
+/// amount `have`.
 fn compared_values(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_connection: f64) -> Vec<f64> {
     let largest_share = parts.iter().copied().fold(0.0, f64::max);
     if parts.iter().all(|part| *part == largest_share) {
@@ -145,7 +144,7 @@ impl LeastPolicy {
             return;
         }
         let (loads, cost) = self.table_loads_and_cost(pool);
-        // A load balancer counts only its own assignments; other load balancers assign about as many.
+        // A load balancer counts only its own assignments, but the others assign about as many.
         table.assignment_cost = cost.saturating_mul(pool.load_balancer_count);
         table.core_slots = table.members.iter().map(|member| ServerCore { server: member.server, core: 0 }).collect();
         table.core_slots.truncate(intf::MAX_CORE_SLOTS as usize);
@@ -199,8 +198,8 @@ fn replace_excluded_candidates(candidates: &mut [CandidateCore], is_candidate: i
     }
 }
 
-/// Returns the load of one connection in fixed point: the fullest server then has at most 1.0. The result is at least
-/// the smallest step.
+/// Returns the load of one connection in fixed point, with which the fullest server has at most 1.0. The result is at
+/// least the smallest step.
 fn fixed_point_connection_load(most: f64) -> u32 {
     (load_to_fixed_point(1.0) / (most as u32).max(1)).max(1)
 }
@@ -227,7 +226,7 @@ mod tests {
             let servers: Vec<u16> = table.candidates_of(0, bucket).iter().map(|c| c.server.get()).collect();
             assert_eq!(servers, [2, 3, 1]);
         }
-        // Server 3 is ahead by 17 connections; each of the two load balancers counts 9 of them.
+        // Server 3 is ahead by 17 connections, of which each of the two load balancers counts 9.
         let load_difference = table.candidates_of(0, 0)[1].load - table.candidates_of(0, 0)[0].load;
         assert_eq!(load_difference.div_ceil(table.assignment_cost), 9);
     }
@@ -241,7 +240,7 @@ mod tests {
         assert_ne!(tables[0].candidates, tables[1].candidates);
         let mut candidate_counts = vec![0; 401];
         tables[0].candidates.iter().for_each(|candidate| candidate_counts[usize::from(candidate.server.get())] += 1);
-        // 41 expected, a standard deviation of 6.4.
+        // 41 are expected, with a standard deviation of 6.4.
         assert!(candidate_counts[1..].iter().all(|count| (15..=75).contains(count)), "{candidate_counts:?}");
         for bucket in 0..2048 {
             let mut bucket_servers: Vec<u16> =
@@ -319,7 +318,7 @@ mod tests {
             (0..4u64).map(|n| PoolServer { open_connections: 100, ..PoolServer::new(n.try_into().unwrap()) }).collect();
         (servers[3].open_connections, servers[3].slow_start_fraction) = (0, 0.25);
         let joining_server_count = connections_after_placing(&mut LeastPolicy::new(1), &servers, 128)[3];
-        // Without slow start all would go to the new server; its share is 32 of 128 buckets.
+        // Without slow start, all would go to the new server, whose share is 32 of 128 buckets.
         assert!((20..=44).contains(&joining_server_count), "{joining_server_count}");
     }
 }

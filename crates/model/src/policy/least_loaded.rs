@@ -1,21 +1,19 @@
 //! The least loaded cores of one bucket, kept while loads change.
 //!
 //! A table is made every few reports, and needs the eight least loaded of perhaps thousands of cores in each bucket. So
-//! each bucket keeps a few more than eight: a changed load moves within them or leaves them. Only when too few are
+//! each bucket keeps a few more than eight, and a changed load moves within them or leaves them. Only when too few are
 //! left, all cores are compared again.
 
 use super::MAX_CANDIDATES;
 use crate::placement::ServerCore;
 
-/// Maximum number of cores that a bucket keeps: twice as many as needed, so that a full search is rare.
+/// Maximum number of cores that a bucket keeps, twice as many as needed, so that a full search is rare.
 const MAX_KEPT_CORES: usize = 2 * MAX_CANDIDATES as usize;
 
-/// A core in the order of a bucket's loads; ties are broken by id, as in CrossRSS.
+/// A core in the order of a bucket's loads, where ties are broken by id, as in CrossRSS.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RankedCore {
-    /// Load of the core that the bucket reaches.
     pub load: f64,
-    /// Core that the bucket reaches.
     pub core: ServerCore,
     /// Index of the server or rack that reported the core's load.
     pub source: u32,
@@ -84,7 +82,6 @@ impl LeastLoadedCores {
         }
     }
 
-    /// Returns the least loaded cores in ascending order.
     pub fn ranked_cores(&self) -> &[RankedCore] {
         &self.0
     }

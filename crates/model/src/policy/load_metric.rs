@@ -39,8 +39,8 @@ impl LoadMetric {
         pool.eligible_servers().map(|server| metric_of(server).unwrap_or(mean_value)).collect()
     }
 
-    /// Returns the share by which each eligible server is compared: a server with twice the share may have twice as
-    /// much. The load of a core is relative to its capacity already.
+    /// Returns the share by which each eligible server is compared. A server with twice the share may have twice as
+    /// much. Capacity does not count for core loads, which are relative to it already.
     pub fn comparison_shares(self, pool: &Pool) -> Vec<f64> {
         let weights = pool.eligible_servers().map(|server| f64::from(server.weight.get()));
         match self {
@@ -53,17 +53,17 @@ impl LoadMetric {
 /// Telemetry that a policy needs from load balancers about each server.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum TelemetryLevel {
-    /// No telemetry: the policy uses only reports of agents, or no loads at all.
+    /// No telemetry, because the policy uses only reports of agents, or no loads at all.
     #[default]
     Nothing,
     /// Numbers of connections opened and closed.
     Connections,
-    /// Also packets and bytes: counting them costs the data plane a little.
+    /// Also packets and bytes, whose counting costs the data plane a little.
     All,
 }
 
 impl TelemetryLevel {
-    /// All levels in ascending order; each includes the previous one.
+    /// All levels in ascending order, where each includes the previous one.
     pub const ALL: [TelemetryLevel; 3] = [TelemetryLevel::Nothing, TelemetryLevel::Connections, TelemetryLevel::All];
 
     /// Returns the name of this level in messages.

@@ -1,4 +1,4 @@
-//! Loads of one server's cores, and the spread of many servers' loads, which racks can add up.
+//! Loads of one server's cores, and histograms of many servers' loads, which racks can add up.
 
 use super::ServerWeight;
 use crate::load::CoreLoads;
@@ -8,9 +8,9 @@ use crate::load::CoreLoads;
 pub enum ServerLoads {
     /// Load of each core, by receive queue, reported by the server's agent.
     Local(CoreLoads),
-    /// Loads of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
+    /// Load of each core, from the server's rack controller, after [`Policy::preprocess`](super::Policy::preprocess).
     Relayed(CoreLoads),
-    /// Only the sum of the loads: the cores themselves are in the rack's summary ([`super::RackSummary`]).
+    /// Only the sum of the loads, because the cores themselves are in the rack's summary ([`super::RackSummary`]).
     Aggregated {
         /// Sum of the loads of all cores.
         sum: f64,
@@ -26,7 +26,7 @@ impl From<Vec<f64>> for ServerLoads {
 }
 
 impl ServerLoads {
-    /// Returns the load of each core; `None` if only the sum is known.
+    /// Returns the load of each core, or `None` if only the sum is known.
     pub fn cores(&self) -> Option<&CoreLoads> {
         match self {
             ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => Some(cores),
@@ -34,7 +34,7 @@ impl ServerLoads {
         }
     }
 
-    /// Returns the sum of all cores' loads, added in their order: the same number at the controller and at the rack.
+    /// Returns the sum of all cores' loads, added in their order so that the controller and racks get the same number.
     pub fn sum(&self) -> f64 {
         match self {
             ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.sum(),
@@ -50,7 +50,7 @@ impl ServerLoads {
         }
     }
 
-    /// Returns the mean load of all cores; `None` without cores.
+    /// Returns the mean load of all cores, or `None` without cores.
     pub fn mean(&self) -> Option<f64> {
         (self.core_count() > 0).then(|| self.sum() / f64::from(self.core_count()))
     }
@@ -61,12 +61,12 @@ impl ServerLoads {
 pub struct ServerClass {
     /// Weight of each server of the class.
     pub weight: ServerWeight,
-    /// Speed of each core, relative to a core of usual speed; above 0.
+    /// Speed of each core (above 0), relative to a core of usual speed.
     pub speed: f64,
 }
 
 impl ServerClass {
-    /// Returns integers that sort like weight and speed; the speed is a positive floating-point number.
+    /// Returns integers that sort like weight and speed, because the speed is a positive floating-point number.
     fn sort_key(&self) -> (u32, u64) {
         (self.weight.get(), self.speed.to_bits())
     }
@@ -92,19 +92,19 @@ impl Ord for ServerClass {
     }
 }
 
-/// Number of mantissa bits of a load that select its bin: 128 bins from a load to its double.
+/// Number of mantissa bits of a load that select its bin, which gives 128 bins from a load to its double.
 const BIN_MANTISSA_BITS: u32 = 7;
 const MANTISSA_BITS: u32 = f64::MANTISSA_DIGITS - 1;
-/// Minimum load with its own bin. Smaller ones share the first bin: the core is busy for less than 0.02 % of the time.
+/// Minimum load with its own bin. Smaller loads, of cores busy for less than 0.025 % of the time, share one bin.
 const MIN_DISTINCT_LOAD: f64 = 1.0 / 4096.0;
 /// Maximum load with a bin of its own. Larger loads share the last bin.
 const MAX_DISTINCT_LOAD: f64 = 16.0;
 /// Units per core in the sums of bins. A million cores at the data plane's highest load (2^12) stay below 2^64.
 const LOAD_UNITS_PER_CORE: f64 = (1u64 << 32) as f64;
 
-/// Histogram of many cores' loads: the number of cores in each of some 2,000 bins, and the sum of their loads. A bin is
-/// as wide as 1/128 of its loads. Two histograms add up to the histogram of all their cores, to the last bit and in any
-/// order, because sums are whole numbers. So cores can also be subtracted.
+/// Histogram of many cores' loads in some 2,000 bins, which have the number of cores and the sum of their loads. A bin
+/// is as wide as 1/128 of its loads. Sums are whole numbers, so histograms of several sets of cores add up exactly, in
+/// any order, and can also be subtracted.
 #[derive(Debug, Clone, Default)]
 pub struct LoadHistogram {
     /// Bins by index, up to the last one that has been used.
@@ -119,8 +119,8 @@ impl PartialEq for LoadHistogram {
 
 impl Eq for LoadHistogram {}
 
-/// Form in which racks send a [`LoadHistogram`]: the bins that have a core, in ascending order of load. These are a few
-/// hundred of 2,000, and hundreds of racks are kept and added up.
+/// Form in which racks send a [`LoadHistogram`]. It has only the bins with a core, in ascending order of load. These
+/// are a few hundred of 2,000, which matters because hundreds of racks are kept and added up.
 pub type HistogramBins = Vec<(u16, LoadBin)>;
 
 /// Number and loads of the cores in one bin.
@@ -128,7 +128,7 @@ pub type HistogramBins = Vec<(u16, LoadBin)>;
 pub struct LoadBin {
     /// Number of cores in the bin.
     pub core_count: u64,
-    /// Sum of the cores' loads in units of 2^-32 of a core.
+    /// Sum of the cores' loads in units of 2^-32 cores.
     pub sum: u64,
 }
 
@@ -186,7 +186,7 @@ impl LoadHistogram {
     }
 
     /// Returns the total load by which cores are below `level`. The cores of one bin count with their mean load. Only
-    /// the bin of `level` is inexact: each of its cores adds an error of at most a quarter of the bin's width (level /
+    /// the bin of `level` is inexact, where each core adds an error of at most a quarter of the bin's width (level /
     /// 512).
     pub fn missing_load(&self, level: f64) -> f64 {
         let missing_load_of_bin =
@@ -195,7 +195,7 @@ impl LoadHistogram {
     }
 }
 
-/// Returns sign, exponent and first mantissa bits of a load, which grow with the load.
+/// Returns the sign, the exponent and the first mantissa bits of a load, which grow with the load.
 const fn bin_key(load: f64) -> u64 {
     load.to_bits() >> (MANTISSA_BITS - BIN_MANTISSA_BITS)
 }

@@ -1,23 +1,23 @@
-//! `maglev`: Maglev hashing (Eisenbud et al., NSDI'16, Sect. 3.4), a hash table of buckets that every server fills in
-//! turn, each in an order of its own. Shares are equal to within one bucket, and a change of the pool moves little more
-//! than the minimum.
+//! Policy `maglev`, Maglev hashing (Eisenbud et al., NSDI'16, Sect. 3.4). Servers fill a hash table of buckets in turn,
+//! each in an order of its own. Shares are equal to within one bucket, and a change of the pool moves little more than
+//! the minimum.
 
 use crate::ServerId;
 use crate::placement::mix_hash;
 
 pub const NAME: &str = "maglev";
 
-/// Published table size: a prime, about a hundred times the number of servers of a moderate pool. The data plane's
-/// tables are smaller ([`BucketCount`](crate::placement::BucketCount)); a simulation can use this one.
+/// Published table size, a prime about a hundred times the number of servers in a moderate pool. The data plane's
+/// tables are smaller ([`BucketCount`](crate::placement::BucketCount)), but a simulation can use this one.
 pub const PUBLISHED_TABLE_SIZE: usize = 65_537;
 
-/// Returns, for each of `size` buckets, the position in `servers` of its server; empty without servers.
+/// Returns, for each of `size` buckets, its server's position in `servers`, or an empty list without servers.
 pub fn maglev_table(servers: &[ServerId], size: usize) -> Vec<usize> {
     let servers: Vec<_> = servers.iter().map(|server| (*server, 1.0)).collect();
     weighted_maglev_table(&servers, size)
 }
 
-/// Returns the result of [`maglev_table`] for servers with shares. Published Maglev has equal shares; here a server of
+/// Returns the result of [`maglev_table`] for servers with shares. Published Maglev has equal shares. Here a server of
 /// half the largest share takes a bucket in every second round.
 pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let largest_share = servers.iter().map(|(_, share)| *share).fold(0.0, f64::max);
@@ -47,7 +47,7 @@ pub fn weighted_maglev_table(servers: &[(ServerId, f64)], size: usize) -> Vec<us
     unreachable!("the server of the largest share has a bucket in every round")
 }
 
-/// Order in which a server takes buckets: offset, offset + skip, offset + 2 skip, ... modulo the size.
+/// Order in which a server takes buckets, starting at an offset and advancing by `skip`, modulo the number of buckets.
 struct BucketOrder {
     next_bucket: usize,
     skip: usize,
@@ -58,8 +58,8 @@ impl BucketOrder {
     fn of(server: ServerId, bucket_count: usize) -> Self {
         let hash = mix_hash(server.get().into());
         let next_bucket = (hash as u32) as usize % bucket_count;
-        // 1 to size - 1, as published for a prime size; otherwise the next number that shares no divisor with the size,
-        // so that the order passes every bucket.
+        // The skip is 1 to size - 1, as published for a prime size. For other sizes, it is the next number that shares
+        // no divisor with the size, so that the order passes every bucket.
         let first_skip = (hash >> 32) as usize % (bucket_count - 1).max(1) + 1;
         let skip = (first_skip..first_skip + bucket_count)
             .find(|skip| are_coprime(*skip, bucket_count))
@@ -133,7 +133,7 @@ mod tests {
         // Position p of the shorter list is p + 1 of the longer one.
         let unaffected_count = table.iter().filter(|position| **position != 0).count();
         let moved_count = table.iter().zip(&after).filter(|(old, new)| **old != 0 && **old != **new + 1).count();
-        // The paper's Fig. 12 has a few per cent at such sizes; `hash` moves nearly all.
+        // The paper's Fig. 12 has a few per cent at such sizes, but `hash` moves nearly all.
         assert!(moved_count * 20 < unaffected_count, "{moved_count} of {unaffected_count} buckets moved that need not");
     }
 }

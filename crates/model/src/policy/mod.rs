@@ -1,4 +1,4 @@
-//! Policies, which fill a [`PlacementTable`]. Each policy has a file; a new one implements [`Policy`] and is listed in
+//! Policies, which fill a [`PlacementTable`]. Each policy has a file, implements [`Policy`] and is listed in
 //! [`POLICY_REGISTRY`]. It is then available to the live controller, to the demo and to the simulator.
 //!
 //! A *table policy* (hash, consistent-hash, bounded-load, maglev, crossrss, crossrss-plus, least and its metrics)
@@ -68,8 +68,8 @@ pub trait Policy: Send {
         true
     }
 
-    /// Returns whether a server with twice the capacity gets more connections: because its cores' loads are lower
-    /// (default), or because the policy reads the configured capacity.
+    /// Returns whether a server with twice the capacity gets more connections. It does if its cores' loads are lower
+    /// (default), or if the policy reads the configured capacity.
     fn depends_on_capacity(&self) -> bool {
         self.reads_loads()
     }
@@ -79,8 +79,8 @@ pub trait Policy: Send {
         TelemetryLevel::Nothing
     }
 
-    /// Returns the pool with the loads as this policy uses them. Called once per table, where the load of each core is
-    /// known: for servers in a rack, at the rack controller.
+    /// Returns the pool with the loads as this policy uses them. It is called once per table, where the load of each
+    /// core is known. For servers in a rack, this is at the rack controller.
     fn preprocess<'p>(&mut self, pool: &'p Pool) -> Cow<'p, Pool> {
         Cow::Borrowed(pool)
     }
@@ -101,7 +101,7 @@ pub trait Policy: Send {
 
 type PolicyFactory = fn(u64) -> Box<dyn Policy>;
 
-/// All policies: names, and functions that create them from a seed.
+/// All policies, with their names and the functions that create them from a seed.
 pub const POLICY_REGISTRY: [(&str, PolicyFactory); 17] = [
     (hash::NAME, |seed| Box::new(static_policy::StaticPolicy::new(hash::NAME, hash::weighted_modulo_table, seed))),
     (consistent_hash::NAME, |seed| {
@@ -129,7 +129,7 @@ pub const POLICY_REGISTRY: [(&str, PolicyFactory); 17] = [
 /// Name of the default policy of a service.
 pub const DEFAULT_POLICY_NAME: &str = crossrss_plus::NAME;
 
-/// Error: a name that no policy has.
+/// Error returned for a name that no policy has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("policy {0:?} does not exist: expected one of {list}", list = names().join(", "))]
 pub struct UnknownPolicy(pub String);
@@ -144,8 +144,8 @@ pub fn load_independent_policy_names() -> Vec<&'static str> {
     POLICY_REGISTRY.iter().filter(|(_, make)| make(0).is_load_independent()).map(|(name, _)| *name).collect()
 }
 
-/// Returns the telemetry that a policy needs from load balancers; `Nothing` for an unknown name. Reports of servers are
-/// checked by the same telemetry.
+/// Returns the telemetry that a policy needs from load balancers, or `Nothing` for an unknown name. It includes the
+/// telemetry by which the reports of servers are checked.
 pub fn telemetry_level_of_policy(name: &str) -> TelemetryLevel {
     let required_telemetry = |policy: Box<dyn Policy>| {
         let telemetry_for_checks =
@@ -155,21 +155,21 @@ pub fn telemetry_level_of_policy(name: &str) -> TelemetryLevel {
     policy_by_name(name, 0).map(required_telemetry).unwrap_or_default()
 }
 
-/// Returns whether the policy's tables depend on loads or counts, and so expire; false for an unknown name.
+/// Returns whether the policy's tables depend on loads or counts and so expire, or false for an unknown name.
 pub fn does_policy_read_loads(name: &str) -> bool {
     policy_by_name(name, 0).is_ok_and(|policy| policy.reads_loads())
 }
 
-/// Returns the policy with the name `name`, created from `seed`. Fails when the name is unknown.
+/// Returns the policy with the name `name`, created from `seed`. Fails if the name is unknown.
 pub fn policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
     let entry = POLICY_REGISTRY.iter().find(|(known, _)| *known == name);
     entry.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
 }
 
-/// Stream of [`seeded_rng`] from which hash keys are drawn that are independent of every NIC's key.
+/// Number of the [`seeded_rng`] stream from which hash keys are drawn that are independent of every NIC's key.
 const INDEPENDENT_KEY_RNG_STREAM: u64 = 2;
 
-/// Returns a hash key that only the load balancer uses. With buckets by the hash of the servers' RSS, `hash` would
+/// Returns a hash key that only the load balancer uses. If the servers' RSS hash selected the buckets, `hash` would
 /// reach only some cores of each server and look twice as bad as it is.
 fn independent_hash_key(seed: u64) -> RssKey {
     RssKey::random(&mut seeded_rng(seed, INDEPENDENT_KEY_RNG_STREAM))
@@ -188,7 +188,6 @@ fn table_without_candidates(
     table_with_consistent_servers(pool, rule, buckets, generation, key, weighted_rendezvous_table(&weights, buckets))
 }
 
-/// Returns the result of [`table_without_candidates`] for known consistent servers.
 fn table_with_consistent_servers(
     pool: &Pool,
     rule: PlacementRule,
@@ -219,7 +218,7 @@ fn table_with_consistent_servers(
     }
 }
 
-/// Returns the table in which bucket i goes to member i mod n: `hash`, and `crossrss` until the first report.
+/// Returns the table in which bucket i goes to member i mod n, for `hash`, and for `crossrss` until the first report.
 fn modulo_placement_table(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
     let positions = hash::weighted_modulo_table(&pool.shares(), buckets.get() as usize);
     table_by_bucket(pool, buckets, generation, key, &positions)

@@ -3,8 +3,8 @@
 //! Cores are filled to a level. If all are alike, that level is the mean load, and the least loaded core is the
 //! furthest below it. A server of twice the weight should be twice as loaded. A core of twice the speed takes two
 //! connections for the rise that one connection causes at a usual core. The data plane adds the same cost per
-//! connection to any core. So the load in the table is the mean - speed x (level of the core - load of the core): the
-//! missing work, in work of a usual core.
+//! connection to any core. So the load in the table is the mean - speed x (level of the core - load of the core), where
+//! the product is the missing work, in work of a usual core.
 
 use super::{Pool, ServerClass};
 use crate::statistics::mean;
@@ -51,7 +51,6 @@ impl NormalizedLoad {
         self.offset + self.mean_load - speed * (level - load)
     }
 
-    /// Returns whether all cores have the same level and speed.
     pub fn is_uniform(&self) -> bool {
         self.is_uniform
     }
@@ -96,7 +95,7 @@ mod tests {
 
     #[test]
     fn servers_are_compared_as_equal_at_loads_in_proportion_to_their_weights() {
-        // Mean 0.4, weights 1 and 3: levels 0.2 and 0.6.
+        // With mean 0.4 and weights 1 and 3, the levels are 0.2 and 0.6.
         let values = compared_values(&[server(1, 0.2, 1, None), server(2, 0.6, 3, None)]);
         assert!((values[0] - values[1]).abs() < 1e-9, "{values:?}");
     }

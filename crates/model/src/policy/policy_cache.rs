@@ -1,7 +1,7 @@
-//! State that a core-aware policy keeps between tables, so that a table costs only the changes: a table is made every
+//! State that a core-aware policy keeps between tables, so that a table costs only the changes. A table is made every
 //! few reports, and each report is of one server.
 //!
-//! The state follows from the pool: an empty cache gives the same table, only later (the test below).
+//! The state follows from the pool, so an empty cache gives the same table, only later (see the test below).
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -14,7 +14,6 @@ use crate::ServerId;
 use crate::load::CoreLoads;
 use crate::placement::{BucketCount, weighted_rendezvous_table};
 
-/// Cache of one core-aware policy, kept from table to table.
 #[derive(Debug, Default)]
 pub struct PolicyCache {
     pub(super) groups: Vec<CachedGroup>,

@@ -15,19 +15,19 @@ pub struct PoolServer {
     pub id: ServerId,
     /// Whether the server takes new connections (neither draining nor unhealthy).
     pub is_eligible: bool,
-    /// Loads of the server's cores; `None` if there is no fresh report: the server then counts with the neutral load.
+    /// Loads of the server's cores, or `None` without a fresh report. The server then counts with the neutral load.
     pub loads: Option<ServerLoads>,
-    /// RSS key and indirection table of the server's NIC; `None` if unknown: all cores then count as one.
+    /// RSS key and indirection table of the server's NIC, or `None` if unknown. All cores then count as one.
     pub rss: Option<RssConfig>,
-    /// Number of open connections of all services.
+    /// Number of the server's open connections in all services.
     pub open_connections: u32,
-    /// Weight of the server. (A server of weight 0 is not eligible.)
+    /// Weight of the server. A server of weight 0 is not eligible.
     pub weight: ServerWeight,
-    /// Fraction of its share that the server gets during slow start, above 0; otherwise 1.
+    /// Fraction of its share that the server gets during slow start, above 0. It is 1 otherwise.
     pub slow_start_fraction: f64,
-    /// Capacity configured by the operator; `None` if the number of cores counts.
+    /// Capacity configured by the operator, or `None` if the number of cores counts.
     pub capacity: Option<ServerCapacity>,
-    /// Rates of the traffic from load balancers; `None` if it was not counted yet.
+    /// Rates of the traffic from load balancers, or `None` if it was not counted yet.
     pub traffic: Option<TrafficRates>,
     /// Whether the loads are newer than the service's previous table. Older loads lack connections assigned since, and
     /// smoothing has processed them already.
@@ -47,7 +47,7 @@ pub struct TrafficRates {
 /// server's capacity is configured.
 pub const MAX_CORE_COUNT_TO_MEDIAN_RATIO: u32 = 8;
 
-/// Servers of one service, as of the time of a table.
+/// Servers of one service at the time for which a table is computed.
 #[derive(Debug, Clone)]
 pub struct Pool {
     pub(super) servers: Vec<PoolServer>,
@@ -56,7 +56,7 @@ pub struct Pool {
     pub(super) opened_connections: Option<u64>,
     pub(super) counts_requests: bool,
     pub(super) is_new_interval: bool,
-    /// Index in `servers` by server id; empty until the first look-up.
+    /// Index in `servers` by server id, or an empty list before the first look-up.
     position_by_id: Vec<Option<u16>>,
     /// Whether no server has loads from the summaries of several racks. Then a rack's next summary replaces the loads.
     is_each_server_in_one_rack: bool,
@@ -93,7 +93,7 @@ impl Pool {
         }
     }
 
-    /// Returns the pool as of the same time, but with these servers.
+    /// Returns this pool with other servers, as of the same time.
     pub fn replace_servers(self, servers: Vec<PoolServer>) -> Self {
         let Self { load_balancer_count, opened_connections, counts_requests, is_new_interval, racks, .. } = self;
         let pool =
@@ -101,13 +101,13 @@ impl Pool {
         pool.with_rack_summaries(racks)
     }
 
-    /// Returns the pool as of the time of the next table, as [`Pool::new`] would.
+    /// Returns the pool at the time of the next table, with the values that [`Pool::new`] would give it.
     pub fn for_next_table(self, load_balancer_count: u32) -> Self {
         let load_balancer_count = load_balancer_count.max(1);
         Self { load_balancer_count, opened_connections: None, counts_requests: false, is_new_interval: true, ..self }
     }
 
-    /// Replaces a server, except its loads from racks. A server that is not in the pool is ignored.
+    /// Replaces a server, but keeps its loads from racks. A server that is not in the pool is ignored.
     pub fn replace_server(&mut self, server: PoolServer) {
         let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
         let rack_loads = match (&server.loads, &known.loads) {
@@ -162,7 +162,6 @@ impl Pool {
         self
     }
 
-    /// Removes the loads that came from a rack's summary.
     fn remove_rack_loads(&mut self, rack: &RackSummary) {
         for reduced in &rack.servers {
             if let Some(position) = self.position(reduced.id) {
@@ -199,8 +198,8 @@ impl Pool {
         Self { is_new_interval: false, ..self }
     }
 
-    /// Returns the pool with each "connection" counting as one request, for UDP services that place each datagram on
-    /// its own: no request is left at the next table.
+    /// Returns the pool with each "connection" counting as one request. This is for UDP services that place each
+    /// datagram on its own, where no request is left at the next table.
     pub fn counting_requests(self) -> Self {
         Self { counts_requests: true, ..self }
     }
@@ -222,7 +221,7 @@ impl Pool {
 
     pub(super) fn totals(&self) -> &PoolTotals {
         self.totals.get_or_init(|| {
-            // Starts at -0, as sums of iterators do.
+            // The sum starts at -0, as sums of iterators do.
             let (mut cores, mut sum, mut alike, mut first) = (0u64, -0.0, true, None);
             for server in self.eligible_servers() {
                 if let Some(loads) = &server.loads {
@@ -249,21 +248,21 @@ impl Pool {
         self.totals().has_loads
     }
 
-    /// Returns the mean load of all cores whose load is known: the neutral load of a server without a fresh report.
+    /// Returns the mean of all known core loads, the neutral load with which a server without a fresh report counts.
     pub fn neutral_load(&self) -> f64 {
         self.totals().neutral_load
     }
 
-    /// Returns the share of each eligible server in new connections: its weight times its slow-start fraction.
+    /// Returns the share of each eligible server in new connections, which is its weight times its slow-start fraction.
     pub fn shares(&self) -> Vec<(ServerId, f64)> {
         self.eligible_servers()
             .map(|server| (server.id, f64::from(server.weight.get()) * server.slow_start_fraction))
             .collect()
     }
 
-    /// Returns the capacity of each eligible server: the operator's value, or the number of cores. The number of cores
-    /// counts up to [`MAX_CORE_COUNT_TO_MEDIAN_RATIO`] times the pool's median, because only the server itself reports
-    /// it. A server without data counts as the mean of the others, and in a pool of such servers as 1.
+    /// Returns the capacity of each eligible server, which is the operator's value or the number of cores. The number
+    /// of cores counts up to [`MAX_CORE_COUNT_TO_MEDIAN_RATIO`] times the pool's median, because only the server itself
+    /// reports it. A server without data counts as the mean of the others, and in a pool of such servers as 1.
     pub fn capacities(&self) -> Vec<f64> {
         let mut core_counts: Vec<u32> = self.eligible_servers().filter_map(PoolServer::core_count).collect();
         core_counts.sort_unstable();
@@ -278,7 +277,7 @@ impl Pool {
         self.eligible_servers().map(|server| known_capacity(server).unwrap_or(mean_capacity)).collect()
     }
 
-    /// Returns the fair share of each eligible server in new connections: by weight and, with `by_capacity`, by
+    /// Returns the fair share of each eligible server in new connections, by weight and, with `by_capacity`, also by
     /// capacity. The shares add up to 1.
     pub fn fair_shares(&self, by_capacity: bool) -> Vec<(ServerId, f64)> {
         let weights = self.eligible_servers().map(|server| f64::from(server.weight.get()));
@@ -291,12 +290,12 @@ impl Pool {
     }
 
     /// Returns whether a server takes part in a bucket. A server in slow start takes part in a fraction of the buckets,
-    /// always the same ones.
+    /// which are always the same ones.
     pub fn takes_part_in_bucket(&self, server: &PoolServer, bucket: u32) -> bool {
         server.slow_start_fraction >= 1.0 || bucket_hash_fraction(bucket, server.id) < server.slow_start_fraction
     }
 
-    /// Returns the mean load per connection: the sum of all loads divided by the number of open connections.
+    /// Returns the mean load per connection, which is the sum of all loads divided by the number of open connections.
     pub fn load_per_connection(&self) -> f64 {
         let servers_with_loads = self.servers.iter().filter(|server| server.loads.is_some());
         let connections: u64 = servers_with_loads.map(|server| u64::from(server.open_connections)).sum();
@@ -341,12 +340,12 @@ impl PoolServer {
     }
 
     pub(super) fn server_class(&self) -> ServerClass {
-        // The speed of one core: the operator's capacity divided by the number of cores.
+        // The speed of one core is the operator's capacity divided by the number of cores.
         let speed = self.capacity.and_then(|capacity| Some(capacity.get() / f64::from(self.core_count()?.max(1))));
         ServerClass { weight: self.weight, speed: speed.unwrap_or(1.0) }
     }
 
-    /// Returns the number of cores by the server's reports or its NIC's table; `None` if both are unknown.
+    /// Returns the number of cores by the server's reports or its NIC's table, or `None` if both are unknown.
     pub fn core_count(&self) -> Option<u32> {
         let core_count_by_table =
             |rss: &RssConfig| rss.indirection_table.queues().iter().max().map(|last| u32::from(*last) + 1);
@@ -354,7 +353,7 @@ impl PoolServer {
         reported_core_count.or_else(|| self.rss.as_ref().and_then(core_count_by_table))
     }
 
-    /// Returns the mean load of all cores; `neutral` if it is unknown.
+    /// Returns the mean load of all cores, or `neutral` if it is unknown.
     pub fn mean_load(&self, neutral: f64) -> f64 {
         self.loads.as_ref().and_then(ServerLoads::mean).unwrap_or(neutral)
     }

@@ -1,6 +1,6 @@
-//! `pow2`: the less loaded of two servers drawn by weight. A server's load is the mean of its cores, reported at the
-//! same rate as for `crossrss` (CrossRSS, CoNEXT'20, Sect. 3; Mitzenmacher, "The power of two choices", 2001).
-//! `pow2:connections` and so on compare another metric.
+//! Policy `pow2`, which selects the less loaded of two servers drawn by weight (Mitzenmacher, "The power of two
+//! choices", 2001). A server's load is the mean of its cores, reported at the same rate as for `crossrss` (CrossRSS,
+//! CoNEXT'20, Sect. 3). `pow2:connections` and so on compare another metric.
 
 use super::wrr_schedule::turns;
 use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_hash_key, table_without_candidates};

@@ -1,5 +1,5 @@
-//! Summary that a rack controller sends of the rack's servers (CrossRSS, CoNEXT'20, Sect. 2: "hierarchical aggregation,
-//! as the minimal load of a group of servers is the same as the minimal load of any server").
+//! Summary that a rack controller sends of the rack's servers ("hierarchical aggregation, as the minimal load of a
+//! group of servers is the same as the minimal load of any server", CrossRSS, CoNEXT'20, Sect. 2).
 //!
 //! A table needs the k least loaded cores of each bucket. A core among the k least of all is among the k least of its
 //! rack, because fewer cores of the rack are before it. So the k least of the racks' lists are the k least of all, in
@@ -23,7 +23,7 @@ use crate::ServerId;
 use crate::placement::{BucketCount, ServerCore};
 use crate::rss::RssKey;
 
-/// Maximum number of candidates of a bucket in a rack's summary: the limit of the data plane.
+/// Maximum number of candidates of a bucket in a rack's summary, which is the data plane's limit.
 pub const MAX_CANDIDATES: u8 = coreward_intf::MAX_CANDIDATES as u8;
 
 /// Summary of those servers of one service in one rack whose loads are known.
@@ -33,7 +33,7 @@ pub struct RackSummary {
     pub servers: Vec<SummarizedServer>,
     /// Load histogram of the eligible aggregated servers of each class.
     pub histograms_by_class: Vec<(ServerClass, HistogramBins)>,
-    /// Least loaded cores of the eligible aggregated servers: one list for each RSS key and class.
+    /// Least loaded cores of the eligible aggregated servers, in one list for each RSS key and class.
     pub candidate_lists: Vec<CandidateList>,
 }
 
@@ -42,23 +42,23 @@ pub struct RackSummary {
 pub struct SummarizedServer {
     /// Id of the server.
     pub id: ServerId,
-    /// Loads of the server: [`ServerLoads::Aggregated`], or in slow start [`ServerLoads::Relayed`].
+    /// Loads of the server, which are [`ServerLoads::Relayed`] in slow start and [`ServerLoads::Aggregated`] otherwise.
     pub loads: ServerLoads,
 }
 
-/// Least loaded cores of each bucket, of servers with one RSS key and of one class.
+/// Least loaded cores of each bucket, among servers with the same RSS key and class.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CandidateList {
     /// RSS key of the list's servers.
     pub key: RssKey,
     /// Number of candidates of each bucket, at least 1.
     pub candidates_per_bucket: usize,
-    /// Candidates by bucket, the least loaded first (ties: lowest id), each with its load.
+    /// Candidates by bucket, each with its load. The least loaded is first, or the lowest id among equal loads.
     pub candidates: Vec<(ServerCore, f64)>,
 }
 
 impl CandidateList {
-    /// Returns the candidates of a bucket; none if the list has fewer buckets.
+    /// Returns the candidates of a bucket, or none if the list has fewer buckets.
     pub fn bucket(&self, bucket: u32) -> &[(ServerCore, f64)] {
         let start = bucket as usize * self.candidates_per_bucket;
         self.candidates.get(start..start + self.candidates_per_bucket).unwrap_or_default()
@@ -67,7 +67,7 @@ impl CandidateList {
 
 impl RackSummary {
     /// Returns the summary of a rack with these servers, with at most `most` candidates for each bucket. Fewer than
-    /// [`Policy::max_candidates_per_bucket`] lose information. Must be called once per table, because the policy may
+    /// [`Policy::max_candidates_per_bucket`] lose information. It must be called once per table, because the policy may
     /// smooth loads.
     pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, most: usize) -> Self {
         let max_per_bucket = policy.max_candidates_per_bucket(buckets).min(most);
@@ -116,7 +116,7 @@ fn build_candidate_list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCo
         let mut least_cores = LeastCoreList::new(candidates_per_bucket);
         for server in servers {
             let rss = server.rss.as_ref().expect("servers are listed by their key");
-            // All loads are known: no neutral value is needed.
+            // All loads are known, so no neutral value is needed.
             let (core, load) = reached_core_and_load(server, rss, bucket, buckets, 0.0);
             least_cores.offer(load, load, ServerCore { server: server.id, core });
         }

@@ -1,5 +1,5 @@
-//! Merged summaries of racks, kept between tables: each table needs the new summaries of one or a few racks out of
-//! hundreds.
+//! Merged summaries of racks, kept between tables, because each table needs the new summaries of only a few racks out
+//! of hundreds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::rss::RssKey;
 struct MergedSummaries(Vec<Arc<RackSummary>>);
 
 impl MergedSummaries {
-    /// Stores the newest summaries. Returns the indexes of changed summaries with their previous versions; `None` if
+    /// Stores the newest summaries. Returns the indexes of changed summaries with their previous versions, or `None` if
     /// all have changed.
     fn update(&mut self, racks: &[Arc<RackSummary>]) -> Option<Vec<(usize, Arc<RackSummary>)>> {
         let previous_racks = std::mem::replace(&mut self.0, racks.to_vec());
@@ -59,13 +59,12 @@ impl RackHistograms {
     }
 }
 
-/// Least loaded cores of each bucket, of the servers of all racks with one RSS key.
+/// Least loaded cores of each bucket, among the servers of all racks with one RSS key.
 #[derive(Debug, Default)]
 pub struct RackAggregate {
     merged: MergedSummaries,
     rss_key: Option<RssKey>,
     total_core_count: usize,
-    /// Least loaded cores by bucket.
     least_cores_by_bucket: Vec<LeastLoadedCores>,
 }
 
@@ -113,7 +112,7 @@ impl RackAggregate {
         }
     }
 
-    /// Returns the least loaded cores of the bucket: as many as needed, if they exist.
+    /// Returns the least loaded cores of the bucket, as many as needed if they exist.
     pub fn least_cores(&self, bucket: u32) -> &[RankedCore] {
         self.least_cores_by_bucket.get(bucket as usize).map_or(&[], LeastLoadedCores::ranked_cores)
     }

@@ -1,4 +1,4 @@
-//! `rr`: new connections go to the servers in turn, each as often as its weight.
+//! Policy `rr`, by which new connections go to the servers in turn, each as often as its weight.
 
 use super::wrr_schedule::weighted_turn_table;
 use super::{Policy, Pool, independent_hash_key};

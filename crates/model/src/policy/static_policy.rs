@@ -1,4 +1,4 @@
-//! Policies whose table depends on the pool alone: hash, consistent-hash, maglev. They differ in how they share
+//! Policies whose table depends on the pool alone (hash, consistent-hash, maglev). They differ in how they share
 //! buckets.
 
 use super::{Policy, Pool, independent_hash_key, table_by_bucket};
@@ -6,7 +6,7 @@ use crate::ServerId;
 use crate::placement::{BucketCount, PlacementTable};
 use crate::rss::RssKey;
 
-/// Function that returns, for each bucket, the position of its server in a list with shares; empty without servers.
+/// Function that returns each bucket's server, by its position in a list with shares. Empty without servers.
 type BucketAssigner = fn(&[(ServerId, f64)], usize) -> Vec<usize>;
 
 pub struct StaticPolicy {

@@ -1,10 +1,10 @@
 //! An operator's settings for a server's share.
 
-/// Weight of a server: its share of new connections relative to the weights of other servers, 0 (none) to 100.
+/// Weight of a server from 0 (none) to 100, which is its share of new connections relative to other servers' weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ServerWeight(u8);
 
-/// Error: a weight above [`ServerWeight::MAX`].
+/// Error returned for a weight above [`ServerWeight::MAX`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("weight {0}: expected 0 (no new connections) to {max}", max = ServerWeight::MAX)]
 pub struct ServerWeightOutOfRange(pub u64);
@@ -16,7 +16,7 @@ impl ServerWeight {
     /// Default weight of a server.
     pub const ONE: ServerWeight = ServerWeight(1);
 
-    /// Returns the weight `weight`. Fails when it is above 100.
+    /// Returns the weight `weight`. Fails if it is above 100.
     pub fn new(weight: u64) -> Result<Self, ServerWeightOutOfRange> {
         u8::try_from(weight).ok().filter(|weight| *weight <= Self::MAX).map(Self).ok_or(ServerWeightOutOfRange(weight))
     }
@@ -33,17 +33,17 @@ impl Default for ServerWeight {
     }
 }
 
-/// Capacity of a server, in cores of usual speed: above 0, at most a million.
+/// Capacity of a server in cores of usual speed, above 0 and at most a million.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServerCapacity(f64);
 
-/// Error: a capacity that is not above 0, or above a million.
+/// Error returned for a capacity that is not above 0, or above a million.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("capacity {0}: expected a number above 0, at most 1000000: cores of the usual speed")]
 pub struct ServerCapacityOutOfRange(pub f64);
 
 impl ServerCapacity {
-    /// Returns the capacity `capacity`. Fails when it is not above 0, or above a million.
+    /// Returns the capacity `capacity`. Fails if it is not above 0, or above a million.
     pub fn new(capacity: f64) -> Result<Self, ServerCapacityOutOfRange> {
         if capacity > 0.0 && capacity <= 1e6 { Ok(Self(capacity)) } else { Err(ServerCapacityOutOfRange(capacity)) }
     }

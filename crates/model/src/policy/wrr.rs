@@ -1,5 +1,5 @@
-//! `wrr`: new connections go to the servers in turn, each as often as its weight times its capacity (default: its
-//! cores).
+//! Policy `wrr`, by which new connections go to the servers in turn, each as often as its weight times its capacity.
+//! The default capacity is the number of cores.
 
 use super::wrr_schedule::weighted_turn_table;
 use super::{Policy, Pool, independent_hash_key};

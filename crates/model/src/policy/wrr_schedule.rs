@@ -1,4 +1,4 @@
-//! Weighted turns: the members of rule `RoundRobin`, each as often as its weight and evenly spread.
+//! Weighted turns of the rule `RoundRobin`, in which each member occurs as often as its weight, evenly spread.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -9,7 +9,7 @@ use super::{Pool, table_without_candidates};
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
 use crate::rss::RssKey;
 
-/// Returns a table with turns in proportion to `shares`: one share above 0 for each eligible server, by id.
+/// Returns a table with turns in proportion to `shares`, which has a share above 0 for each eligible server, by id.
 pub fn weighted_turn_table(
     pool: &Pool,
     buckets: BucketCount,
@@ -50,18 +50,18 @@ fn greatest_common_divisor(a: u32, b: u32) -> u32 {
     if b == 0 { a } else { greatest_common_divisor(b, a % b) }
 }
 
-/// Returns each position as often as its weight. After any number of turns, each is within one turn of its share: the
-/// schedule of R. Tijdeman, "The chairman assignment problem" (Discrete Mathematics 32, 1980), whose bound for n
-/// servers is 1 - d, d = 1 / (2n - 2).
+/// Returns each position as often as its weight. After any number of turns, each is within one turn of its share. The
+/// schedule is R. Tijdeman's ("The chairman assignment problem", Discrete Mathematics 32, 1980). Its bound for n
+/// servers is 1 - d, with d = 1 / (2n - 2).
 ///
-/// Turn k (from 0) of a server of share r keeps the bound from (k + d) / r turns on, up to (k + 1 - d) / r. Of the
-/// servers that may have a turn, the one with the nearest end is taken: such a schedule exists, so this rule finds it.
+/// Turn k (from 0) of a server of share r keeps the bound from (k + d) / r turns on, up to (k + 1 - d) / r. Among the
+/// servers that may have a turn, the one with the nearest end is taken. Such a schedule exists, so this rule finds it.
 fn interleaved_positions(weights: &[u32]) -> Vec<usize> {
     if weights.len() == 1 {
         return vec![0; weights[0] as usize];
     }
     let total_turns: u64 = weights.iter().copied().map(u64::from).sum();
-    // 1 / d, and the time of `parts` d of a turn of `position`, in turns of the whole list: at most 2^14 * 2^15 * 2^14.
+    // 1 / d, and a turn's time in turns of the whole list, as a dividend (at most 2^14 * 2^15 * 2^14) and a divisor.
     let parts_of_turn = (2 * weights.len() as u64).saturating_sub(2);
     let turn_fraction =
         |position: usize, parts: u64| (parts * total_turns, u64::from(weights[position]) * parts_of_turn);

@@ -12,12 +12,12 @@ pub enum InputTransform {
     None,
     /// Source and destination are both replaced by their XOR (RXH_XFRM_SYM_XOR), so that both directions hash alike.
     SymmetricXor,
-    /// The source is replaced by the OR of source and destination, the destination by their XOR (RXH_XFRM_SYM_OR_XOR):
-    /// mlx5's default.
+    /// The source is replaced by the OR of source and destination, and the destination by their XOR
+    /// (RXH_XFRM_SYM_OR_XOR). This is mlx5's default.
     SymmetricOrXor,
 }
 
-/// Error: a number or a name that no input transform has.
+/// Error returned for a number or a name that no input transform has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("input transform {0} of RSS: expected 0 (none), 1 (symmetric-xor) or 2 (symmetric-or-xor)")]
 pub struct UnknownInputTransform(pub u32);
@@ -81,5 +81,5 @@ impl InputTransform {
     }
 }
 
-/// Number of bytes of the input of IPv4 with ports.
+/// Number of input bytes for IPv4 with ports.
 const IPV4_INPUT_BYTES: usize = intf::RSS_INPUT_IPV4_BYTES as usize;

@@ -1,5 +1,5 @@
-//! Hash that selects places of connections in tables, against a sender that knows the code but not the key: structured
-//! sets of tuples collide as often as by chance.
+//! Checks the hash of connections against a sender that knows the code but not the key. Structured sets of tuples must
+//! collide as often as by chance.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -9,12 +9,12 @@ use coreward_model::cookie::CookieKey;
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-/// Number of tuples in each set: enough for 128 collisions in 4,096 table positions by chance.
+/// Number of tuples in each set, enough for 128 collisions in 4,096 table positions by chance.
 const TUPLE_COUNT: u32 = 1024;
 const KEY_COUNT: u64 = 200;
-/// Number of bits that select a table position: a source's counter, a hint and a flow table set have 12, 14 and 17.
+/// Number of bits that select a table position. A source's counter, a hint and a flow table set have 12, 14 and 17.
 const POSITION_BITS: u32 = 12;
-/// Ratio to the number of collisions by chance from which a set is found to have structure.
+/// Ratio to the number of collisions by chance from which a set counts as structured.
 const MAX_RATIO_TO_CHANCE: f64 = 1.25;
 
 /// Name of a set of clients, and function that returns a client by its number.
@@ -24,8 +24,8 @@ fn client(address: u32, port: u32) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::from(address).into(), port as u16)
 }
 
-/// Sets of clients that differ where a sender can choose: in the low and high bits of ports and addresses, as counters,
-/// strides and Gray codes, which change one bit at a time.
+/// Sets of clients that differ where a sender can choose, in the low and high bits of ports and addresses. They are
+/// counters, strides and Gray codes, which change one bit at a time.
 const CLIENT_SETS: [ClientSet; 9] = [
     ("ports in a row", |n| client(0xc000_0201, 1024 + n)),
     ("ports in steps of 64", |n| client(0xc000_0201, n << 6)),
@@ -54,13 +54,13 @@ fn collisions_relative_to_chance(hash: fn(&CookieKey, SocketAddr) -> u64, set: C
     colliding_pairs as f64 / KEY_COUNT as f64 / (pair_count / f64::from(1 << POSITION_BITS))
 }
 
-/// Returns the connection hash: the low half selects table positions, the upper half is the tag.
+/// Returns the connection hash, whose low half selects table positions and whose upper half is the tag.
 fn connection_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     let hash = ConnectionHash::new(key, 3, client);
     u64::from(hash.tag()) << 32 | u64::from(hash.low_half())
 }
 
-/// Returns a hash by one multiplication, without a fold: positions depend on the low bits of the tuple alone.
+/// Returns a hash by one multiplication without a fold, so that positions depend on the low bits of the tuple alone.
 fn one_multiplication_hash(key: &CookieKey, client: SocketAddr) -> u64 {
     let SocketAddr::V4(client) = client else { unreachable!("sets are of IPv4") };
     let tuple_word = u64::from(client.port().swap_bytes()) << 32 | u64::from(u32::from(*client.ip()).swap_bytes());

@@ -1,7 +1,6 @@
-//! Packets on several CPUs take entries of the connection table while user space frees other entries. Loom tries every
-//! order of their steps, and all values that the memory model lets them read. Both sides are the code of
-//! `model::connection_table::table`. User space runs that code; the code for packets equals `bpf/lb/connection_table.h`
-//! line by line.
+//! Lets packets on several CPUs take entries of the connection table while user space frees other entries. Loom tries
+//! every order of their steps, and all values that the memory model lets them read. Both sides run
+//! `model::connection_table::table`, whose code for packets equals `bpf/lb/connection_table.h` line by line.
 
 use std::collections::BTreeSet;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -22,21 +21,21 @@ use loom::thread;
 
 const SERVICE_SLOT: u16 = 3;
 const WORDS_PER_ENTRY: usize = size_of::<intf::connection>() / 8;
-/// Number of slots in use of the one partition. The number of orders that loom tries grows quickly with it.
+/// Number of slots in use in the one partition. The number of orders that loom tries grows quickly with it.
 const SLOT_COUNT: usize = 2;
 
-/// Memory of a connection table. Shared words are loom's, so that each access is a separate step; others are plain.
+/// Memory of a connection table. Shared words are loom's, so that each access is a separate step, and others are plain.
 struct LoomMemory {
     stack_top: AtomicU64,
-    /// Word of the clock hand: only a hint, on which no packet relies.
+    /// Word of the clock hand, which is only a hint on which no packet relies.
     clock_hand: PlainWord,
     identity_words: [AtomicU64; SLOT_COUNT],
     port_flags_next_words: [AtomicU64; SLOT_COUNT],
     generation_words: [AtomicU64; SLOT_COUNT],
     other_entry_words: [[PlainWord; WORDS_PER_ENTRY]; SLOT_COUNT],
-    /// Value of every word of the other slots: 0, as in a free slot.
+    /// Value of every word of the other slots, which is 0 as in a free slot.
     unused_slot_word: PlainWord,
-    /// Mask of those bits of the stack's top by which states of the stack are distinguished.
+    /// Mask of the stack top's bits by which states of the stack are distinguished.
     stack_top_mask: u64,
 }
 
@@ -207,8 +206,8 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
     });
 }
 
-/// Provokes the ABA problem: one packet reads the top and sleeps. Meanwhile the same slot is taken, freed and on top
-/// again, but with another slot below.
+/// Provokes the ABA problem. One packet reads the stack's top and is delayed. Meanwhile, the same slot is taken, freed
+/// and pushed as the top again, but with another slot below.
 fn check_slot_that_is_on_top_again(top_mask: u64) {
     loom::model(move || {
         let table = table_with_free_slots(SLOT_COUNT, top_mask);

@@ -148,7 +148,7 @@ fn crossrss_plus_spreads_connections_evenly_over_cores_before_the_first_report()
 #[test]
 fn connection_cost_makes_one_interval_fill_one_and_a_half_times_the_deficits() {
     let rss_key = rss_key_of_seed(1);
-    // The mean is 0.5; two cores lack 0.2 and 0.1.
+    // The mean is 0.5, and two cores lack 0.2 and 0.1.
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let new_pool = || Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
@@ -157,9 +157,9 @@ fn connection_cost_makes_one_interval_fill_one_and_a_half_times_the_deficits() {
         let table = policy.compute_table(&new_pool().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
         f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE)
     };
-    // 1.5 x 0.3 over 30 connections; each of the two load balancers gets half of them.
+    // The cost is 1.5 x 0.3 over 30 connections, of which each of the two load balancers gets half.
     assert!((assignment_cost(30) - 0.03).abs() < 1e-5);
-    // The expected number changes slowly: 0.1 x 130 + 0.9 x 30.
+    // The expected number changes slowly, to 0.1 x 130 + 0.9 x 30.
     assert!((assignment_cost(130) - 0.0225).abs() < 1e-5);
 }
 
@@ -190,14 +190,14 @@ fn cost_of_a_request_is_the_mean_load_per_request() {
     let pool = Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let pool = pool.with_opened_connections(400).counting_requests();
     let table = compute_published_table(policy_by_name("crossrss-plus", 1).unwrap().as_mut(), &pool, 1);
-    // All load, 4, over the requests of an interval; each of the two load balancers gets half of them.
+    // The cost is all load (4) over an interval's requests, of which each of the two load balancers gets half.
     let assignment_cost = f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE);
     assert!((assignment_cost - 0.02).abs() < 1e-5, "{assignment_cost}");
 }
 
 #[test]
 fn servers_beyond_the_four_largest_rss_groups_count_with_their_mean_load() {
-    // Six keys give four groups; the servers of the other two keys count with their mean load. One server's RSS is
+    // Six keys give four groups, and the servers of the other two keys count with their mean load. One server's RSS is
     // unknown.
     let mut servers: Vec<_> =
         (1..=7).map(|n| four_core_server(n, &rss_key_of_seed(n.min(6)), Some([0.5; 4]))).collect();
@@ -224,7 +224,7 @@ fn server_without_loads_is_neutral_and_draining_server_gets_no_connections() {
     };
     assert_eq!(server_of_bucket_0(&servers), server_id(1));
     servers[0].is_eligible = false;
-    // Neutral is now the mean of the remaining servers: 0.9 on both, and the lower id wins.
+    // Neutral is now the mean of the remaining servers, which is 0.9 on both, and the lower id wins.
     assert_eq!(server_of_bucket_0(&servers), server_id(2));
     servers[1].loads = Some(vec![0.95, 0.95, 0.9, 0.9].into());
     let pool = Pool::new(servers.clone(), 1);
@@ -348,7 +348,7 @@ fn server_of_weight_2_gets_half_of_the_connections_next_to_two_of_weight_1() {
     }
 }
 
-/// docs/policies.md: where connections cause nearly no load, crossrss never levels loads by weight.
+/// As docs/policies.md states, crossrss never levels loads by weight if connections cause nearly no load.
 #[test]
 fn crossrss_ignores_weights_where_connections_cause_nearly_no_load() {
     for policy in ["crossrss-plus", "crossrss"] {

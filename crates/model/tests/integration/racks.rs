@@ -10,10 +10,10 @@ use coreward_model::policy::{
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use proptest::prelude::*;
 
-/// Number of reports in a test; more than one because policies keep loads from report to report.
+/// Number of reports in a test, more than one because policies keep loads from report to report.
 const REPORT_COUNT: u64 = 4;
 
-/// A server and the index of its rack; `None` if its agent reports directly to the controller.
+/// A server and the index of its rack, or `None` if its agent reports directly to the controller.
 #[derive(Debug, Clone)]
 struct RackServer {
     server: PoolServer,
@@ -62,7 +62,7 @@ fn pool_of_servers(servers: &[PoolServer], requests: bool) -> Pool {
     if requests { pool.counting_requests() } else { pool }
 }
 
-/// Changes the servers to their state at the next report: loads differ, and some servers are silent, join or leave.
+/// Changes the servers to their state at the next report. Loads differ, and some servers are silent, join or leave.
 fn change_to_next_report(servers: &mut [RackServer], report: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
         let change_number = (position as u64).wrapping_mul(0x9e37_79b9).wrapping_add(report * 7) % 23;
@@ -137,7 +137,7 @@ proptest! {
         }
     }
 
-    /// The k least loaded cores of all are among the k least loaded cores of each rack; fewer than k do not suffice.
+    /// The k least loaded cores of all are among the k least loaded of each rack, but fewer than k do not suffice.
     #[test]
     fn shorter_candidate_lists_have_the_least_loaded_cores(
         loads in prop::collection::vec(0.0..1.0f64, 2..12),

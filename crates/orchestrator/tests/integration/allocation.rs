@@ -1,4 +1,4 @@
-//! Load monitor, hints and core allocation together, in virtual time: a burst opens cores, calm closes them.
+//! Tests load monitors, hints and core allocation together, in virtual time. A burst opens cores, and calm closes them.
 
 use std::num::NonZeroU16;
 
@@ -21,7 +21,7 @@ fn services_of_cores(bench: &TestEngine) -> [String; CORE_COUNT as usize] {
     std::array::from_fn(|core| services_of_core(core as u16).map(|(name, _)| name).collect())
 }
 
-/// Checks the load monitors at time `now`, and lets a worker with a hint act on it.
+/// Checks the load monitors at time `now`, and lets a worker that gets a hint act on it.
 fn check_monitors_and_apply_hints(
     bench: &mut TestEngine,
     allocator: &SharedCoreAllocator,
@@ -38,7 +38,6 @@ fn check_monitors_and_apply_hints(
     bench.check_request_counts();
 }
 
-/// Completes all requests at all cores.
 fn complete_all_requests(bench: &mut TestEngine, workers: &mut [Worker<'_>], now: u64) {
     while (0..CORE_COUNT).any(|core| bench.engine.dispatch_policy().ranks().core_request_count(core) > 0) {
         for worker in &mut *workers {
@@ -50,7 +49,7 @@ fn complete_all_requests(bench: &mut TestEngine, workers: &mut [Worker<'_>], now
     }
 }
 
-/// Returns the assignments at the start, during a burst of service 0, and after calm epochs.
+/// Returns the assignments at the start, during a burst for service 0, and after calm epochs.
 fn assignments_over_time(kind: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as usize]> {
     let engine_config =
         EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(1).unwrap(), ..engine_config() };

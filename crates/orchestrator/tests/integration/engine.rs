@@ -1,4 +1,4 @@
-//! The engine with workers in the same process, in virtual time.
+//! Tests the engine with workers in the same process, in virtual time.
 
 use std::net::SocketAddrV4;
 use std::num::NonZeroU16;
@@ -70,7 +70,6 @@ impl TestEngine {
         responses
     }
 
-    /// Attaches a worker that runs no service.
     pub fn attach_worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
         std::thread::scope(|scope| {
             let worker_thread = scope.spawn(|| runtime.attach_worker(core));
@@ -81,7 +80,7 @@ impl TestEngine {
         })
     }
 
-    /// Attaches a worker on which both services are enabled, but which does not serve requests by itself.
+    /// Attaches a worker on which both services are enabled. The test takes its requests explicitly.
     fn attach_serving_worker<'r>(&mut self, runtime: &'r Runtime, core: u16) -> Worker<'r> {
         let mut worker = self.attach_worker(runtime, core);
         (0..2).for_each(|service| worker.enable_service(service, core).unwrap());
@@ -107,7 +106,7 @@ impl TestEngine {
         self.engine.service_counters()[service]
     }
 
-    /// Checks that each received request is counted in exactly one other state.
+    /// Checks that each received request is counted in exactly one of the other states.
     pub fn check_request_counts(&self) {
         for (service, counters) in self.engine.service_counters().iter().enumerate() {
             let ServiceCounters { received, dropped, rejected, completed, lost } = counters;
@@ -120,7 +119,6 @@ impl TestEngine {
     }
 }
 
-/// Takes requests of a service at the worker, and completes them without a response.
 fn take_and_complete(worker: &mut Worker<'_>, service: u8, count: u32) {
     for _ in 0..count {
         assert_eq!(worker.take_request().unwrap().unwrap().service(), service);
@@ -128,7 +126,6 @@ fn take_and_complete(worker: &mut Worker<'_>, service: u8, count: u32) {
     worker.load_feedback(service, worker.core(), count).unwrap();
 }
 
-/// Handler that responds with the core's number and the request's payload.
 struct EchoHandler;
 
 impl Handler for EchoHandler {
@@ -188,7 +185,7 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
     test_engine.check_workers(3);
     assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost), ([0, 0], 2));
     assert_eq!(test_engine.engine.dispatch_policy().ranks().eligible_service_mask(), 0);
-    // A worker at the same core gets the requests that waited, and a second one that replaces it before the check.
+    // A new worker at this core gets the waiting requests. A second one replaces it before the next check.
     let second_worker = test_engine.attach_serving_worker(&runtime, 0);
     assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 0], 1));
     drop(second_worker);
@@ -280,7 +277,7 @@ fn hint_is_sent_to_the_least_loaded_core_once_until_rearmed() {
     test_engine.poll(50);
     test_engine.engine.check_monitors(64);
     assert!(workers[0].next_hint().is_some());
-    // The worker ends before it acts: its hint is not in flight then.
+    // The worker ends before it acts on the hint, so the hint no longer counts as awaiting action.
     let [first, mut second] = workers;
     drop(first);
     test_engine.check_workers(65);
@@ -318,14 +315,14 @@ fn core_of_a_worker_with_damaged_queues_is_released() {
     let mut test_engine = TestEngine::new(&engine_config());
     let runtime = test_engine.connect_runtime();
     let mut worker = test_engine.attach_serving_worker(&runtime, 0);
-    // The orchestrator reads the worker's cursor when the queue looks full.
+    // The orchestrator reads the worker's cursor only when the queue looks full.
     for _ in 0..engine_config().rank_bound.get().next_power_of_two() {
         test_engine.submit(1, 0, b"x");
         let request = worker.take_request().unwrap().unwrap();
         worker.respond(&request, b"y").unwrap();
         test_engine.poll(2);
     }
-    // The header, 64 services, and three lines of the core come before the worker's heads.
+    // The header, 64 services, and three cache lines of the core precede the worker's heads.
     let file = std::fs::OpenOptions::new().write(true).open(&test_engine.memory_path).unwrap();
     file.write_all_at(&(1u32 << 31).to_ne_bytes(), 64 * 68).unwrap();
     test_engine.submit(3, 0, b"x");

@@ -1,4 +1,4 @@
-//! The daemon in a thread: requests without workers wait, and its metrics show them.
+//! Tests a daemon without workers, whose metrics must show the waiting requests.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};

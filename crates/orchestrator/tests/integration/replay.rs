@@ -1,6 +1,6 @@
-//! Decisions of the engine with a thread of workers: recorded as clients see them, then replayed on the model.
+//! Records the engine's decisions with a thread of workers, as clients see them, and replays them on the model.
 //!
-//! The long run: `COREWARD_DECISIONS=100000000 cargo test -p coreward-orchestrator --test integration replay`.
+//! A long run is: `COREWARD_DECISIONS=100000000 cargo test -p coreward-orchestrator --test integration replay`.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU16;
@@ -21,35 +21,32 @@ use crate::engine::{TestEngine, engine_config};
 const CORE_COUNT: u16 = 16;
 const SERVICE_COUNT: usize = 2;
 const WAITING_CAPACITY: usize = 256;
-/// Environment variable with the number of decisions of a test run.
+/// Environment variable with the number of decisions in a test run.
 const DECISIONS_ENV_VARIABLE: &str = "COREWARD_DECISIONS";
 const DEFAULT_DECISION_COUNT: u64 = 100_000;
-/// Number of records that are replayed at once.
+/// Number of records that are replayed together.
 const REPLAY_BATCH_LENGTH: usize = 1 << 20;
 /// Time without a response after which the test fails.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Record of an input of the engine, in the order of processing, or of an observed result.
+/// Record of an input to the engine, in the order of processing, or of an observed result. After polling all cores, the
+/// engine dispatches waiting requests.
 #[derive(Debug, Clone, Copy)]
 enum EngineRecord {
-    /// The next request of a service arrives at the engine.
     Submit { now: u64, service: u8 },
-    /// A core responds to the request with this number.
     Response { service: u8, core: u16, number: u64 },
-    /// A service is enabled or disabled on a core.
     Enabled { service: u8, core: u16, is_enabled: bool },
-    /// All cores have been polled, so that waiting requests are sent.
     Dispatch { now: u64 },
 }
 
-/// Replay of records on the model, with the requests that the model has sent.
+/// Replay of records on the model, and the requests that the model has sent to cores.
 struct ModelReplay {
     policy_model: JoinBoundedShortestRankedQueue<u64>,
-    /// Factor, in thousandths, of a request of one service (column) in the rank of another service (row).
+    /// Weight, in thousandths, of a request of one service (column) in the rank for another service (row).
     rank_weights: [[u32; SERVICE_COUNT]; SERVICE_COUNT],
     rank_bound: u32,
     is_enabled: [[bool; SERVICE_COUNT]; CORE_COUNT as usize],
-    /// Numbers of the outstanding requests by core and service, in order.
+    /// Numbers of the outstanding requests at each core and service, in order.
     outstanding_requests: [[VecDeque<u64>; SERVICE_COUNT]; CORE_COUNT as usize],
     next_request_number: u64,
     dropped_counts: [u64; SERVICE_COUNT],
@@ -81,7 +78,7 @@ impl ModelReplay {
         }
     }
 
-    /// Applies a record. Fails when the model, or the search for the least rank, decides differently.
+    /// Applies a record. Fails when the model decides differently, or the search for the least rank does.
     fn apply_record(&mut self, record: EngineRecord) -> Result<(), String> {
         match record {
             EngineRecord::Submit { now, service } => {
@@ -129,7 +126,7 @@ impl ModelReplay {
         Ok(())
     }
 
-    /// Returns the first of the cores with the least rank below the bound on which the service is enabled.
+    /// Returns the first core with the least rank among those that are below the bound and run the service.
     fn least_ranked_core(&self, service: u8) -> Option<u16> {
         let own_service = usize::from(service);
         let core_rank = |core: usize| -> u32 {
@@ -145,7 +142,6 @@ impl ModelReplay {
     }
 }
 
-/// Engine whose inputs and results are recorded.
 struct RecordingEngine {
     test_engine: TestEngine,
     unreplayed_records: Vec<EngineRecord>,
@@ -177,7 +173,7 @@ impl RecordingEngine {
         self.submitted_count += 1;
     }
 
-    /// Polls the engine and records the results. Returns the number of responses and messages.
+    /// Polls the engine and records the results. Returns how many responses and messages arrived.
     fn poll_engine(&mut self, now: u64) -> usize {
         let Self { test_engine: bench, unreplayed_records: records, response_count, .. } = self;
         let received_count = bench.engine.poll(now, &mut |service, _, payload| {
@@ -199,13 +195,12 @@ impl RecordingEngine {
         received_count
     }
 
-    /// Returns the number of requests in the engine and at cores.
     fn requests_in_flight(&self) -> u64 {
         let dropped_count: u64 = (0..SERVICE_COUNT).map(|service| self.test_engine.counters(service).dropped).sum();
         self.submitted_count - self.response_count - dropped_count
     }
 
-    /// Replays the records since the last call on the model, and compares counters.
+    /// Replays the records since the last call on the model, and compares the counters.
     fn replay_and_compare(&mut self, replay: &mut ModelReplay) {
         self.unreplayed_records.drain(..).try_for_each(|record| replay.apply_record(record)).unwrap();
         for service in 0..SERVICE_COUNT {
@@ -217,7 +212,7 @@ impl RecordingEngine {
     }
 }
 
-/// Serves all cores in one thread: responds with number and core, and randomly enables and disables services.
+/// Serves all cores in one thread. Responds with request number and core, and enables and disables services at random.
 fn serve_all_cores(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<(), RuntimeError> {
     let mut rng = seeded_rng(seed, 1);
     let mut random_below = |below: u32| uniform_below(&mut rng, below);
@@ -243,7 +238,7 @@ fn serve_all_cores(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<()
     Ok(())
 }
 
-/// Runs the engine until `completed` requests are completed. `check` consumes the records repeatedly.
+/// Runs the engine until `completed` requests are completed. `check` is called repeatedly to consume the records.
 fn run_engine(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&mut RecordingEngine)) {
     let mut recorder = RecordingEngine::new(config);
     let runtime = recorder.test_engine.connect_runtime();
@@ -258,7 +253,7 @@ fn run_engine(config: &EngineConfig, completed: u64, seed: u64, mut check: impl 
                 break;
             }
             now += u64::from(random_below(20));
-            // Some bursts overflow the buffer.
+            // Some bursts are so large that they overflow the buffer.
             let burst_size =
                 if turn % 64 == 0 { 2 * WAITING_CAPACITY as u32 } else { random_below(4 * u32::from(CORE_COUNT)) };
             for _ in recorder.requests_in_flight()..burst_size.into() {
@@ -289,7 +284,7 @@ fn run_engine(config: &EngineConfig, completed: u64, seed: u64, mut check: impl 
     check(&mut recorder);
 }
 
-/// Returns configurations with each rank rule, scheduler and ranking, a rate limit, and queues of one request.
+/// Returns configurations with each rank rule, scheduler and ranking, one with a rate limit, and one with short queues.
 fn engine_configs() -> Vec<EngineConfig> {
     let changed_config = |change: &dyn Fn(&mut EngineConfig)| {
         let mut changed =

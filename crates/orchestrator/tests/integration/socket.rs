@@ -1,4 +1,4 @@
-//! Datagrams in batches, over loopback.
+//! Tests batches of datagrams over the loopback device.
 
 use std::net::SocketAddrV4;
 use std::time::Instant;
@@ -13,7 +13,7 @@ fn bind_loopback_socket() -> BatchSocket {
     BatchSocket::bind("127.0.0.1:0".parse().unwrap(), MAX_DATAGRAM_BYTES).unwrap()
 }
 
-/// Receives batches until `count` datagrams have arrived. Returns the lengths of the batches, and the datagrams.
+/// Receives batches until `count` datagrams have arrived. Returns the batches' lengths, and the datagrams.
 fn receive_datagrams(socket: &mut BatchSocket, from: SocketAddrV4, count: usize) -> (Vec<usize>, Vec<Vec<u8>>) {
     let (mut batches, mut datagrams, started) = (Vec::new(), Vec::new(), Instant::now());
     while datagrams.len() < count {
@@ -32,7 +32,7 @@ fn batches_arrive_completely_and_in_order() {
     let (mut client, mut server) = (bind_loopback_socket(), bind_loopback_socket());
     let (from, to) = (client.local_address().unwrap(), server.local_address().unwrap());
     assert_eq!(server.receive(&mut |_, _| panic!("nothing was sent")).unwrap(), 0);
-    // Every length from 0 to one that is too long.
+    // The lengths range from 0 to one that is too long.
     let sent_payloads: Vec<Vec<u8>> = (0..=MAX_DATAGRAM_BYTES + 1).map(|length| vec![length as u8; length]).collect();
     sent_payloads.iter().for_each(|payload| client.send(to, payload));
     client.flush();
@@ -54,7 +54,7 @@ fn too_long_datagram_is_cut_to_one_byte_more_than_allowed() {
 fn only_the_datagram_that_the_kernel_rejects_is_counted_as_unsent() {
     let (mut client, mut server) = (bind_loopback_socket(), bind_loopback_socket());
     let to = server.local_address().unwrap();
-    // Port 0 is no destination.
+    // Datagrams cannot be sent to port 0.
     let invalid_destination = SocketAddrV4::new(*to.ip(), 0);
     for (to, payload) in [(to, b"a"), (invalid_destination, b"b"), (invalid_destination, b"c"), (to, b"d")] {
         client.send(to, payload);

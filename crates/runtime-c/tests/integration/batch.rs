@@ -1,4 +1,4 @@
-//! `examples/batch.c`: requests that preempt a batch.
+//! Tests `examples/batch.c`, in which requests preempt a batch.
 
 use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;

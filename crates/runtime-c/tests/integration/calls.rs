@@ -1,4 +1,4 @@
-//! Calls of the interface from one thread: errors, and a server with a scheduler of its own.
+//! Tests the C functions from one thread, with errors and with a server that has its own scheduler.
 
 use std::ffi::{CStr, CString};
 use std::net::SocketAddr;

@@ -1,6 +1,6 @@
-//! The committed header against the one that build.rs makes from the source.
+//! Compares the committed header with the one that build.rs generates from the source.
 
-/// Environment variable: if it is set, the test first writes the header.
+/// Environment variable that makes the test write the header first.
 const WRITE_HEADER_VARIABLE: &str = "COREWARD_WRITE_HEADER";
 
 #[test]

@@ -1,4 +1,4 @@
-//! The header, calls, and a server in C under the orchestrator.
+//! Tests of the header, the C functions, and servers in C under the orchestrator.
 
 mod batch;
 mod calls;

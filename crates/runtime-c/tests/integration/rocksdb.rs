@@ -1,4 +1,4 @@
-//! `examples/rocksdb.c`: GET, PUT and SCAN, and the same keys after a restart.
+//! Tests `examples/rocksdb.c` with GET, PUT and SCAN, and checks that the keys survive a restart.
 
 use std::cell::Cell;
 use std::net::UdpSocket;
@@ -34,7 +34,7 @@ struct KeyValueClient {
 }
 
 impl KeyValueClient {
-    /// Sends a request, and returns the status and the pairs of the response.
+    /// Sends a request. Returns the response's status and pairs.
     fn send_request(&self, request_type: u8, key: &str, value: &[u8]) -> (u8, KeyValuePairs) {
         let id = self.next_id.replace(self.next_id.get() + 1);
         let is_response = |response: &[u8]| response[4..8] == id.to_le_bytes();
@@ -59,7 +59,7 @@ impl KeyValueClient {
         assert_eq!(self.send_request(GET, "key", b""), (STATUS_NOT_FOUND, vec![]));
         assert_eq!(self.send_request(SCAN + 3, "key2", b""), (0, (2..5).map(key_value_pair).collect()));
         assert_eq!(self.send_request(SCAN + 127, "key8", b""), (0, (8..10).map(key_value_pair).collect()));
-        // Four pairs of 308 bytes fit a datagram of 1472.
+        // At most four pairs of 308 bytes fit into a datagram of 1472 bytes.
         assert_eq!(self.send_request(SCAN + 127, "", b""), (0, (0..4).map(key_value_pair).collect()));
     }
 }
@@ -96,7 +96,7 @@ fn rocksdb_server_keeps_keys_across_a_restart() {
         for (key, value) in (0..10).map(key_value_pair) {
             assert_eq!(client.send_request(PUT, &key, &value), (0, vec![]));
         }
-        // No request: its lengths differ from its header.
+        // This datagram is no request, because it is shorter than its header states.
         client.socket.send(&request_datagram(GET, 1, "key3", b"")[..14]).unwrap();
         client.assert_stored_keys();
         assert_clean_exit(stop_server(server));

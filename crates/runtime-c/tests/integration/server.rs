@@ -1,4 +1,4 @@
-//! `examples/*.c`, compiled, as servers under the orchestrator.
+//! Compiles `examples/*.c` and runs them as servers under the orchestrator.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
@@ -13,7 +13,6 @@ use coreward_orchestrator::intake::RequestIntake;
 
 pub const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Compiles an example into `directory` with these linker options, and returns the program's path.
 pub fn compile_example(directory: &Path, example: &str, options: &[&str]) -> PathBuf {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let library_directory = std::env::current_exe().unwrap().parent().unwrap().to_owned();
@@ -21,7 +20,7 @@ pub fn compile_example(directory: &Path, example: &str, options: &[&str]) -> Pat
     let mut compiler = Command::new("cc");
     compiler.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-pthread", "-o"]).arg(&program_path);
     compiler.arg(root.join("examples").join(format!("{example}.c"))).arg("-I").arg(root.join("include"));
-    // As DT_RPATH, which precedes LD_LIBRARY_PATH: that may have an older library.
+    // DT_RPATH is used because it precedes LD_LIBRARY_PATH, which may lead to an older library.
     let rpath_option = format!("-Wl,--disable-new-dtags,-rpath,{}", library_directory.display());
     compiler.arg("-L").arg(&library_directory).arg(rpath_option).arg("-lcoreward_runtime_c");
     compiler.args(options);
@@ -30,7 +29,7 @@ pub fn compile_example(directory: &Path, example: &str, options: &[&str]) -> Pat
     program_path
 }
 
-/// Sends a request until it is answered, and returns the response. Others, to earlier repeated requests, are ignored.
+/// Sends a request until it is answered, and returns the response. Responses to earlier requests are ignored.
 pub fn request_until_answered(client: &UdpSocket, request: &[u8], is_response: impl Fn(&[u8]) -> bool) -> Vec<u8> {
     let start = Instant::now();
     let mut response = [0; 1500];
@@ -60,20 +59,19 @@ pub fn unused_udp_address() -> SocketAddr {
     UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap()
 }
 
-/// Starts an orchestrator of two cores with these services.
 pub fn start_orchestrator(memory: &Path, services: &str) -> Daemon {
     let text = format!("memory = {memory:?}\ncores = 2\n{services}");
     let config = Config::parse(&Source::from_text("orchestrate.toml", &text)).unwrap();
     Daemon::start(&config, RequestIntake::default()).unwrap()
 }
 
-/// Starts an orchestrator of two cores with one service, and returns the service's address, too.
+/// Starts an orchestrator with two cores and one service. Also returns the service's address.
 pub fn start_one_service_orchestrator(memory: &Path) -> (Daemon, SocketAddr) {
     let listen = unused_udp_address();
     (start_orchestrator(memory, &format!("[[service]]\nlisten = \"{listen}\"\n")), listen)
 }
 
-/// Ends a server by SIGTERM, and returns its output.
+/// Ends a server with SIGTERM, and returns its output.
 pub fn stop_server(server: Child) -> Output {
     assert!(Command::new("kill").arg(server.id().to_string()).status().unwrap().success());
     server.wait_with_output().unwrap()

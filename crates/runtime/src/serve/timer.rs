@@ -1,7 +1,7 @@
-//! Preemption of handlers without yield points by a timer.
+//! Preempts handlers that have no yield points, with a timer.
 //!
-//! A second thread of the core wakes once in a period and serves the requests of higher priority. The kernel preempts
-//! the worker's thread for it: the handler may be anywhere, also in a library or in the allocator.
+//! A second thread on the core wakes once per period and serves the requests of higher priority. The kernel preempts
+//! the worker's thread for it, so the handler may be anywhere, even in a library or in the memory allocator.
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -32,7 +32,7 @@ impl<H: Handler + ?Sized> Preempt for LockedServer<'_, '_, '_, H> {
     }
 }
 
-/// Guard that ends the timer thread when it is dropped, also after a panic of the handler.
+/// Guard that ends the timer thread when it is dropped, even if the handler has panicked.
 struct SetFlagOnDrop<'a>(&'a AtomicBool);
 
 impl Drop for SetFlagOnDrop<'_> {
@@ -48,12 +48,12 @@ fn lock_server<'l, 'w, 'r, H: ?Sized>(
 }
 
 impl Worker<'_> {
-    /// Serves like [`serve`](Self::serve), and also preempts handlers between yield points, by a timer of
-    /// `period`. A handler must allow calls by both threads, and must not hold a lock that handlers of higher priority
+    /// Serves like [`serve`](Self::serve), but also preempts handlers between yield points, with a timer of `period`.
+    /// Both threads may call the handler at the same time. It must not hold a lock that handlers of higher priority
     /// need.
     ///
-    /// The timer thread has the affinity of this thread, which should be one CPU. It has a real-time priority one above
-    /// this thread's, if the process may set that (CAP_SYS_NICE or RLIMIT_RTPRIO). Otherwise the kernel may let the
+    /// The timer thread has the affinity of this thread, which should be one CPU. Its real-time priority is one above
+    /// that of this thread, if the process may set it (CAP_SYS_NICE or RLIMIT_RTPRIO). Otherwise the kernel may let the
     /// handler run for a time slice first. Fails like [`serve`](Self::serve).
     pub fn serve_with_timer(
         &mut self,
@@ -84,7 +84,7 @@ fn preempt_periodically<H: Handler + ?Sized>(
     period: Duration,
     has_ended: &AtomicBool,
 ) -> Result<(), RuntimeError> {
-    // Without these rights the timer is late, as documented.
+    // Errors are ignored, because without these rights the timer is only late, as documented.
     let _ = nix::sys::prctl::set_timerslack(1);
     raise_thread_priority();
     while !has_ended.load(Relaxed) {
@@ -97,7 +97,7 @@ fn preempt_periodically<H: Handler + ?Sized>(
     Ok(())
 }
 
-/// Gives this thread a real-time priority above its current one, if the process is allowed to.
+/// Gives this thread a real-time priority above its current one, if the process may do so.
 fn raise_thread_priority() {
     let mut current_parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: both calls get a valid structure, and thread 0 is the calling one.

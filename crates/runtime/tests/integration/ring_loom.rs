@@ -1,4 +1,4 @@
-//! Producer and consumer of a ring in every order that the memory model allows, tried by loom.
+//! Runs a ring's producer and consumer in every order that the memory model allows, with loom.
 
 use coreward_runtime::ring::{Consumer, Cursor, Producer};
 use loom::cell::UnsafeCell;
@@ -20,7 +20,7 @@ impl Cursor for LoomCursor {
     }
 }
 
-/// Ring for loom, which fails when threads access a slot at once, or without synchronisation.
+/// Ring for loom, which fails if threads access a slot at the same time or without synchronisation.
 struct LoomRing {
     head: LoomCursor,
     tail: LoomCursor,

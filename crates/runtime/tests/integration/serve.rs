@@ -1,4 +1,4 @@
-//! A worker's loop: yields, feedback in batches, and its end.
+//! Tests a worker's loop, with its yields, its feedback in batches, and its end.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -16,7 +16,7 @@ use crate::shared_memory::{
     TEST_GEOMETRY, attach_worker, create_orchestrator, loopback_address, receive_all_messages, request_header,
 };
 
-/// Handler of two services that records events.
+/// Handler for two services that records events.
 #[derive(Default)]
 struct RecordingHandler {
     recorded_events: Mutex<Vec<&'static str>>,
@@ -149,7 +149,7 @@ fn timer_preempts_a_handler_without_yield_points() {
     assert_eq!((counters.served_requests, counters.preempting_requests), (2, 1));
 }
 
-/// Handler that computes for some time, and responds with the request's payload.
+/// Handler that computes for some time, and then responds with the request's payload.
 struct ComputingEchoHandler;
 
 impl Handler for ComputingEchoHandler {
@@ -175,7 +175,7 @@ fn every_request_is_answered_once_while_a_timer_preempts() {
         serve_while(&mut queues, &path, &ComputingEchoHandler, options, Some(Duration::from_micros(1)), |queues| {
             for number in 0..20_000_u32 {
                 let service = (number % 2) as u8;
-                // As many requests as the ring of responses has slots.
+                // There are at most as many requests as the response ring has slots.
                 while number as usize - response_payloads.len()
                     >= usize::from(TEST_GEOMETRY.priority_count) * TEST_GEOMETRY.slots_per_queue as usize
                     || queues.send(0, service, &request_header(service), &number.to_le_bytes()).is_err()
@@ -216,7 +216,7 @@ fn worker_acts_on_a_hint_at_a_yield_point() {
     assert_eq!(recording_handler.recorded_events.into_inner().unwrap(), ["low starts", "hint", "low ends"]);
 }
 
-/// Handler that sends no response to requests of service 0, and a too long one to those of service 1.
+/// Handler that sends no response to requests of service 0, and responses that are too long to those of service 1.
 struct FeedbackHandler;
 
 impl Handler for FeedbackHandler {
@@ -235,7 +235,7 @@ fn feedback_is_sent_in_batches_and_before_serving_ends() {
         runtime.register_service(0, loopback_address(4000), 0).unwrap();
         let mut worker = attach_worker(&mut queues, &runtime, 0);
         (0..3).for_each(|_| queues.send(0, 0, &request_header(0), b"no answer").unwrap());
-        // A worker that is to end serves all that was sent before.
+        // A worker that must end serves all requests that were sent before.
         let stop = AtomicBool::new(true);
         let mut feedback_counts = Vec::new();
         std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Both sides of the memory against each other, and every reason for which memory or a call is rejected.
+//! Tests both sides of the memory together, and every reason for which memory or a call is rejected.
 
 use std::fs::OpenOptions;
 use std::net::SocketAddrV4;
@@ -28,7 +28,6 @@ pub fn create_orchestrator() -> (tempfile::TempDir, PathBuf, CoreQueues) {
     (directory, memory_path, queues)
 }
 
-/// Attaches a worker while the orchestrator polls for it and accepts it.
 pub fn attach_worker<'a>(queues: &mut CoreQueues, runtime: &'a Runtime, core: u16) -> Worker<'a> {
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| runtime.attach_worker(core));
@@ -139,7 +138,7 @@ fn calls_out_of_range_are_rejected() {
     assert_eq!(error_of(worker.rearm_load_monitor(2)), "service 2: the orchestrator has 2 services");
     assert_eq!(receive_all_messages(&mut queues, 0), []);
     drop(worker);
-    // Workers of other processes may run the service while its registration lasts.
+    // Workers in other processes may run the service as long as it is registered.
     let mut worker = attach_worker(&mut queues, &other_process, 0);
     worker.enable_service(1, 0).unwrap();
     drop(runtime);
@@ -180,7 +179,7 @@ fn memory_with_another_owner_version_or_size_is_rejected() {
     assert_eq!(Runtime::connect(&path).unwrap_err().to_string(), "the orchestrator is not running");
 }
 
-/// Tests that all pages exist: one that the file system cannot provide later would end the process by SIGBUS.
+/// Checks that all pages exist, because one that is missing later would end the process with SIGBUS.
 #[test]
 fn space_of_the_memory_file_is_reserved_when_it_is_created() {
     let (_directory, path, _queues) = create_orchestrator();

@@ -1,8 +1,9 @@
-//! Requests over UDP through the orchestrator's sockets, on loopback and over a veth.
+//! Measures requests over UDP through the orchestrator's sockets, on loopback and over a veth.
 //!
-//! A burst of requests waits in the socket before the clock starts, and the responses are received after it stops: the
-//! client shares the orchestrator's CPU and is not measured. Two servers that only return the datagrams are the
-//! baseline. The delivery of a burst, from the client's system call into the server's socket, is measured separately.
+//! A burst of requests waits in the socket before the clock starts, and the responses are received after it stops. The
+//! client shares the orchestrator's CPU, but is therefore not measured. Two servers that only return the datagrams are
+//! the baseline. The delivery of a burst, from the client's system call into the server's socket, is measured
+//! separately.
 
 use std::net::{SocketAddrV4, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -21,14 +22,14 @@ use super::{
 };
 use crate::cpus::{THIS_THREAD, bind_to_cpu};
 
-/// Number of requests that wait in the socket before the clock starts: they fit the kernel's default receive buffer.
+/// Number of requests that wait in the socket before the clock starts. They fit the kernel's default receive buffer.
 const BURST_SIZE: u64 = 256;
 pub const CORE_COUNT: u16 = 16;
 /// Maximum time for a burst, which normally takes less than a millisecond.
 const BURST_TIMEOUT: Duration = Duration::from_secs(10);
 const KSOFTIRQD_WAIT: Duration = Duration::from_micros(50);
 
-/// Mean times per request (ns): in the server, and for the delivery into its socket.
+/// Mean times per request (ns), in the server and for the delivery into its socket.
 #[derive(Debug, Clone, Copy)]
 pub struct RequestTimes {
     pub server_ns: f64,
@@ -109,12 +110,10 @@ pub fn measure_batch_echo(requests: u64) -> anyhow::Result<RequestTimes> {
     })
 }
 
-/// Measures the orchestrator over loopback, with UDP sockets.
 pub fn measure_loopback_orchestrator(requests: u64) -> anyhow::Result<RequestTimes> {
     measure_orchestrator(free_loopback_address()?, None, &mut bind_loopback_client()?, requests)
 }
 
-/// Measures the orchestrator over a veth, with UDP sockets.
 pub fn measure_veth_orchestrator(requests: u64) -> anyhow::Result<RequestTimes> {
     veth::with_client_socket(|client| measure_orchestrator(veth::SERVER_ADDRESS, None, client, requests))
 }
@@ -158,7 +157,7 @@ fn measure_orchestrator(
         while daemon.engine().attached_worker_count() < CORE_COUNT.into() {
             ensure!(!worker_thread.is_finished(), "the workers ended early");
             daemon.run_once()?;
-            // Lets the workers' thread start, which is on this CPU.
+            // Lets the workers' thread start, which is still on this CPU.
             std::thread::yield_now();
         }
         let completed_request_count =

@@ -1,4 +1,4 @@
-//! A client and a server in two network namespaces, connected by a veth.
+//! Client and server in two network namespaces that are connected by a veth.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -20,7 +20,7 @@ const CLIENT_MAC: &str = "02:00:00:00:09:01";
 const SERVER_MAC: &str = "02:00:00:00:09:02";
 const CARRIER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Runs `action` with a UDP socket of the client, in a new thread in the server's namespace. Fails without root.
+/// Runs `action` with the client's UDP socket, in a new thread in the server's namespace. Fails without root.
 pub fn with_client_socket<T: Send>(
     action: impl FnOnce(&mut BatchSocket) -> anyhow::Result<T> + Send,
 ) -> anyhow::Result<T> {
@@ -33,7 +33,7 @@ pub fn with_client_socket<T: Send>(
     })
 }
 
-/// Connects two new namespaces by a veth, and leaves the thread in the server's one. Returns a socket of the client.
+/// Connects two new namespaces by a veth, and leaves the thread in the server's. Returns a socket in the client's.
 fn connect_namespaces() -> anyhow::Result<BatchSocket> {
     enter_new_network_namespace()?;
     let client_namespace = open_own_namespace()?;
@@ -58,7 +58,7 @@ fn open_own_namespace() -> anyhow::Result<File> {
     File::open("/proc/thread-self/ns/net").context("the thread's network namespace")
 }
 
-/// Configures this end of the veth, with a static neighbour entry for the other end, so that no burst waits for ARP.
+/// Configures this end of the veth. The neighbour entry for the other end is static, so that no burst waits for ARP.
 fn configure_veth_end(own_address: Ipv4Addr, other_address: Ipv4Addr, other_mac: &str) -> anyhow::Result<()> {
     run_ip_command("link set lo up")?;
     run_ip_command(&format!("address add {own_address}/24 dev {VETH_NAME}"))?;
@@ -66,7 +66,7 @@ fn configure_veth_end(own_address: Ipv4Addr, other_address: Ipv4Addr, other_mac:
     run_ip_command(&format!("neighbour replace {other_address} lladdr {other_mac} dev {VETH_NAME} nud permanent"))
 }
 
-/// Waits until the veth has carrier, because it drops all frames before.
+/// Waits until the veth has a carrier. It drops all frames before.
 fn wait_for_carrier() -> anyhow::Result<()> {
     let started = Instant::now();
     loop {

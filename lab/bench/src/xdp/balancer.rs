@@ -1,4 +1,4 @@
-//! A configured load balancer without a device.
+//! Load balancer that is configured for a measurement, without a network device.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -31,7 +31,7 @@ use super::workload::{
     response_frame, syn_frame,
 };
 
-/// Number of servers in the pool, which is that of a small fleet.
+/// Number of servers in the pool, as in a small fleet.
 const SERVER_COUNT: u64 = 64;
 const CORE_COUNT: u16 = 16;
 /// Source addresses of the outer headers of encapsulated packets.
@@ -39,19 +39,20 @@ const OUTER_SOURCE_ADDRESSES: OuterSourceAddresses =
     OuterSourceAddresses { ipv4: Ipv4Addr::new(10, 2, 0, 1), ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1) };
 const ETHERNET_MTU: u32 = 1500;
 
-/// Number of flow table entries that is enough for all connections. A set of eight has half a connection on average, so
-/// in 150 runs of 151 none of the two million sets is full.
+/// Number of flow-table entries, which is enough for all connections. On average, a set of eight entries has half a
+/// connection. Therefore, none of the two million sets is full in 150 of 151 runs.
 pub const FLOW_TABLE_ENTRIES: u32 = PACKET_COUNT as u32 * 16;
 
-/// Number of connection table entries, enough for all connections: 512 of a partition's 1024 are used on average.
+/// Number of connection-table entries, which is enough for all connections. On average, 512 of a partition's 1024 are
+/// used.
 pub const CONNECTION_TABLE_ENTRIES: u64 = 2 * PACKET_COUNT as u64;
 
-/// Returns the address of the only service, which for [`Case::NoService`] differs from the packets' destination.
+/// Returns the only service's address, which for [`PacketCase::NoService`] differs from the packets' destination.
 fn service_address(case: PacketCase) -> SocketAddr {
     if case == PacketCase::NoService { IPV4_SERVICE_ADDRESS.into() } else { case.destination() }
 }
 
-/// Load balancer that is configured for the packets of one case, without a device.
+/// Load balancer without a device, which is configured for the packets of one case.
 pub struct CaseLoadBalancer {
     case: PacketCase,
     load_balancer: RefCell<LoadBalancer>,
@@ -61,7 +62,7 @@ pub struct CaseLoadBalancer {
     owner_number: TableOwnerNumber,
 }
 
-/// Placement of the service's new connections, and sizes of the tables with connection state.
+/// Placement of the service's new connections, and sizes of the tables that hold connection state.
 #[derive(Debug, Clone, Copy)]
 pub struct PlacementSetup {
     pub placement_rule: PlacementRule,
@@ -87,7 +88,7 @@ impl PlacementSetup {
             }) => 2 * connections as u64,
             _ => u64::from(intf::CONNECTIONS_PER_PARTITION),
         };
-        // With LB-side stamping only connections without stamps use the flow table: here none.
+        // With LB-side stamping, only connections without stamps use the flow table, and here there are none.
         let flow_table_entries =
             if case.is_lb_stamped() { intf::DEFAULT_FLOW_TABLE_ENTRIES } else { FLOW_TABLE_ENTRIES };
         Ok(Self {
@@ -99,7 +100,6 @@ impl PlacementSetup {
     }
 }
 
-/// Returns the MAC address of the server with index `n` in the pool.
 fn server_mac(n: usize) -> MacAddress {
     let mut mac = FIRST_SERVER_MAC;
     mac.0[4..].copy_from_slice(&(n as u16).to_be_bytes());
@@ -110,7 +110,7 @@ fn server_mac(n: usize) -> MacAddress {
 pub struct RunResult {
     /// Mean time per packet (ns).
     pub mean_ns: f64,
-    /// Number of packets that the case's counter has counted in this run.
+    /// Number of packets in this run that the counter which the case expects has counted.
     pub counted_packets: u64,
 }
 
@@ -143,7 +143,7 @@ impl CaseLoadBalancer {
         load_balancer.set_time_key(service_index, cookie_keys.keys[1]);
         let owner_number = TableOwnerNumber::try_from(5)?;
         load_balancer.set_owner_number(Some(owner_number));
-        // Ids are sparse, as those of the controller.
+        // The ids are sparse, like those that the controller assigns.
         let id_count =
             if case.is_lb_stamped() { lb_stamping::STAMPABLE_SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
         let id_step = id_count / SERVER_COUNT;
@@ -175,7 +175,8 @@ impl CaseLoadBalancer {
         Ok(balancer)
     }
 
-    /// Sends a response of each server through the load balancer, which learns the server's clock to restore TSecr.
+    /// Sends a response of each server through the load balancer. This teaches it the servers' clocks, by which it
+    /// restores TSecr.
     fn teach_server_clocks(&self) -> anyhow::Result<()> {
         let FrameTemplate { bytes: mut answer, ports_offset, .. } = response_frame();
         let answer_ports = &mut answer[ports_offset as usize..][..4];
@@ -272,7 +273,7 @@ impl CaseLoadBalancer {
         )
     }
 
-    /// Returns the index of each client's entry in the connection table.
+    /// Returns the index of each client's connection-table entry.
     pub fn entries_by_client(&self) -> HashMap<SocketAddr, ConnectionIndex> {
         let lb = self.load_balancer.borrow();
         lb.connections(self.service_index).map(|connection| (connection.client, connection.index)).collect()
@@ -288,7 +289,7 @@ impl CaseLoadBalancer {
         Ok(self.load_balancer.borrow().program().try_clone_to_owned()?)
     }
 
-    /// Returns all counters of the service, or those of packets without a service if the case has none.
+    /// Returns all counters of the service, or those for packets without a service if the case has none.
     pub fn counters(&self) -> PacketCounters {
         let lb = self.load_balancer.borrow();
         match self.case {
@@ -297,8 +298,8 @@ impl CaseLoadBalancer {
         }
     }
 
-    /// Runs the program on `packets` packets and returns the mean time (ns). Afterwards, frees all entries that were
-    /// taken. Fails when the program does not treat each packet as the case expects.
+    /// Runs the program on `packets` packets and returns the mean time (ns). Afterwards, frees all entries that the
+    /// packets took. Fails when the program does not treat each packet as the case expects.
     pub fn run_batches(&self, runner: &PacketRunner, feed: PacketGenerator, packets: u32) -> anyhow::Result<f64> {
         if !self.case.takes_connection_entries() {
             return self.run_and_check_counter(runner, feed, packets);
@@ -307,10 +308,11 @@ impl CaseLoadBalancer {
         let batch_count = packets / packets_per_batch;
         let mut sum_of_mean_ns = 0.0;
         for _ in 0..batch_count {
-            // Freeing waits for a grace period, and a CPU that slept has cold caches: the first packets fill them.
+            // Freeing waits for a grace period, in which the CPU sleeps and its caches become cold. The first packets
+            // fill them again and are not measured.
             self.run_and_check_counter(runner, feed, packets_per_batch / 4)?;
             sum_of_mean_ns += self.run_and_check_counter(runner, feed, packets_per_batch - packets_per_batch / 4)?;
-            // Slots are used in the order of memory, so only the lowest ones are read.
+            // Slots are used in the order of memory, so that reading the lowest ones is enough.
             let freed_count =
                 self.free_selected(|connections| connections.take(packets_per_batch as usize).collect())?;
             ensure!(
@@ -371,13 +373,13 @@ impl CaseLoadBalancer {
         load_balancer.free_connections(&connections)
     }
 
-    /// Returns the number of used entries of the connection table.
     pub fn used_entry_count(&self) -> usize {
         self.load_balancer.borrow().scan_used_entry_count()
     }
 }
 
-/// Returns a random table of 128 buckets. Each has one candidate, as for `crossrss` (rule `Table`), or eight.
+/// Returns a random table of 128 buckets. Each bucket has one candidate with the rule `Table` (as for `crossrss`), or
+/// eight.
 fn random_placement_table(
     rule: PlacementRule,
     groups: usize,

@@ -1,4 +1,5 @@
-//! Packets of open connections: all modes interleaved, by the number of connections, and the cost of one cache miss.
+//! Measures packets of open connections in all modes, for several numbers of connections. Also measures a cache miss's
+//! cost.
 
 use std::os::fd::AsFd as _;
 
@@ -24,9 +25,9 @@ pub struct ConnectionCountCosts {
     pub stateless: CaseMeasurement,
     pub stateful: CaseMeasurement,
     pub hash_table: CaseMeasurement,
-    /// Cost of the stateless program above the empty one (ns), while one more cache line is loaded in parallel.
+    /// Cost of the stateless program above the empty one (ns), if one more cache line is loaded in parallel.
     pub ns_with_parallel_line: NsByRound,
-    /// Cost of the stateless program above the empty one (ns), when it must first wait for one more cache line.
+    /// Cost of the stateless program above the empty one (ns), if it must first wait for one more cache line.
     pub ns_after_line: NsByRound,
 }
 
@@ -84,7 +85,7 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
     })
 }
 
-/// Returns a table with the cost of one cache miss, and the extra costs of the stateful modes over the stateless one.
+/// Returns a table with the cost of one cache miss, and the stateful modes' extra costs over the stateless mode.
 pub fn table(costs: &[ConnectionCountCosts]) -> Table {
     let mut table = Table::new(&[
         "connections",

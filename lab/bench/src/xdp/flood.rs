@@ -1,5 +1,5 @@
-//! `coreward-lab bench flood`: cost of packets of open connections on one CPU while another CPU runs a SYN flood
-//! through the same program and maps.
+//! Command `coreward-lab bench flood`, which measures the cost of packets of open connections on one CPU. Meanwhile,
+//! another CPU runs a SYN flood through the same program and maps.
 
 mod flooder;
 mod memory;
@@ -36,11 +36,12 @@ const FLOOD_EXCESS_GOAL: Goal = Goal::AtMost(10.0);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum FloodedProgram {
     Stateless,
-    /// Stateful mode, in which every SYN finds a free entry in the connection table.
+    /// Stateful mode with a connection table in which every SYN finds a free entry.
     StatefulWithRoom,
-    /// Stateful mode, in which no SYN finds a free entry in the connection table.
+    /// Stateful mode with a full connection table, in which no SYN finds a free entry.
     StatefulFull,
-    /// Baseline, in which every SYN adds an entry to the LRU hash. Once full, it replaces another connection's entry.
+    /// Baseline in which every SYN adds an entry to the LRU hash. Once the hash is full, it replaces another
+    /// connection's entry.
     HashTable,
 }
 
@@ -60,7 +61,7 @@ impl FloodedProgram {
         }
     }
 
-    /// Returns the number of entries of the program's connection table.
+    /// Returns the number of entries in the program's connection table.
     fn connection_table_entries(self) -> u32 {
         match self {
             FloodedProgram::StatefulWithRoom => intf::MAX_CONNECTION_TABLE_ENTRIES,
@@ -80,21 +81,20 @@ impl fmt::Display for FloodedProgram {
     }
 }
 
-/// Measurements of one flooded program.
 struct FloodMeasurement {
     flooded_program: FloodedProgram,
-    /// Times per packet without a flood (ns), by round: of the empty program, and of the load balancer.
+    /// Times per packet without a flood (ns), by round, for the empty program and for the load balancer.
     ns_without_flood: [NsByRound; 2],
-    /// Times per packet during a flood (ns), by round: of the empty program, and of the load balancer.
+    /// Times per packet during a flood (ns), by round, for the empty program and for the load balancer.
     ns_in_flood: [NsByRound; 2],
-    /// Fraction of the open connections' packets that found the entry of their server during the floods.
+    /// Fraction of the open connections' packets that found their server's entry during the floods.
     found_fraction: f64,
     flood_counts: FloodCounts,
     /// Number of SYNs that found no free entry.
     syns_without_entry: u64,
     /// Memory of all maps before the first SYN of a flood, and after the last one.
     memory_before_and_after: [MapMemory; 2],
-    /// Number of used entries of the connection table before any flood, and the maximum number after a flood.
+    /// Number of used connection-table entries before any flood, and the maximum number after a flood.
     used_entries_before_and_max: [usize; 2],
 }
 
@@ -127,7 +127,7 @@ pub fn first_two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
 
 fn measure(victim: FloodedProgram, length: &MeasurementLength, flooder: &Flooder) -> anyhow::Result<FloodMeasurement> {
     let case = PacketCase::Established(victim.consistency(), CONNECTION_COUNT);
-    // The rule with the most memory writes for a new connection.
+    // This placement rule writes more memory for a new connection than any other.
     let connection_table_size = TableSize::try_from(u64::from(victim.connection_table_entries()))?;
     let setup = PlacementSetup {
         placement_rule: PlacementRule::LeastAssigned,
@@ -154,7 +154,7 @@ fn measure(victim: FloodedProgram, length: &MeasurementLength, flooder: &Flooder
         used_entries_before_and_max: [state_before.1; 2],
     };
     let mut found_packets = 0;
-    // The first round warms up and does not count.
+    // The first round only warms up and is not counted.
     for round in 0..=length.rounds {
         for step in 0..4 {
             let combination = (round + step) % 4;
@@ -240,7 +240,7 @@ fn fill_connection_table(balancer: &CaseLoadBalancer, victim: FloodedProgram, fl
     anyhow::bail!("{} of {entry_count} entries are in use after a flood of 10 s", balancer.used_entry_count())
 }
 
-/// Returns by how many percent each of `rounds` exceeds the same round of `base_rounds`.
+/// Returns by how many percent each of `rounds` exceeds the same round in `base_rounds`.
 fn excess_percent(rounds: &[f64], base_rounds: &[f64]) -> NsByRound {
     rounds.iter().zip(base_rounds).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
 }
@@ -319,7 +319,7 @@ fn build_report(measured: &[FloodMeasurement], length: &MeasurementLength, cpus:
     Report { name: "flood", heading: "A SYN flood", method, tables: vec![cost_table, memory_table] }
 }
 
-/// Returns a sentence on whether the two CPUs share a core, as the kernel (also of a virtual machine) reports it.
+/// Returns a sentence on whether the two CPUs share a core, as the kernel reports it (also in a virtual machine).
 fn describe_cpu_topology(cpus: [usize; 2]) -> String {
     let thread_siblings = |cpu: usize| {
         let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");

@@ -1,4 +1,4 @@
-//! Goals of `coreward-lab bench xdp`, as multiples of a baseline, so that they hold on any machine.
+//! Goals of `coreward-lab bench xdp`. They are multiples of a baseline, so that they apply to any machine.
 
 use coreward_model::consistency::Consistency;
 use coreward_model::forwarding::Forwarding;
@@ -12,7 +12,7 @@ use super::runner::PACKET_COUNT;
 use super::workload::{NewConnection, PacketCase};
 use crate::report::Goal;
 
-/// Cost of parsing a packet and swapping its MACs, above the empty program, on the goals' machine (AMD EPYC), in ns.
+/// Cost of parsing a packet and swapping its MACs above the empty program, on the goals' machine (an AMD EPYC), in ns.
 const REFERENCE_PARSE_AND_SWAP_NS: f64 = 4.5;
 /// Maximum cost of an IPv6 packet, as a multiple of an IPv4 packet's cost.
 const MAX_IPV6_COST_FACTOR: f64 = 1.3;
@@ -20,11 +20,11 @@ const MAX_IPV6_COST_FACTOR: f64 = 1.3;
 /// Maximum cost of a case above the empty program.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum CostLimit {
-    /// Cost on the goals' machine (ns), which is scaled to this machine.
+    /// Cost (ns) on the machine for which the goals were set, to be scaled to this machine.
     ReferenceNs(f64),
-    /// Cost on the goals' machine (ns), which is scaled to this machine, plus the cost of one cache miss.
+    /// Cost like `ReferenceNs`, to which the cost of one cache miss is added after scaling.
     CacheMissPlusReferenceNs(f64),
-    /// Cost of an IPv4 case, multiplied by the factor for IPv6.
+    /// Cost of this IPv4 case, to be multiplied by the factor for IPv6.
     RelativeToIpv4(PacketCase),
 }
 
@@ -83,7 +83,7 @@ impl<'a> CostGoals<'a> {
         }
     }
 
-    /// Returns the goal of a case; `None` if it has no goal, or its goal depends on a case that was not measured.
+    /// Returns a case's goal, or `None` if it has no goal or its goal depends on a case that was not measured.
     pub fn goal_for_case(&self, case: PacketCase) -> Option<Goal> {
         let scale_from_reference = |ns: f64| ns * self.parse_and_swap_ns / REFERENCE_PARSE_AND_SWAP_NS;
         let limit_ns = match cost_limit(case)? {

@@ -1,4 +1,4 @@
-//! Interleaved runs of programs, so that changes of the machine affect all of them alike.
+//! Interleaves the runs of several programs, so that changes of the machine affect all of them alike.
 
 use std::os::fd::BorrowedFd;
 
@@ -14,7 +14,7 @@ use super::workload;
 pub enum Program<'a> {
     /// Baseline program, which returns `XDP_TX` for every packet.
     Baseline(BorrowedFd<'a>),
-    /// Program of the load balancer, with its expectations of the packets.
+    /// Program of the load balancer, with the results that its case expects.
     Balancer(&'a CaseLoadBalancer),
 }
 
@@ -47,7 +47,7 @@ impl<'a> InterleavedProgram<'a> {
     /// its cache lines.
     fn warm_up(&self) -> anyhow::Result<()> {
         match self.program {
-            // A new connection cannot be repeated.
+            // The SYN of a new connection cannot be repeated.
             Program::Balancer(balancer) if balancer.case().takes_connection_entries() => Ok(()),
             _ => self.measure(self.runner.connection_count() as u32).map(drop),
         }
@@ -78,7 +78,7 @@ pub fn interleave<T>(
     mut measure: impl FnMut(usize) -> anyhow::Result<T>,
 ) -> anyhow::Result<Vec<Vec<T>>> {
     let mut results: Vec<Vec<T>> = (0..cases).map(|_| Vec::new()).collect();
-    // The first round warms branch predictors and does not count.
+    // The first round only warms branch predictors and is not counted.
     for round in 0..=rounds as usize {
         for step in 0..cases {
             let case_index = (round + step) % cases;
@@ -91,18 +91,18 @@ pub fn interleave<T>(
     Ok(results)
 }
 
-/// Returns each of `rounds` minus the same round of `others`.
+/// Returns each of `rounds` minus the same round in `subtracted_rounds`.
 pub fn differences_by_round(rounds: &[f64], subtracted_rounds: &[f64]) -> NsByRound {
     rounds.iter().zip(subtracted_rounds).map(|(time, other)| time - other).collect()
 }
 
-/// Returns the median of the rounds. Panics when there is none.
+/// Returns the median of the rounds. Panics when there are none.
 pub fn median_of_rounds(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
 
-/// Returns the time of the fastest of `rounds` minus that of the fastest of `others`. Disturbances by guests on shared
-/// CPUs only make rounds slower. Therefore this is the program's cost, whereas the median includes the machine's load.
+/// Returns the time of the fastest of `rounds` minus that of the fastest of `others`. Other guests on shared CPUs can
+/// only make rounds slower, so this difference is the program's cost. The median would include the machine's load.
 pub fn difference_of_fastest_rounds(rounds: &[f64], others: &[f64]) -> f64 {
     let fastest_round = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
     fastest_round(rounds) - fastest_round(others)
@@ -119,7 +119,7 @@ pub fn quartile_range_with_decimals(rounds: &[f64], digits: usize) -> String {
     format!("{low:.digits$} to {high:.digits$}")
 }
 
-/// Returns the value nearest to the quantile `part` (0 to 1) of the values.
+/// Returns the value that is nearest to the quantile `fraction` (0 to 1) of the values.
 fn quantile(values: &[f64], fraction: f64) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

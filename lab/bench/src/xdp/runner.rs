@@ -1,4 +1,4 @@
-//! Runs an XDP program on many fresh packets: `bpf/generated_packets.bpf.c` from user space.
+//! Runs an XDP program on many fresh packets, by means of `bpf/generated_packets.bpf.c`.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd};
@@ -21,11 +21,11 @@ use skeleton::GeneratedPacketsSkelBuilder;
 /// Maximum number of packets in the memory from which `generated_packet` reads them.
 pub const PACKET_COUNT: usize = 1 << 20;
 
-/// Fields in which generated packets differ: `struct variation` of `bpf/feed.h`.
+/// Fields in which generated packets differ, as in `struct variation` of `bpf/feed.h`.
 #[derive(Debug, Clone, Copy, Default, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 pub struct PacketVariation {
-    /// Client's IPv4 address in network byte order, like the next two fields.
+    /// Client's IPv4 address in network byte order, which is also the order of the next two fields.
     pub client_address: u32,
     pub ports: u32,
     /// Echoed timestamp (TSecr) of the TCP timestamps option.
@@ -35,7 +35,7 @@ pub struct PacketVariation {
     pub line_index: u32,
 }
 
-/// Frame that is varied for each packet, offsets of the variable fields, and destination port.
+/// Frame that is varied for each packet, with its destination port and the offsets of the variable fields.
 #[derive(Debug, Clone)]
 pub struct FrameTemplate {
     pub bytes: Vec<u8>,
@@ -51,13 +51,13 @@ pub struct FrameTemplate {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PacketGenerator {
     VariedFrame,
-    /// Also loads a cache line that the measured program does not wait for.
+    /// Generator that also loads a cache line, for which the measured program does not wait.
     WithParallelLine,
-    /// Also loads a cache line, and makes the measured program wait for it.
+    /// Generator that also loads a cache line, and makes the measured program wait for it.
     AfterAwaitedLine,
-    /// Generates packets of new clients.
+    /// Generator that sends packets of new clients.
     GeneratedSource,
-    /// Removes the outer header that the previous run has added to the frame.
+    /// Generator that first removes the outer header which the previous run added to the frame.
     WithoutOuterHeader,
 }
 
@@ -76,8 +76,8 @@ pub struct PacketRunner {
 }
 
 impl PacketRunner {
-    /// Creates a runner that varies `frame` by each of `packets` in turn; their number is a power of two. Every
-    /// `line_index` is below `lines`. New clients send to the same port as the frame.
+    /// Creates a runner that varies `frame` by each of `packets` in turn. Their number must be a power of two, and each
+    /// `line_index` must be below `lines`. New clients send to the frame's destination port.
     pub fn new(frame: &FrameTemplate, packets: &[PacketVariation], lines: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
         let mut skeleton_storage = MaybeUninit::uninit();
@@ -121,13 +121,13 @@ impl PacketRunner {
         Self { receive_queue: Some(queue), ..self }
     }
 
-    /// Returns the number of different packets, after which the first one is repeated.
+    /// Returns the number of different packets, after which the runner repeats the first one.
     pub fn connection_count(&self) -> usize {
         self.connection_count
     }
 
-    /// Returns the mean time of one run (ns) and the last verdict. The time is CPU time of this thread, on which other
-    /// processes have little influence.
+    /// Selects `program` and runs it `repeat` times. Returns the mean time of one run (ns) and the last verdict. The
+    /// time is CPU time of this thread, on which other processes have little influence.
     pub fn choose_and_run(
         &self,
         feed: PacketGenerator,
@@ -138,24 +138,24 @@ impl PacketRunner {
         self.run_chosen_program(feed, repeat)
     }
 
-    /// Selects the program to measure. Interrupts other CPUs, because the kernel patches the tail call.
+    /// Selects the program to measure. This interrupts other CPUs, because the kernel patches the tail call.
     pub fn choose_program(&self, program: BorrowedFd<'_>) -> anyhow::Result<()> {
         write_measured_program(&self.measured_program_map, program)
     }
 
-    /// Like [`choose_and_run`](Self::run), but for the program that is already selected.
+    /// Like [`choose_and_run`](Self::choose_and_run), but for the program that is already selected.
     pub fn run_chosen_program(&self, feed: PacketGenerator, repeat: u32) -> anyhow::Result<(f64, i32)> {
         run_generator(self.generator_programs[feed as usize].as_fd(), &self.frame_bytes, repeat, self.receive_queue)
     }
 }
 
-/// Selects the program that the generators of `bpf/feed.h` call.
+/// Selects the program that the generators in `bpf/feed.h` call.
 pub fn write_measured_program(measured: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
     let program_descriptor = program.as_raw_fd() as u32;
     Ok(measured.update(&0u32.to_ne_bytes(), &program_descriptor.to_ne_bytes(), MapFlags::ANY)?)
 }
 
-/// Runs a generator `repeat` times. Returns the mean CPU time of this thread per run (ns), and the last verdict.
+/// Runs a generator `repeat` times. Returns this thread's mean CPU time per run (ns), and the last verdict.
 pub fn run_generator(
     feed: BorrowedFd<'_>,
     frame: &[u8],

@@ -1,4 +1,5 @@
-//! `coreward-lab bench server`: cost of `server.bpf.c` per packet, above a tc program that does nothing.
+//! Command `coreward-lab bench server`. It measures the cost of `server.bpf.c` per packet, above a tc program that does
+//! nothing.
 
 use std::fmt;
 use std::mem::MaybeUninit;
@@ -38,7 +39,7 @@ mod skeleton {
 
 use skeleton::GeneratedSegmentsSkelBuilder;
 
-/// Verdict of linux/pkt_cls.h that passes the packet on to the next program
+/// Verdict of linux/pkt_cls.h that passes the packet on to the next program.
 const TC_ACT_UNSPEC: i32 = -1;
 
 /// Kind of packets whose cost is measured.
@@ -119,7 +120,7 @@ impl LoadedServerPrograms {
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
         let mut server_programs = ServerPrograms::load_only(false)?;
-        // The first key stamps from a time before the first packet.
+        // The first key applies from a time before the first packet.
         server_programs.set_keys(&cookie_keys, monotonic_now_ms()? - 1000);
         let server_id = ServerId::try_from(4711)?;
         let mut socket = case.service_address();
@@ -170,7 +171,8 @@ impl SegmentRunner {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
         let frame = case.frame_template();
         let mut frame_bytes = frame.bytes;
-        // MAC address of the loopback device, so that the test run treats the packet as addressed to this host.
+        // The destination is the loopback device's MAC address, so that the test run treats the packet as addressed to
+        // this host.
         frame_bytes[..6].fill(0);
         let mut skeleton_storage = MaybeUninit::uninit();
         let mut opened_skeleton = GeneratedSegmentsSkelBuilder::default()
@@ -220,7 +222,7 @@ fn measure(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result
     let runner = SegmentRunner::new(case, &server.packet_variations(case)?)?;
     let program = server.server_programs.program(case.direction);
     let (mut empty_ns, mut parse_and_swap_ns, mut server_ns) = (NsByRound::new(), NsByRound::new(), NsByRound::new());
-    // The first round warms branch predictors and caches and does not count.
+    // The first round only warms branch predictors and caches and is not counted.
     for round in 0..=length.rounds {
         let baseline_results = [&runner.empty, &runner.parse_and_swap_macs]
             .map(|floor| runner.measure_program(floor.as_fd(), length.packets));

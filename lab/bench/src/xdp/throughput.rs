@@ -1,5 +1,5 @@
-//! `coreward-lab bench throughput`: live frames through the load balancer's native XDP hook, compared with a program
-//! that only swaps MAC addresses.
+//! Command `coreward-lab bench throughput`. It sends live frames through the load balancer's native XDP hook, and for
+//! comparison through a program that only swaps MAC addresses.
 
 mod generator;
 pub mod wire;
@@ -47,9 +47,9 @@ struct ServiceTraffic {
     name: &'static str,
     consistency: Consistency,
     placement_rule: PlacementRule,
-    /// Number of SYNs of new clients among 16 packets; the other packets belong to open connections.
+    /// Number of new clients' SYNs among 16 packets. The other packets belong to open connections.
     syns_per_16: usize,
-    /// Goal for the CPU time of the first baseline divided by that of this traffic.
+    /// Goal for the first baseline's CPU time divided by this traffic's CPU time.
     ratio_goal: Option<Goal>,
     /// Baseline program that is measured instead of a load balancer.
     baseline: Option<BaselineProgram>,
@@ -65,7 +65,7 @@ impl ServiceTraffic {
         baseline: Some(BaselineProgram::SwapMacs),
     };
 
-    /// Returns all kinds of traffic, baselines first.
+    /// Returns all kinds of traffic, with the baselines first.
     fn all_kinds() -> Vec<ServiceTraffic> {
         let at_least = |ratio| Some(Goal::AtLeast(ratio));
         let established_traffic = ServiceTraffic {
@@ -130,7 +130,7 @@ impl ServiceTraffic {
         ]
     }
 
-    /// Returns the case of packets that belong to open connections.
+    /// Returns the case whose packets belong to open connections.
     fn established_case(&self) -> PacketCase {
         PacketCase::Established(self.consistency, LIVE_PACKET_COUNT)
     }
@@ -152,9 +152,8 @@ impl ServiceTraffic {
         })
     }
 
-    /// Returns whether packet `number` is a SYN of a new client.
     fn is_syn(&self, number: usize) -> bool {
-        // Odd steps through the numbers below 16: each once, and no pattern that repeats within a batch.
+        // Odd steps visit each number below 16 once, without a pattern that repeats within a batch.
         (number * 7 + number / 16 * 5) % 16 < self.syns_per_16
     }
 }
@@ -163,7 +162,7 @@ impl ServiceTraffic {
 struct TrafficTestEnv {
     service_traffic: ServiceTraffic,
     balancer: Option<CaseLoadBalancer>,
-    /// Indices of the connection table's entries that are used from the start.
+    /// Indices of the connection-table entries that are used from the start.
     open_connections: HashSet<ConnectionIndex>,
     generator: FrameGenerator,
     tested_napi_thread: NapiThread,
@@ -183,10 +182,10 @@ struct TrafficRoundResult {
 }
 
 impl TrafficTestEnv {
-    /// Sets up devices and programs for one kind of traffic. `cpus`: those of the generator and of the tested end.
+    /// Sets up devices and programs for one kind of traffic. `cpus` are the generator's CPU and the tested end's CPU.
     fn new(service_traffic: ServiceTraffic, pair_number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let veth_pair = VethPair::new(pair_number)?;
-        // The baselines get frames of open connections.
+        // The baselines also get frames of open connections.
         let configured_balancer =
             CaseLoadBalancer::with_setup(service_traffic.established_case(), service_traffic.placement_setup()?)?;
         let balancer = service_traffic.baseline.is_none().then_some(configured_balancer);
@@ -250,7 +249,7 @@ impl TrafficTestEnv {
         })
     }
 
-    /// Checks by the counters that each frame was forwarded in the way of the service's mode.
+    /// Checks by the counters that each frame was forwarded as the service's mode demands.
     fn check_counters(
         &self,
         tested_usage: &NapiUsage,

@@ -1,4 +1,4 @@
-//! Unit costs: times of single operations of `lb.bpf.c` (ns), which explain its total.
+//! Measures the times of single operations in `lb.bpf.c` (ns), which explain its total cost.
 
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd as _;
@@ -20,7 +20,7 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/units.skel.rs"));
 }
 
-/// Number of operations per run of a program: REPEATS of bpf/units.bpf.c.
+/// Number of operations per run of a program, which is REPEATS of bpf/units.bpf.c.
 const OPERATIONS_PER_RUN: f64 = 64.0;
 
 /// Measures the time of each single operation. Fails without the right to load BPF programs.

@@ -1,4 +1,4 @@
-//! Measured packets.
+//! Packets whose processing cost is measured.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4};
@@ -19,29 +19,25 @@ const XDP_PASS: i32 = 2;
 pub const XDP_TX: i32 = 3;
 
 pub const IPV4_SERVICE_ADDRESS: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
-/// Address and port of the IPv6 service.
 pub const IPV6_SERVICE_ADDRESS: (Ipv6Addr, u16) =
     (Ipv6Addr::new(0x2001, 0xdb8, 0xc8, 0, 0, 0, 0, 1), IPV4_SERVICE_ADDRESS.1);
 /// Port of the VIP that belongs to no service.
 const PORT_WITHOUT_SERVICE: u16 = 81;
-/// MAC address of the load balancer's device.
 pub const LOAD_BALANCER_MAC: MacAddress = MacAddress([2, 0, 0, 0, 0, 1]);
 
-/// MAC address of the first server in the pool.
 pub const FIRST_SERVER_MAC: MacAddress = MacAddress([2, 0, 0, 1, 0, 0]);
 /// Offset of the IPv4 source address in an Ethernet frame.
 const IPV4_SOURCE_OFFSET: u32 = 14 + 12;
-/// Offset of the TCP header in an Ethernet frame with an IPv4 header without options.
+/// Offset of the TCP header in an Ethernet frame whose IPv4 header has no options.
 const TCP_HEADER_OFFSET: usize = 14 + 20;
 
-/// Flag SYN in the flags byte of a TCP header.
 const TCP_FLAG_SYN: u8 = 0x02;
 const TCP_FLAG_ACK: u8 = 0x10;
 
 /// Kind of packets whose cost is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PacketCase {
-    /// Packets of a number of open connections, in random order, each with a valid cookie.
+    /// Packets of this number of open connections, in random order, each with a valid cookie.
     Established(Consistency, usize),
     /// Packets of open connections, to which the load balancer adds an outer header.
     Encapsulated(Forwarding),
@@ -49,7 +45,7 @@ pub enum PacketCase {
     EncapsulatedIpv6(Forwarding),
     /// SYNs of different IPv4 connections.
     NewConnection(NewConnection),
-    /// Packets of a number of open IPv6 connections, each with a valid cookie.
+    /// Packets of this number of open IPv6 connections, each with a valid cookie.
     EstablishedIpv6(usize),
     /// SYNs of different IPv6 connections.
     NewConnectionIpv6,
@@ -62,20 +58,20 @@ pub enum PacketCase {
 /// Direction in which a packet of a connection is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// From the client to the server: the load balancer restores TSecr.
+    /// From the client to the server, where the load balancer restores TSecr.
     ToServer,
-    /// From the server to the client: the load balancer stamps TSval.
+    /// From the server to the client, where the load balancer stamps TSval.
     ToClient,
 }
 
-/// Configuration and number of new connections whose SYNs are measured.
+/// Configuration and number of the new connections whose SYNs are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NewConnection {
     /// Consistency mode of the service. With `Stateful`, each SYN takes a free entry of the connection table.
     pub consistency: Consistency,
     pub placement_rule: PlacementRule,
     pub rss_group_count: usize,
-    /// Number of different connections. When they are repeated, their entries are free again.
+    /// Number of different connections. When a connection repeats, its entry is free again.
     pub connection_count: usize,
 }
 
@@ -171,7 +167,7 @@ impl PacketCase {
     pub fn packet_generator(self) -> PacketGenerator {
         match self {
             PacketCase::Encapsulated(_) | PacketCase::EncapsulatedIpv6(_) => PacketGenerator::WithoutOuterHeader,
-            // A repeated client might find its last, freed entry among the recent SYNs.
+            // A repeated client might find its previous entry, which was freed, among the recent SYNs.
             PacketCase::NewConnection(_) | PacketCase::NewConnectionIpv6 => PacketGenerator::GeneratedSource,
             _ => PacketGenerator::VariedFrame,
         }
@@ -206,12 +202,12 @@ impl PacketCase {
         counter as usize
     }
 
-    /// Returns whether each packet takes an entry of the connection table.
+    /// Returns whether each packet takes a connection-table entry.
     pub fn takes_connection_entries(self) -> bool {
         matches!(self, PacketCase::NewConnection(NewConnection { consistency: Consistency::Stateful, .. }))
     }
 
-    /// Returns whether the SYNs of the packets' connections must have created entries before.
+    /// Returns whether the SYNs of the packets' connections must have created entries before the measurement.
     pub fn needs_connection_entry(self) -> bool {
         matches!(self, PacketCase::Established(Consistency::Stateful | Consistency::HashTable, _))
     }
@@ -227,7 +223,7 @@ impl PacketCase {
         }
     }
 
-    /// Returns the four-tuple of the connection of a client from [`clients`], converted to IPv6 if the case needs it.
+    /// Returns the four-tuple of a connection whose client is from [`clients`], converted to IPv6 if the case needs it.
     pub fn four_tuple(self, client: &SocketAddrV4) -> FourTuple {
         let client = match self.destination() {
             SocketAddr::V4(_) => (*client).into(),
@@ -241,7 +237,7 @@ impl PacketCase {
         matches!(self, PacketCase::LbStamped(_))
     }
 
-    /// Returns the frame from which the packets are generated: an ACK without payload, or a SYN.
+    /// Returns the frame from which the packets are generated, which is an ACK without payload or a SYN.
     pub fn frame_template(self) -> FrameTemplate {
         match self {
             PacketCase::NewConnection(_) => syn_frame(),
@@ -288,7 +284,7 @@ impl fmt::Display for PacketCase {
     }
 }
 
-/// Returns a frame with a SYN to the VIP, whose options are those of Linux.
+/// Returns a frame with a SYN to the VIP, whose TCP options are those of Linux.
 pub fn syn_frame() -> FrameTemplate {
     tcp_frame(IPV4_SERVICE_ADDRESS, TCP_FLAG_SYN, &[2, 4, 5, 0xb4, 4, 2, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 3, 3, 7], 12)
 }
@@ -302,7 +298,7 @@ fn ack_frame(destination: (Ipv4Addr, u16)) -> FrameTemplate {
     tcp_frame(destination, TCP_FLAG_ACK, &[1, 1, 8, 10, 1, 2, 3, 4, 0, 0, 0, 0], 8)
 }
 
-/// Returns a TCP frame of a client. `tsecr_offset_in_options`: offset of TSecr in the options.
+/// Returns a client's TCP frame. `tsecr_offset_in_options` is the offset of TSecr in the options.
 fn tcp_frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr_offset_in_options: u32) -> FrameTemplate {
     let (vip, port) = destination;
     let tcp_header_bytes = 20 + options.len();
@@ -323,7 +319,7 @@ fn tcp_frame(destination: (Ipv4Addr, u16), flags: u8, options: &[u8], tsecr_offs
     }
 }
 
-/// Converts a frame between a client and [`VIP`] to one between a client and [`IPV6_SERVICE_ADDRESS`].
+/// Converts a frame between a client and [`IPV4_SERVICE_ADDRESS`] to one between a client and [`IPV6_SERVICE_ADDRESS`].
 fn convert_to_ipv6(ipv4_frame: &FrameTemplate) -> FrameTemplate {
     let tcp_segment = &ipv4_frame.bytes[TCP_HEADER_OFFSET..];
     let mut frame_bytes =

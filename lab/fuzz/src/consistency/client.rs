@@ -1,4 +1,4 @@
-//! Clients, their connections, and the delivery of their packets.
+//! Simulated clients with their connections, and the delivery of their packets to servers.
 
 use std::net::Ipv4Addr;
 
@@ -17,14 +17,16 @@ const TCP_FLAG_SYN: u8 = 0x02;
 const TCP_FLAG_RST: u8 = 0x04;
 const TCP_FLAG_ACK: u8 = 0x10;
 
-/// Offset of TSecr in the TCP header of a SYN, whose timestamp follows two options of 6 bytes.
+/// Offset of TSecr in the TCP header of a SYN. Before it are the fixed header, 6 bytes of other options, and 6 bytes of
+/// the timestamp option.
 const SYN_TSECR_OFFSET: usize = 20 + 6 + 6;
 const BROADCAST_MAC: MacAddress = [0xff; 6];
 /// Number of transmissions of a packet after which the client gives up.
 const MAX_TRANSMISSIONS: u32 = 25;
-/// Mean number of packets per fault: a packet through another load balancer than its connection, or a lost answer.
+/// Mean number of packets per fault. A fault is a packet through another load balancer than its connection's, or a lost
+/// answer.
 const PACKETS_PER_FAULT: usize = 50;
-/// Mean number of connections per connection that has no timestamps.
+/// Number of connections among which one, on average, has no TCP timestamps.
 const CONNECTIONS_PER_UNTIMESTAMPED: usize = 30;
 
 /// State of a connection at its client.
@@ -32,35 +34,34 @@ const CONNECTIONS_PER_UNTIMESTAMPED: usize = 30;
 enum ConnectionState {
     /// The client has sent a SYN, and sends it again until it is answered.
     Opening,
-    /// The connection is open, with this number of packets still to send.
+    /// The connection is open, and the client still has to send this number of packets.
     Established(u32),
 }
 
-/// Connection from the client's point of view, and its sockets at servers.
+/// Connection as its client sees it, with its sockets at servers.
 #[derive(Debug)]
 pub(super) struct ClientConnection {
     client_address: (Ipv4Addr, u16),
     has_timestamps: bool,
     state: ConnectionState,
     transmission_count: u32,
-    /// Newest TSval that the client has received from the server, and returns in TSecr.
+    /// Newest TSval that the client has received from the server, which it returns in TSecr.
     newest_server_tsval: u32,
     /// Index of the server that sent the first SYN-ACK.
     server_index: Option<usize>,
     /// Sockets of this connection at servers. A retransmitted SYN may have created a second one.
     server_sockets: Vec<ServerSocket>,
-    /// Hash by which the network selects the load balancer.
+    /// Hash by which the network selects a load balancer for the connection's packets.
     lb_hash: u32,
 }
 
-/// Result of sending one packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DeliveryResult {
-    /// Accepted by the server with this index.
+    /// The server with this index accepted the packet.
     Accepted(usize),
-    /// Dropped by the network or a load balancer, or not accepted by any server.
+    /// The network or a load balancer dropped the packet, or no server accepted it.
     Lost,
-    /// Received by a server that does not have the connection, and answers with a reset.
+    /// The packet reached a server that does not have the connection, which answers with a reset.
     Rejected,
 }
 
@@ -86,7 +87,7 @@ impl Simulation {
             return Ok(());
         }
         self.opened_connection_count += 1;
-        // Client addresses of half a day; sometimes a port is used again.
+        // Most connections have a new address and port, and some use those of an ended connection again.
         let client_address = if self.rng.random_bool(1, 50) && !self.ended_clients.is_empty() {
             let position = self.rng.random_below(self.ended_clients.len());
             self.ended_clients.swap_remove(position)
@@ -121,7 +122,8 @@ impl Simulation {
         self.connections[number as usize].as_mut().expect("an open connection")
     }
 
-    /// Returns a random time until the next packet (ms): mostly short, sometimes nearly the lifetime of a key.
+    /// Returns a random time until a connection's next packet (ms), which is mostly short but sometimes nearly a key's
+    /// lifetime.
     fn random_packet_gap_ms(&mut self) -> u64 {
         let max_gap_ms = match self.rng.random_below(200) {
             0 => MAX_IDLE_MS as usize,
@@ -164,7 +166,7 @@ impl Simulation {
             }
             self.report.established_connections += 1;
             if is_syn_ack_late {
-                // The SYN-ACK was late: the client has sent another SYN.
+                // The SYN-ACK was late, so the client has already sent another SYN.
                 self.schedule_event(1_000, SimulationEvent::SendPacket(number));
                 return Ok(());
             }
@@ -274,7 +276,7 @@ impl Simulation {
         packet
     }
 
-    /// Sends a packet of a connection through one of the load balancers, and returns whether a server accepted it.
+    /// Sends a packet of a connection through one of the load balancers. Returns whether a server accepted it.
     fn send_packet(&mut self, number: u32, flags: u8) -> anyhow::Result<DeliveryResult> {
         let running_load_balancers: Vec<usize> =
             (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].is_running).collect();
@@ -320,7 +322,7 @@ impl Simulation {
         Ok(self.deliver_to_server(number, flags, server, &frame))
     }
 
-    /// Delivers a packet to all servers. The server of the connection accepts it, the others ignore it.
+    /// Delivers a broadcast packet to all servers. The connection's server accepts it, and the others ignore it.
     fn deliver_to_all_servers(&mut self, number: u32) -> DeliveryResult {
         let Some(server) = self.open_connection(number).server_index else { return DeliveryResult::Lost };
         if self.servers[server].lifecycle == Lifecycle::Gone {
@@ -331,7 +333,7 @@ impl Simulation {
         let returned_cookie =
             cookie::decode_cookie(&self.servers[server].cookie_keys, &four_tuple, connection.newest_server_tsval);
         let server_id = self.servers[server].id;
-        // The load balancer has lost the entry: from now on the cookie holds the server's id.
+        // The load balancer has lost the connection's table entry, so the cookie holds the server's id from now on.
         if let Cookie::TableIndex(_) = returned_cookie
             && let Some(socket) =
                 self.open_connection_mut(number).server_sockets.iter_mut().find(|socket| socket.server_index == server)
@@ -365,17 +367,17 @@ impl Simulation {
         if connection.server_index == Some(server) {
             return DeliveryResult::Accepted(server);
         }
-        // After a retransmitted SYN this server has a half-open socket, but not for this connection.
+        // A retransmitted SYN may have left a half-open socket at this server, which does not accept the packet either.
         if connection.has_timestamps || connection.server_sockets.iter().any(|socket| socket.server_index == server) {
             return DeliveryResult::Rejected;
         }
         self.chain_to_previous_server(number, server, frame)
     }
 
-    /// Forwards a packet without a cookie to the previous server, whose id the load balancer has written into the
-    /// packet. The server that received it does not know the connection.
+    /// Forwards a packet without a cookie to the bucket's previous server, whose id the load balancer has written into
+    /// the packet. This happens at a server that does not know the connection.
     fn chain_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> DeliveryResult {
-        // The IP identification, or the end of the IPv6 flow label.
+        // The id is in the IP identification, or in the low bits of the IPv6 flow label.
         let previous_id_offset = ETHERNET_HEADER_BYTES + if frame[ETHERNET_HEADER_BYTES] >> 4 == 6 { 2 } else { 4 };
         let previous_id = u16::from_be_bytes([frame[previous_id_offset], frame[previous_id_offset + 1]]);
         let previous_server_id =
@@ -395,19 +397,19 @@ impl Simulation {
         }
     }
 
-    /// Sends the server's answer to the client. It may be lost.
+    /// Delivers the server's answer to the client, unless the network loses it.
     fn receive_answer(&mut self, number: u32, server: usize) {
         let is_answer_lost = self.rng.random_bool(1, PACKETS_PER_FAULT);
         let now_ms = self.now_ms;
         let connection = self.open_connection(number);
-        // The connection ignores another server's answer to a retransmitted SYN.
+        // Another server may answer a retransmitted SYN, but the connection ignores that answer.
         let is_from_other_server = connection.server_index.is_some_and(|first| first != server);
         let Some(socket) = connection.server_sockets.iter().find(|socket| socket.server_index == server) else {
             return;
         };
         let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
         let tsval = self.servers[server].stamped_tsval(&four_tuple, socket, now_ms);
-        // The first answer opens the connection.
+        // The first answer always arrives, because it opens the connection.
         if !is_from_other_server && (!is_answer_lost || connection.newest_server_tsval == 0) {
             self.open_connection_mut(number).newest_server_tsval = tsval;
         }

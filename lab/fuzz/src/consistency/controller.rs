@@ -1,4 +1,4 @@
-//! Controller: the desired state, and its updates to load balancers and servers.
+//! Simulated controller, which has the desired state and sends updates to load balancers and servers.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -25,11 +25,11 @@ use crate::ipv6;
 const MEAN_SERVER_COUNT: usize = 48;
 /// Maximum delay of an update on its way to a load balancer or server (ms).
 const MAX_UPDATE_DELAY_MS: usize = 1_000;
-/// Maximum delay until the failure of a server or load balancer is detected (ms).
+/// Maximum time until the failure of a server or load balancer is detected (ms).
 const MAX_DETECTION_DELAY_MS: usize = 3_000;
-/// Time between the distribution and the first use of a new key (ms), which exceeds the delay of any update.
+/// Time between a new key's distribution and its first use (ms), which exceeds the delay of any update.
 const KEY_SWITCH_DELAY_MS: u64 = 2 * MAX_UPDATE_DELAY_MS as u64 + 500;
-/// Interval between two scans for entries that can be freed (ms).
+/// Interval between two scans for connection-table entries that can be freed (ms).
 const SWEEP_INTERVAL_MS: u64 = 10_000;
 const CORE_COUNT: u16 = 4;
 
@@ -89,7 +89,7 @@ impl Simulation {
 
     fn add_server(&mut self) -> usize {
         let server_index = self.servers.len();
-        // An id is not used again: the earlier server may still have connections.
+        // Ids are not reused, because an earlier server may still have connections.
         let server_id = loop {
             let id = ServerId::try_from(self.rng.random_below(ServerId::COUNT) as u64).expect("in range");
             if !self.servers.iter().any(|server| server.id == id) {
@@ -126,7 +126,8 @@ impl Simulation {
 
     // ---- tables ----
 
-    /// Creates the next table from the eligible servers. Buckets whose server changes record the previous one.
+    /// Builds the next placement table from the eligible servers. A bucket whose server changes records its previous
+    /// server.
     fn build_next_table(&mut self) {
         let eligible_servers = self.eligible_server_ids();
         let previous_table = &self.desired_state.placement_table;
@@ -151,7 +152,7 @@ impl Simulation {
         let candidates = (0..bucket_count.get() * candidates_per_bucket).map(|_| random_candidate()).collect();
         self.desired_state.placement_table = PlacementTable {
             generation: previous_table.generation + 1,
-            // This rule makes load balancers place differently, which the test needs.
+            // With this rule, load balancers place the same connection differently, which the test needs.
             rule: PlacementRule::LeastAssigned,
             bucket_count,
             groups: previous_table.groups.clone(),
@@ -171,7 +172,7 @@ impl Simulation {
     fn rebuild_and_send_table(&mut self) {
         self.build_next_table();
         for number in 0..self.load_balancers.len() {
-            // Sent after the load balancer's updates of servers.
+            // The table arrives after the load balancer's updates about servers.
             let delay_ms = MAX_UPDATE_DELAY_MS as u64 + self.random_update_delay_ms();
             self.schedule_event(delay_ms, SimulationEvent::ReceiveTable(number));
         }
@@ -212,7 +213,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Schedules updates to all load balancers on whether load balancer `number` is alive.
+    /// Schedules updates that inform all load balancers whether load balancer `number` is alive.
     fn schedule_owner_updates(&mut self, number: usize, within_ms: usize) {
         for other in 0..self.config.load_balancer_count {
             let delay_ms = self.rng.random_below(within_ms) as u64;
@@ -231,7 +232,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Frees the entries of connections that have ended, as the timers of the daemon do.
+    /// Frees the table entries of ended connections, as the daemon's timers do.
     pub(super) fn free_ended_connections(&mut self, number: usize) -> anyhow::Result<()> {
         let SimulatedLoadBalancer { harness, is_running: alive, .. } = &mut self.load_balancers[number];
         if *alive {
@@ -318,7 +319,7 @@ impl Simulation {
             return Ok(());
         }
         while !self.try_random_change()? {}
-        // Each change of a minute is due at a random time of its slot.
+        // Each change happens at a random time within its own, equal part of a minute.
         let ms_per_change = 60_000 / u64::from(self.config.changes_per_minute);
         let next_change_ms =
             self.report.change_count() * ms_per_change + self.rng.random_below(ms_per_change as usize) as u64;
@@ -326,7 +327,7 @@ impl Simulation {
         Ok(())
     }
 
-    /// Applies a random change of the fleet. Returns whether that change was possible.
+    /// Applies a random change to the fleet. Returns whether the chosen change was possible.
     fn try_random_change(&mut self) -> anyhow::Result<bool> {
         let serving_server_count = self.servers.iter().filter(|server| server.lifecycle == Lifecycle::Serving).count();
         match self.rng.random_below(20) {
@@ -356,8 +357,8 @@ impl Simulation {
         true
     }
 
-    /// Removes a draining server once it has no connections. It rejects new connections that an old table still sends
-    /// to it.
+    /// Removes a draining server once it has no connections. It then rejects new connections that an old table still
+    /// sends to it.
     pub(super) fn remove_if_drained(&mut self, server: usize) {
         if self.servers[server].lifecycle == Lifecycle::Draining && self.servers[server].connection_count == 0 {
             self.servers[server].lifecycle = Lifecycle::Gone;

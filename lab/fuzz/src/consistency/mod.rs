@@ -1,15 +1,17 @@
-//! Consistency check: every packet of a connection reaches the server of its first packet, despite all changes. Many
+//! Checks that every packet of a connection reaches the server of its first packet, despite all changes. Many
 //! connections run in virtual time through several load balancers, while servers, load balancers and keys change.
 //!
-//! Real: the load balancers, each a BPF program (by test runs) with its reference model, and all their updates:
-//! servers, tables, keys. Modelled: clients ([`client`]); servers that stamp and restore as `bpf/server/server.bpf.c`
-//! does ([`server`]); and a controller whose updates arrive at different times ([`controller`]). The modelled network
-//! loses answers and selects a load balancer by the connection's hash, sometimes another one.
+//! The load balancers are real, each as a BPF program in test runs and as its reference model. Their updates of
+//! servers, tables and keys are real, too. Clients ([`client`]), servers ([`server`]) and the controller
+//! ([`controller`]) are modelled. Servers stamp and restore like `bpf/server/server.bpf.c`, and the controller's
+//! updates arrive at different times. The modelled network loses answers. It selects a load balancer by the
+//! connection's hash, but sometimes another one.
 //!
-//! Invariant for connections with timestamps: a server accepts only SYNs, bare resets and packets of its own
-//! connections, and one server accepts all packets of a connection. A packet may be dropped or broadcast; the client
-//! then sends it again. A SYN sent twice may reach two servers (the client answers one of them); that is counted.
-//! Connections without timestamps have no such guarantee when the pool changes; broken ones are counted.
+//! For connections with timestamps, a server must accept only SYNs, bare resets (without timestamps) and packets of its
+//! own connections. One server must accept all packets of a connection. A packet may be dropped or broadcast, and then
+//! the client sends it again. A SYN that is sent twice may reach two servers, of which the client answers one. The
+//! report counts such SYNs. Connections without timestamps have no such guarantee when the pool changes, so the report
+//! counts those that break.
 
 mod client;
 mod controller;
@@ -36,25 +38,22 @@ use server::SimulatedServer;
 /// Maximum time between two packets of a connection (ms).
 pub const MAX_IDLE_MS: u64 = 60_000;
 
-/// Configuration of a simulation.
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
     /// Number of connections, which are opened at a constant rate.
     pub connection_count: u32,
     /// Virtual time during which connections are opened (minutes).
     pub minutes: u32,
-    /// Number of changes per minute: servers and load balancers that join and leave, health, addresses, tables.
+    /// Number of changes per minute. A server or load balancer joins or leaves, or health, addresses or tables change.
     pub changes_per_minute: u32,
-    /// Interval between new keys (ms). It must exceed the longest idle time of a connection ([`MAX_IDLE_MS`]):
+    /// Interval between new keys (ms). It must exceed a connection's longest idle time ([`MAX_IDLE_MS`]), because
     /// otherwise another key would decode the connection's cookie.
     pub key_rotation_ms: u64,
     pub load_balancer_count: usize,
     /// Consistency mode of the service: stateless or stateful.
     pub consistency: Consistency,
     pub forwarding: Forwarding,
-    /// Whether the service has an IPv6 VIP.
     pub has_ipv6_vip: bool,
-    /// Seed from which all random choices are made.
     pub seed: u64,
     /// Whether the BPF programs run and are compared with their reference models.
     pub runs_bpf_program: bool,
@@ -78,7 +77,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Returns the VIP and port of the only service. An IPv6 VIP is represented by an IPv4 placeholder.
+    /// Returns the VIP and port of the only service. An IPv4 placeholder represents an IPv6 VIP.
     fn service_address(&self) -> (Ipv4Addr, u16) {
         (if self.has_ipv6_vip { ipv6::IPV6_PLACEHOLDERS[0] } else { Ipv4Addr::new(10, 200, 0, 1) }, 80)
     }
@@ -88,10 +87,9 @@ impl Config {
     }
 }
 
-/// Event at a time of the simulation.
+/// Event that happens at a scheduled time of the simulation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum SimulationEvent {
-    /// The next connection is opened.
     OpenConnection,
     /// The connection with this index sends its next packet.
     SendPacket(u32),
@@ -106,11 +104,11 @@ enum SimulationEvent {
     ServerReceivesKeys(usize),
     /// A new key replaces the one that is not in use, and is distributed.
     DistributeNewKey,
-    /// The newest key, which all have received, becomes the current one.
+    /// The newest key, which all servers and load balancers have received, becomes the current one.
     SwitchKey,
     /// The load balancer with this index starts again, with empty tables.
     RestartLoadBalancer(usize),
-    /// A load balancer (first index) receives whether another one (second index) is alive.
+    /// A load balancer (first index) is informed whether another one (second index) is alive.
     ReceiveOwner(usize, usize),
     /// The load balancer with this index frees the entries of connections that have ended.
     FreeEndedConnections(usize),
@@ -122,7 +120,6 @@ struct SimulatedLoadBalancer {
     is_running: bool,
 }
 
-/// State of the whole simulation.
 struct Simulation {
     config: Config,
     rng: FuzzRng,
@@ -186,7 +183,8 @@ impl Simulation {
         }
     }
 
-    /// Processes a frame in load balancer `number`. Returns the counter of its outcome, and the frame as it leaves.
+    /// Processes a frame in load balancer `number`. Returns the counter for its outcome, and the frame that the load
+    /// balancer sends.
     fn process_frame(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
         let harness = &mut self.load_balancers[number].harness;
         let (outcome, difference) = harness.process_packet(frame)?;

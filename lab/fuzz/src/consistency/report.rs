@@ -17,23 +17,23 @@ pub struct Report {
     pub connections_given_up: u64,
     pub sent_packets: u64,
     pub accepted_packets: u64,
-    /// Number of packets with timestamps that reached a server without the connection, which resets it. Must be 0.
+    /// Number of packets with timestamps that reached a server without their connection, which resets it. Must be 0.
     pub misdelivered_packets: u64,
-    /// Number of packets with timestamps that were accepted by another server than the first one. Must be 0.
+    /// Number of packets with timestamps that another server than the first one accepted. Must be 0.
     pub packets_accepted_elsewhere: u64,
     /// Number of retransmitted SYNs that reached another server than the first SYN.
     pub syns_to_other_server: u64,
-    /// Number of resets without timestamps that reached a server without the connection, which had no effect. The flow
-    /// table still had an earlier connection of the same client port.
+    /// Number of resets without timestamps that had no effect, because they reached a server without their connection.
+    /// The flow table still had an earlier connection of the same client port.
     pub misdelivered_resets: u64,
     pub connections_without_timestamps: u64,
-    /// Number of packets that the bucket's server forwarded to the previous server.
+    /// Number of packets that a bucket's server forwarded to the bucket's previous server.
     pub chained_packets: u64,
-    /// Number of connections without timestamps that were broken by a packet to a server that does not have them.
+    /// Number of connections without timestamps that broke because a packet reached a server without the connection.
     pub broken_untimestamped_connections: u64,
-    /// Number of packets that a load balancer forwarded to the owner of the connection's entry.
+    /// Number of packets that a load balancer forwarded to the load balancer that owns the connection's table entry.
     pub packets_forwarded_to_owner: u64,
-    /// Number of packets by outcome, indexed by the value of `enum lb_counter`.
+    /// Number of packets with each outcome, indexed by the value of `enum lb_counter`.
     pub packets_by_outcome: Vec<u64>,
     pub servers_joined: u64,
     /// Number of servers that were drained, and left after their last connection.
@@ -41,7 +41,7 @@ pub struct Report {
     pub servers_failed: u64,
     /// Number of load balancers that were stopped, and returned with empty tables.
     pub load_balancers_restarted: u64,
-    /// Number of changes of a server's health or MAC address.
+    /// Number of changes to a server's health or MAC address.
     pub other_changes: u64,
     /// Number of times that a new key became the current one.
     pub key_switches: u64,
@@ -53,7 +53,7 @@ impl Report {
         Self { packets_by_outcome: vec![0; intf::LB_COUNTER_COUNT as usize], ..Self::default() }
     }
 
-    /// Returns the number of changes of servers and load balancers.
+    /// Returns the number of changes to servers and load balancers.
     pub fn change_count(&self) -> u64 {
         self.servers_joined
             + self.servers_drained

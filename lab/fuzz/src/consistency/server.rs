@@ -1,4 +1,4 @@
-//! Servers that behave like `bpf/server/server.bpf.c` and the kernel's TCP, as far as clients can observe.
+//! Simulated servers, which behave like `bpf/server/server.bpf.c` and the kernel's TCP, as far as clients can observe.
 
 use coreward_intf as intf;
 use coreward_model::cookie::{self, Cookie, FleetCookieKeys};
@@ -10,7 +10,7 @@ use crate::harness::TIME_KEY;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lifecycle {
     Serving,
-    /// Takes no new connections, and leaves the fleet when its last connection has ended.
+    /// The server takes no new connections, and leaves the fleet when its last connection has ended.
     Draining,
     Gone,
 }
@@ -24,22 +24,20 @@ pub(super) struct SimulatedServer {
     pub connection_count: u32,
     /// Newest keys that this server has received.
     pub cookie_keys: FleetCookieKeys,
-    /// TSval of this server's clock from which on it stamps with `keys.current`.
+    /// TSval of this server's clock from which on the server stamps with the current key.
     pub key_switch_tsval: u32,
-    /// TSval clock of this server at virtual time 0 (ms).
+    /// Value of this server's TSval clock at virtual time 0 (ms).
     pub initial_clock_ms: u32,
 }
 
-/// Socket of a connection at a server.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ServerSocket {
-    /// Index of the server in the list of servers.
     pub server_index: usize,
-    /// Cookie that the server's packets carry: its id, or the table index that came with the SYN.
+    /// Cookie in the packets that the server sends, with the server's id or the table index from the SYN.
     pub cookie: Cookie,
 }
 
-/// Returns the MAC address of a server. Its first bytes differ from those of a load balancer's address.
+/// Returns the MAC address of a server, whose first bytes differ from those of a load balancer's address.
 pub(super) fn server_mac(server: usize) -> MacAddress {
     let [index_high_byte, index_low_byte] = (server as u16).to_be_bytes();
     [2, 0, 1, 0, index_high_byte, index_low_byte]
@@ -50,7 +48,8 @@ pub(super) fn server_index(mac: &[u8]) -> Option<usize> {
 }
 
 impl SimulatedServer {
-    /// Returns the socket that a SYN with this TSecr creates. A load balancer may have put a table index into it.
+    /// Returns the socket that a SYN with this TSecr creates. A load balancer may have written a table index into
+    /// TSecr.
     pub fn socket_for_syn(&self, server_index: usize, tsecr: u32) -> ServerSocket {
         let cookie = if tsecr & intf::SYN_TSECR_HOLDS_COOKIE != 0 {
             Cookie::TableIndex((tsecr & intf::COOKIE_ID_MASK) as u16)
@@ -60,7 +59,7 @@ impl SimulatedServer {
         ServerSocket { server_index, cookie }
     }
 
-    /// Replaces the keys. As with agents, a new current key is used for stamping one second later.
+    /// Replaces the keys. As in an agent, a new current key is used for stamping one second later.
     pub fn set_keys(&mut self, keys: FleetCookieKeys, now_ms: u64) {
         let switch_delay_ms = if keys.current == self.cookie_keys.current { 0 } else { 1_000 };
         self.key_switch_tsval = self.tsval_clock_ms(now_ms).wrapping_add(switch_delay_ms);
@@ -71,7 +70,7 @@ impl SimulatedServer {
         self.initial_clock_ms.wrapping_add(now_ms as u32)
     }
 
-    /// Returns the stamped TSval of a packet to the client at time `now_ms`.
+    /// Returns the TSval that the server stamps into a packet to the client at time `now_ms`.
     pub fn stamped_tsval(&self, tuple: &FourTuple, socket: &ServerSocket, now_ms: u64) -> u32 {
         let clock_ms = self.tsval_clock_ms(now_ms);
         cookie::stamp_tsval(

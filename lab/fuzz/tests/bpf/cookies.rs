@@ -1,19 +1,19 @@
-//! Servers reached by forged TSecr values: ten million on the reference model, fewer on the BPF program.
+//! Counts the servers that forged TSecr values reach, with ten million values on the reference model and fewer on BPF.
 
 use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 use coreward_fuzz::cookies::{BitFlipCounts, CookieTester};
 
-/// Maximum distance from the expected result in standard deviations, which one seed in a million exceeds.
+/// Maximum distance from the expected result in standard deviations. One seed in a million exceeds it.
 const MAX_Z_SCORE: f64 = 5.0;
 
 fn check_flip_counts(flips: &BitFlipCounts, servers: f64) {
-    // A flip in the low 16 bits gives a random value, whatever the server and its id.
+    // A flip in the low 16 bits gives a random value, so the packet rarely reaches the same server.
     assert!(flips.same_server_counts[..16].iter().all(|count| *count <= 3), "{flips:?}");
     let expected_guesses = flips.cookie_count as f64 * servers / 32_768.0;
     let is_near_expectation =
         |found: &u64| (*found as f64 - expected_guesses).abs() < MAX_Z_SCORE * expected_guesses.sqrt() + 1.0;
     assert!(flips.other_server_counts[..16].iter().all(is_near_expectation), "{expected_guesses} expected: {flips:?}");
-    // The upper half is the time: a flip does not change the server.
+    // The upper half is the time, so a flip in it does not change the server.
     assert!(flips.same_server_counts[16..].iter().all(|count| *count == flips.cookie_count), "{flips:?}");
 }
 

@@ -1,4 +1,4 @@
-//! Checksums of generated frames.
+//! Tests of the checksums in generated frames.
 
 use std::net::Ipv4Addr;
 

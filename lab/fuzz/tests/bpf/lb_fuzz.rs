@@ -24,7 +24,7 @@ const UNREACHED_COUNTERS: [intf::lb_counter; 1] = [intf::LB_COUNTER_DROP_INTERNA
 fn bpf_program_behaves_like_its_reference_model_on_generated_packets() {
     skip_if!(missing_bpf_rights());
     let mut counts_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
-    // Each seed has other services, servers and rules.
+    // Each seed leads to other services, servers and rules.
     for seed in 0..24 {
         let campaign = Campaign { seed, first_epoch: 0, limit: CampaignLimit::PacketCount(10_000), thread_count: 1 };
         let summary = campaign.run(|_| ()).unwrap();
@@ -40,7 +40,7 @@ fn bpf_program_behaves_like_its_reference_model_on_generated_packets() {
 #[test]
 fn fuzzer_finds_that_the_reference_model_has_other_keys() {
     skip_if!(missing_bpf_rights());
-    // An epoch whose packets have cookies.
+    // Returns the epoch of this seed if enough of its packets have cookies.
     let epoch_with_cookies = |seed| {
         let (mut epoch, mut established) = (FuzzEpoch::new(seed, true).unwrap(), 0);
         let count_established =

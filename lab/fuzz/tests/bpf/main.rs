@@ -1,4 +1,4 @@
-//! Tests of the BPF program and its reference model in one executable; most need root to load the program.
+//! Tests of the BPF program and its reference model in one executable. Most need root to load the program.
 
 mod consistency;
 mod cookies;

@@ -1,8 +1,8 @@
-//! Persistent connections, for protocols on TCP.
+//! Pool of persistent connections, for request protocols over TCP.
 //!
-//! A protocol with pipelining sends each request on a random connection. Other protocols use a free connection; a
-//! request waits if none is free. The wait is part of the latency, because the server or the number of connections
-//! causes it. A connection that ends is opened again; its pending requests are lost.
+//! A protocol with pipelining sends each request on a random connection. Other protocols use a free connection, and a
+//! request waits while none is free. The wait is part of the latency, because the server or the number of connections
+//! causes it. A connection that ends is opened again, and its pending requests are lost.
 
 use std::collections::VecDeque;
 use std::io::{self, Write as _};
@@ -21,17 +21,17 @@ use crate::receive::TimestampedReceiver;
 use crate::workload::RequestParameters;
 
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6103;
-/// Maximum duration of connecting, after which a server is considered unreachable.
+/// Maximum time for opening a connection, after which the server counts as unreachable.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time until a connection that failed is opened again (ns).
+/// Delay before a failed connection is opened again (ns).
 const RETRY_DELAY_NS: u64 = 100_000_000;
 
 /// Response to a request, as the protocol reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Reply {
-    /// Id of the request; `None` if the protocol has no ids.
+    /// Id of the request, or `None` if the protocol has no ids.
     pub id: Option<u32>,
-    /// Worker that answered; `None` if the protocol does not report it.
+    /// Worker that answered, or `None` if the protocol does not report it.
     pub worker: Option<Worker>,
     /// Whether the server reports that the request failed.
     pub is_failure: bool,
@@ -45,15 +45,15 @@ pub struct MalformedResponse;
 
 /// Protocol of a connection on which responses arrive in the order of the requests.
 pub trait Protocol {
-    /// Parser state of one connection, which cuts its bytes into replies.
+    /// Parser state of one connection, which cuts received bytes into replies.
     type Reader: Default + std::fmt::Debug;
     /// Whether a request may be sent while an earlier one is unanswered.
     const ALLOWS_PIPELINING: bool;
 
-    /// Appends a request to `output`, the bytes to be sent.
+    /// Appends a request to `output`, the buffer of bytes to send.
     fn write(&self, demand: &RequestParameters, id: u32, output: &mut Vec<u8>);
 
-    /// Parses received bytes, and passes each complete reply to `each`. Fails when the bytes are not a response.
+    /// Parses received bytes, and calls `each` with every complete reply. Fails when the bytes are not a response.
     fn read(reader: &mut Self::Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
 }
 
@@ -62,7 +62,7 @@ struct Connection<R> {
     stream: TcpStream,
     /// Whether the connection is established.
     is_open: bool,
-    /// Bytes for which the socket's buffer had no room yet.
+    /// Bytes to send for which the socket's buffer had no room yet.
     unsent_bytes: Vec<u8>,
     /// Ids of the unanswered requests, with the oldest first.
     pending_ids: VecDeque<u32>,
@@ -70,7 +70,6 @@ struct Connection<R> {
     is_closing: bool,
 }
 
-/// Request that waits until a connection is free.
 #[derive(Debug)]
 struct WaitingRequest {
     parameters: RequestParameters,
@@ -85,12 +84,12 @@ pub struct ConnectionPool<P: Protocol> {
     target_address: SocketAddr,
     flow_sources: FlowSources,
     epoll: Epoll,
-    /// Connections by flow; `None` between two attempts to open one.
+    /// Connections by flow, with `None` between two attempts to open one.
     connections: Vec<Option<Connection<P::Reader>>>,
-    /// Indices of open connections without a request; unused if the protocol allows pipelining.
+    /// Indices of open connections without a request. The list is unused if the protocol allows pipelining.
     free_connections: Vec<usize>,
     waiting_requests: VecDeque<WaitingRequest>,
-    /// Times (ns) and indices of connections to open again, with the earliest first.
+    /// Connections to open again, as pairs of time (ns) and index, with the earliest first.
     scheduled_retries: VecDeque<(u64, usize)>,
     rng: Xoshiro256PlusPlus,
     receiver: TimestampedReceiver,
@@ -100,7 +99,7 @@ pub struct ConnectionPool<P: Protocol> {
 }
 
 impl<P: Protocol> ConnectionPool<P> {
-    /// Opens one connection per flow. Fails when a source cannot be bound, or the target has no listener.
+    /// Opens one connection per flow. Fails when a source address cannot be bound, or the target has no listener.
     pub fn open(protocol: P, target: SocketAddr, sources: FlowSources, seed: u64) -> anyhow::Result<Self> {
         let mut pool = Self {
             protocol,
@@ -130,7 +129,7 @@ impl<P: Protocol> ConnectionPool<P> {
 
     fn bind_flow_socket(&self, index: usize) -> io::Result<Socket> {
         let socket = Socket::new(Domain::for_address(self.target_address), Type::STREAM, None)?;
-        // Another connection from the port may be in TIME-WAIT.
+        // An earlier connection from this port may still be in TIME-WAIT.
         socket.set_reuse_address(true)?;
         socket.bind(&self.flow_sources.source_address(index as u16, self.target_address).into())?;
         socket.set_tcp_nodelay(true)?;
@@ -141,7 +140,8 @@ impl<P: Protocol> ConnectionPool<P> {
     fn add_connection(&mut self, index: usize, socket: Socket, is_open: bool) -> io::Result<()> {
         socket.set_nonblocking(true)?;
         let stream = TcpStream::from(socket);
-        // Edge-triggered: one event when connected, then one per arrival of data.
+        // With edge triggering, epoll reports one event when the connection is established, then one per arrival of
+        // data.
         let epoll_flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.epoll.add(stream.as_fd(), index as u64, epoll_flags)?;
         let (unsent_bytes, pending, reader) = (Vec::new(), VecDeque::new(), P::Reader::default());
@@ -178,7 +178,7 @@ impl<P: Protocol> ConnectionPool<P> {
         }
     }
 
-    /// Sends a waiting request on an open connection, or marks it as free if none waits.
+    /// Sends the next waiting request on this open connection, or marks the connection as free if no request waits.
     fn free_or_send_waiting(&mut self, index: usize) {
         if P::ALLOWS_PIPELINING {
             return;
@@ -205,7 +205,7 @@ impl<P: Protocol> ConnectionPool<P> {
         }
     }
 
-    /// Counts a connection that broke or could not be opened, and opens it again, at once or after a delay.
+    /// Counts a connection that broke or could not be opened, and opens it again at once or after a delay.
     fn count_and_retry_broken(&mut self, index: usize) {
         let Some(connection) = &self.connections[index] else { return };
         if connection.is_open {
@@ -296,7 +296,8 @@ impl<R> Connection<R> {
         Ok(())
     }
 
-    /// Parses bytes, and matches the replies with the pending requests in order. Fails on a malformed response.
+    /// Parses received bytes, and matches the replies with the pending requests in order. Fails on a malformed
+    /// response.
     fn match_replies_with_requests(
         &mut self,
         bytes: &[u8],

@@ -1,11 +1,9 @@
-//! HTTP/1.1 with keep-alive (RFC 9112): GET of one path, one request at a time on a connection.
+//! HTTP/1.1 client with keep-alive (RFC 9112), which requests one path by GET, one request at a time on a connection.
 
 use super::connections::{MalformedResponse, Protocol, Reply};
 use crate::workload::RequestParameters;
 
-/// Maximum number of header fields in a response.
 const MAX_HEADER_FIELDS: usize = 64;
-/// Maximum length of the head of a response (bytes).
 const MAX_HEAD_BYTES: usize = 65_536;
 
 /// Protocol of an HTTP client that requests the same path again and again.
@@ -45,15 +43,15 @@ impl Protocol for HttpGetClient {
 enum ExpectedPart {
     #[default]
     Head,
-    /// Number of remaining bytes of a body whose length is known.
+    /// Body of known length, with the number of its remaining bytes.
     BodyBytes(u64),
     ChunkSize,
-    /// Number of remaining bytes of a chunk, including its line end.
+    /// Chunk, with the number of its remaining bytes including its line end.
     ChunkBytes(u64),
     Trailer,
 }
 
-/// State of the response parser of one connection.
+/// State of one connection's response parser.
 #[derive(Debug, Default)]
 pub struct HttpReplyReader {
     unread_bytes: Vec<u8>,
@@ -62,7 +60,8 @@ pub struct HttpReplyReader {
 }
 
 impl HttpReplyReader {
-    /// Parses the next part of a response from offset `at`, and returns its length; `None` when it is incomplete.
+    /// Parses the next part of a response from `offset` on, and returns its length, or `None` when the part is
+    /// incomplete.
     fn parse_next_part(
         &mut self,
         offset: usize,
@@ -116,7 +115,8 @@ impl HttpReplyReader {
     }
 }
 
-/// Parses the head of a response; `None` when incomplete. Returns its length, the part that follows, and the reply.
+/// Returns the length of a response's head, the part that follows it, and the reply. Returns `None` when the head is
+/// incomplete.
 fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart, Reply)>, MalformedResponse> {
     let mut headers = [httparse::EMPTY_HEADER; MAX_HEADER_FIELDS];
     let mut response = httparse::Response::new(&mut headers);
@@ -136,7 +136,7 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart, Reply)>, Malf
     } else if field_contains("transfer-encoding", "chunked") {
         ExpectedPart::ChunkSize
     } else {
-        // A body without a length ends with the connection, which could then not be reused.
+        // A body without a length extends to the end of the connection, which could then not be reused.
         ExpectedPart::BodyBytes(
             field_value("content-length").and_then(|length| length.trim().parse().ok()).ok_or(MalformedResponse)?,
         )

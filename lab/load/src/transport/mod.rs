@@ -1,4 +1,4 @@
-//! Transports of requests and responses.
+//! Transports that carry requests and responses.
 
 mod connections;
 mod http;
@@ -18,16 +18,17 @@ use crate::workload::RequestParameters;
 /// Source addresses and ports of a load generator's flows.
 #[derive(Debug, Clone)]
 pub struct FlowSources {
-    /// Source addresses, of the target's family, which the flows use in turn. If empty, the kernel chooses.
+    /// Source addresses of the target's address family, which the flows use in turn. If empty, the kernel chooses.
     pub addresses: Vec<IpAddr>,
     /// Number of flows, each of which has its own source port.
     pub flow_count: u16,
-    /// Source port of the first flow, followed by those of the other flows; `None` if the kernel chooses.
+    /// Source port of the first flow, which the ports of the other flows follow. `None` lets the kernel choose.
     pub first_port: Option<u16>,
 }
 
 impl FlowSources {
-    /// Returns the source of flow `index` to `target`. Port 0 and the unspecified address let the kernel choose.
+    /// Returns the source address of flow `index` to `target`. Port 0 and the unspecified address let the kernel
+    /// choose.
     pub fn source_address(&self, index: u16, target: SocketAddr) -> SocketAddr {
         let unspecified_address =
             if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
@@ -43,23 +44,22 @@ impl FlowSources {
 /// Response to a request, or one of its parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
-    /// Id of the request that is answered.
     pub id: u32,
     pub part: (u8, u8),
     /// Time when the kernel received the response (CLOCK_MONOTONIC, ns).
     pub arrived_ns: u64,
-    /// Worker that answered; `None` if the protocol does not report it.
+    /// Worker that answered, or `None` if the protocol does not report it.
     pub worker: Option<Worker>,
 }
 
-/// Worker that answered, by the number of its server (0 if the target is one server) and its own number.
+/// Worker that answered a request, given by its server's number (0 if the target is one server) and its own number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Worker {
     pub server: u8,
     pub worker: u16,
 }
 
-/// Numbers of errors of the transport, by kind.
+/// Number of transport errors by kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct TransportErrorCounts {
     /// Number of requests that were refused by an ICMP error or a reset, because no listener exists.
@@ -68,7 +68,7 @@ pub struct TransportErrorCounts {
     pub not_sent: u64,
     /// Number of times that received bytes were not a response.
     pub malformed: u64,
-    /// Number of error responses: HTTP status 400 and above, or a PUT into a full store.
+    /// Number of responses that report an error, such as HTTP status 400 and above or a PUT into a full store.
     pub failed: u64,
     /// Number of connections that ended with unanswered requests.
     pub broken_connections: u64,
@@ -76,12 +76,12 @@ pub struct TransportErrorCounts {
 
 /// Transport that sends requests and receives their responses.
 pub trait Transport {
-    /// Sends a request, or queues it until a connection is free, at most until `deadline_ns`. A request that cannot be
+    /// Sends a request, or queues it until a connection is free or `deadline_ns` has passed. A request that cannot be
     /// sent is counted as an error and stays unanswered.
     fn send(&mut self, demand: &RequestParameters, id: u32, deadline_ns: u64);
 
-    /// Waits for responses until `until_ns` of [`crate::event_loop::now_ns`], and adds them to `answers`. Fails when
-    /// the wait fails, or the transport fails permanently.
+    /// Waits for responses until the time `until_ns` of [`crate::event_loop::now_ns`], and adds them to `answers`.
+    /// Fails when the wait fails, or the transport fails permanently.
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()>;
 
     fn error_counts(&self) -> TransportErrorCounts;

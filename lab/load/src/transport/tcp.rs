@@ -1,4 +1,4 @@
-//! Transport of the paced server's protocol.
+//! TCP transport for requests to the testbed's paced server.
 
 use zerocopy::IntoBytes as _;
 
@@ -7,7 +7,7 @@ use super::connections::{MalformedResponse, Protocol, Reply};
 use crate::paced::{MessageBuffer, PacedRequest, PacedResponse};
 use crate::workload::RequestParameters;
 
-/// Protocol of [`crate::paced`] over TCP, in which each request contains its service time.
+/// Protocol of [`crate::paced`], in which each request contains its service time.
 #[derive(Debug, Clone, Copy)]
 pub struct PacedProtocol;
 

@@ -1,4 +1,4 @@
-//! Datagram transport, with one socket per flow: key-value requests or DNS queries.
+//! Datagram transport for key-value requests or DNS queries, with one socket per flow.
 
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
@@ -17,7 +17,7 @@ use crate::receive::TimestampedReceiver;
 use crate::request_type::RequestType;
 use crate::workload::RequestParameters;
 
-/// Size of the receive buffer for responses that the generator has not read yet (bytes).
+/// Size of each socket's receive buffer (bytes), which holds responses that the generator has not read yet.
 const RECEIVE_BUFFER_BYTES: usize = 4 << 20;
 const RNG_STREAM_KEYS: u64 = 0x6c6f_6101;
 const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
@@ -43,7 +43,6 @@ pub struct UdpTransport {
     sockets: Vec<UdpSocket>,
     epoll: Epoll,
     protocol: DatagramProtocol,
-    /// Id of the latest request that was sent.
     last_request_id: u32,
     put_value: Vec<u8>,
     key_rng: Xoshiro256PlusPlus,
@@ -69,7 +68,7 @@ impl UdpTransport {
             let socket = UdpSocket::bind(source).with_context(|| format!("cannot bind the source {source}"))?;
             socket.connect(target).with_context(|| format!("no way from {source} to {target}"))?;
             socket.set_nonblocking(true)?;
-            // The kernel limits the buffer to net.core.rmem_max.
+            // The kernel limits the buffer's size to net.core.rmem_max.
             socket2::SockRef::from(&socket).set_recv_buffer_size(RECEIVE_BUFFER_BYTES)?;
             TimestampedReceiver::enable_timestamps(&socket)?;
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
@@ -114,7 +113,7 @@ impl UdpTransport {
         request.write(&mut self.send_buffer);
     }
 
-    /// Parses the datagram in the receive buffer as a response; `None` for other datagrams.
+    /// Parses the datagram in the receive buffer as a response, or returns `None` for other datagrams.
     fn parse_answer(&mut self, length: usize, arrived_ns: u64) -> Option<Answer> {
         let datagram = &self.receive_buffer[..length];
         match &self.protocol {
@@ -132,7 +131,8 @@ impl UdpTransport {
             DatagramProtocol::Dns(_) => {
                 let (low_id_bits, is_success) = dns::parse_response(datagram)?;
                 self.errors.failed += u64::from(!is_success);
-                // The newest request whose id has the same low 16 bits.
+                // A DNS id has only 16 bits, so the answer belongs to the newest request whose id has the same low 16
+                // bits.
                 let request_id = self
                     .last_request_id
                     .wrapping_sub(u32::from((self.last_request_id as u16).wrapping_sub(low_id_bits)));
@@ -157,7 +157,7 @@ impl Transport for UdpTransport {
     fn send(&mut self, demand: &RequestParameters, id: u32, _deadline_ns: u64) {
         self.write_request(demand, id);
         let socket_index = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
-        // send() returns the ICMP error of an earlier datagram (udp(7)).
+        // send() may return the ICMP error of an earlier datagram (udp(7)), so it is tried twice.
         if let Err(error) = self.sockets[socket_index].send(&self.send_buffer)
             && self.count_send_error(&error)
             && let Err(error) = self.sockets[socket_index].send(&self.send_buffer)
@@ -169,7 +169,7 @@ impl Transport for UdpTransport {
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {
         let ready_events: Vec<_> = self.epoll.wait(Some(until_ns))?.collect();
         for event in ready_events {
-            // One datagram per event: epoll reports a socket with further datagrams again.
+            // One read per event suffices, because epoll reports a socket with further datagrams again.
             let received_bytes =
                 match self.receiver.receive(&self.sockets[event.token as usize], &mut self.receive_buffer) {
                     Ok(received) => received,

@@ -1,46 +1,46 @@
-//! Axes of a figure.
+//! Quantities on the horizontal and vertical axes of figures.
 
 use serde::Deserialize;
 
-/// Parameter that is swept along the horizontal axis.
+/// Parameter whose values form the horizontal axis of a panel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SweepAxis {
-    /// Offered load as a fraction of the cores' capacity.
+    /// Offered load as a fraction of the cores' total capacity.
     Load,
-    /// SLO: upper bound of the p99 latency, in multiples of the short service time.
+    /// Latency objective (SLO), which bounds the p99 latency, in multiples of the short service time.
     Slo,
     Cores,
-    /// One-way network latency, in multiples of the short service time.
+    /// One-way latency between NIC and cores, in multiples of the short service time.
     Latency,
-    /// Ratio of the long service time to the short one (bimodal).
+    /// Ratio of the long to the short service time of a bimodal distribution.
     LongFactor,
-    /// Weight lambda that JBSRQ gives to lower-priority requests.
+    /// Weight lambda by which policy `jbsrq` counts queued requests of lower priority.
     Lambda,
-    /// Time in which a core switches to another service, of policy `jbsrq`.
+    /// Time that a core needs to switch to another service under policy `jbsrq`.
     Switch,
     RequestsPerServer,
     /// Number of servers behind the load balancer.
     Servers,
     /// Number of simultaneously open connections.
     Connections,
-    /// Number of changes of the server pool per minute.
+    /// Number of servers that are added to or removed from the pool per minute.
     UpdatesPerMinute,
-    /// Imbalance above which a server is removed from the table (%).
+    /// Load above which method `beamer` sends no new connections to a server (% above the mean load).
     ThresholdPct,
     TagBits,
     IndexBits,
-    /// Replay speed or offered load of the trace, in percent of the recorded one.
+    /// Speed at which a trace is replayed, or its offered load, as a percentage of the recorded one.
     SpeedPct,
-    /// Maximum number of candidates that a rack sends per bucket.
+    /// Maximum number of candidate cores that a rack controller reports for each bucket.
     RackCandidates,
-    /// Time from the reports until the table computed from them is in force (ms).
+    /// Delay from the servers' reports until the load balancer uses the table computed from them (ms).
     TableDelayMs,
-    /// Time since the start of the run; every run gives all points of this axis.
+    /// Time since the start of the run. A single run yields all points of this axis.
     Time,
 }
 
-/// Result of a run that a panel can show.
+/// Result of a run that a panel can show on its vertical axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Metric {
@@ -52,28 +52,27 @@ pub enum Metric {
     LongP99,
     /// Mean latency of all requests, in short service times.
     Mean,
-    /// Highest load at which the p99 of short requests is within `slo`.
+    /// Highest load at which the p99 latency is within the SLO.
     PeakLoad,
     /// [`Metric::PeakLoad`] as the number of requests that all cores together complete per short service time.
     PeakThroughput,
-    /// Population variance of the servers' packets relative to their mean, in 1 s windows (%).
+    /// Population variance of the servers' packet counts, each divided by their mean, in windows of 1 s (%).
     ServerVariancePct,
-    /// [`Metric::ServerVariancePct`] for cores instead of servers.
+    /// [`Metric::ServerVariancePct`], computed for cores instead of servers.
     CoreVariancePct,
-    /// Share of packets that were not dropped by a full queue (%).
+    /// Percentage of packets that were not dropped at a full queue.
     ServedPct,
-    /// Share of connections whose packets reached two servers (%).
+    /// Percentage of connections whose packets reached more than one server.
     BrokenPct,
-    /// Load of the most loaded server relative to the mean, averaged over time, minus 1 (%).
+    /// Amount by which the most loaded server exceeds the servers' mean load, averaged over time (%).
     ImbalancePct,
     PoolServers,
-    /// Number of connections per second that ended unbroken.
+    /// Number of connections that ended per second without having been broken.
     CompletedPerSecond,
-    /// CPU time that the load balancer needs per packet beyond that of an XDP program that does nothing (ns; live
-    /// only).
+    /// CPU time that the load balancer spends per packet, less that of an empty XDP program (ns, only in live figures).
     PacketNs,
-    /// Responses to the longest class of requests within the measured time, relative to the requests due in it (%).
+    /// Responses to the longest class of requests within the measured time, as a percentage of the requests due in it.
     LongAnsweredPct,
-    /// Share of the cores' time that a batch service got (%; live only).
+    /// Percentage of the cores' time that a batch service received. Only live figures measure it.
     BatchPct,
 }

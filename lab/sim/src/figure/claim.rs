@@ -1,5 +1,4 @@
-//! Claims: statements of a paper as checks on the table. A claim compares quantities with bounds, and holds or not.
-//!
+//! Claims, which check a paper's statements on the figure's table. A claim compares quantities with bounds.
 
 use coreward_config::Spanned;
 use serde::{Deserialize, Serialize};
@@ -7,22 +6,21 @@ use serde::{Deserialize, Serialize};
 use super::point::is_same_point;
 use super::table::{Cell, Curve, FigureTable, PanelTable};
 
-/// Statement of a paper and its check: of a value, a ratio of two values, or an order.
+/// Statement of a paper, and the check that decides whether it holds for a value, a ratio of two values, or an order.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Assertion {
     /// Statement of the paper, in its own words or close to them.
     pub statement: Spanned<String>,
-    /// Value that the paper states.
     pub published: Option<f64>,
     pub value: Option<Quantity>,
-    /// Ratio to check instead of a value.
+    /// Ratio to check, instead of `value`.
     pub ratio: Option<Ratio>,
-    /// Order of series to check instead of a value.
+    /// Order of several series to check, instead of `value`.
     pub ascending: Option<Ascending>,
-    /// Lower bound of the values.
+    /// Lower bound that all checked values must meet.
     pub at_least: Option<f64>,
-    /// Upper bound of the values.
+    /// Upper bound that all checked values must meet.
     pub at_most: Option<f64>,
 }
 
@@ -30,17 +28,17 @@ pub struct Assertion {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ratio {
-    /// Quantity to divide.
+    /// Dividend of the ratio.
     pub of: Quantity,
-    /// Quantity to divide by: it has one value, or as many as the dividend.
+    /// Divisor of the ratio, which has one value or as many values as the dividend.
     pub to: Quantity,
-    /// Second ratio, by which this one is divided before the check, for instance to show a growing gap.
+    /// Second ratio, by which this one is divided before the check, for instance to show that a gap grows.
     pub than: Option<Box<Ratio>>,
-    /// How to reduce several quotients to one; all of them are checked if absent.
+    /// How several quotients are reduced to one. All quotients are checked if absent.
     pub take: Option<Reduction>,
 }
 
-/// Values of the figure's table: those of all points of all panels unless restricted.
+/// Values from the figure's table. Unless restricted by the fields, they come from all points of all panels.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Quantity {
@@ -50,19 +48,19 @@ pub struct Quantity {
     pub least_of: Vec<Spanned<String>>,
     #[serde(default)]
     pub greatest_of: Vec<Spanned<String>>,
-    /// Only value of the horizontal axis to use, as shown.
+    /// Only x at which values are used, as shown on the horizontal axis.
     pub at: Option<Spanned<f64>>,
-    /// Smallest x of the points to use.
+    /// Smallest x at which values are used.
     pub from: Option<f64>,
-    /// Largest x of the points to use.
+    /// Largest x at which values are used.
     pub to: Option<f64>,
-    /// Height of the curve: the quantity is then the x at which the curve first reaches it (interpolated).
+    /// Height of a curve. If present, the quantity is the (interpolated) x at which the curve first reaches it.
     pub reaches: Option<f64>,
-    /// How to reduce several values to one; all of them are used if absent.
+    /// How several values are reduced to one. All values are used if absent.
     pub take: Option<Reduction>,
 }
 
-/// Reduction of several values to one value.
+/// Function that reduces several values to one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Reduction {
@@ -71,11 +69,11 @@ pub enum Reduction {
     Mean,
 }
 
-/// Claim that the values of series ascend in the given order, at every point or at one.
+/// Claim that the values of the listed series ascend in this order, at every selected x.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Ascending {
-    /// Labels of the series, the one with the lowest values first.
+    /// Labels of the series, beginning with the one that has the lowest values.
     pub series: Vec<Spanned<String>>,
     pub panel: Option<Spanned<String>>,
     /// Only x at which the series are compared.
@@ -90,22 +88,20 @@ pub struct Ascending {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
     pub statement: String,
-    /// Whether the measured values are within the bounds.
     pub holds: bool,
-    /// Minimum and maximum of the checked values (medians over the seeds). Absent if there is no value, for instance
-    /// when a curve never reaches the height; the claim then does not hold.
+    /// Minimum and maximum of the checked values (medians over the seeds). Absent if there is no such value, for
+    /// instance because a curve never reaches the given height. The claim then does not hold.
     pub measured: Option<(f64, f64)>,
-    /// Minimum and maximum of the checked values when each seed is taken alone.
+    /// Minimum and maximum of the checked values over the single seeds, instead of their medians.
     pub seeds: Option<(f64, f64)>,
-    /// Number of checked values.
     pub points: usize,
-    /// Description of the bounds of the checked values.
+    /// Bounds of the checked values, as text for the reader.
     pub bound: String,
-    /// Value that the paper states.
+    /// Value that the paper states, if any.
     pub published: Option<f64>,
 }
 
-/// Which number of a cell is checked: the median over the seeds, or the value of one seed.
+/// Number of a table cell that is checked, which is either the median over the seeds or the value of a single seed.
 #[derive(Clone, Copy)]
 enum CellValueSelector {
     Median,
@@ -141,7 +137,8 @@ impl Assertion {
         }
     }
 
-    /// Returns the least and greatest allowed value. For an order, quotients of neighbouring series must be at least 1.
+    /// Returns the least and greatest allowed value. If series must ascend, each may by default not be below the one
+    /// before it.
     fn bounds(&self) -> (f64, f64) {
         let default_minimum = if self.ascending.is_some() { 1.0 } else { f64::NEG_INFINITY };
         (self.at_least.unwrap_or(default_minimum), self.at_most.unwrap_or(f64::INFINITY))
@@ -194,7 +191,7 @@ impl Ratio {
         Some(reduce_values(quotients, self.take))
     }
 
-    /// Returns all quantities that the ratio uses, including those of the nested ratio.
+    /// Returns all quantities that occur in the ratio and in its nested ratio.
     pub fn quantities(&self) -> Vec<&Quantity> {
         let nested_quantities = self.than.as_deref().map(Ratio::quantities).unwrap_or_default();
         [&self.of, &self.to].into_iter().chain(nested_quantities).collect()
@@ -202,7 +199,7 @@ impl Ratio {
 }
 
 impl Ascending {
-    /// Returns the values of each series divided by those of the series before it, at every point.
+    /// Returns, at every point, the value of each series divided by the value of the series before it.
     fn neighbour_quotients(&self, table: &FigureTable, selector: CellValueSelector) -> Option<Vec<f64>> {
         let curve_values: Option<Vec<Vec<f64>>> =
             self.series.iter().map(|label| self.series_quantity(label).values(table, selector)).collect();
@@ -228,7 +225,6 @@ impl Ascending {
 }
 
 impl Quantity {
-    /// Returns the labels of all series that the quantity names.
     pub fn series_labels(&self) -> impl Iterator<Item = &Spanned<String>> {
         self.series.iter().chain(&self.least_of).chain(&self.greatest_of)
     }
@@ -287,7 +283,8 @@ fn reduce_values(values: Vec<f64>, reduction: Option<Reduction>) -> Vec<f64> {
     reduced_value.into_iter().collect()
 }
 
-/// Returns the minimum and maximum of `values`; `None` if empty, or if JSON cannot represent one (quotient by zero).
+/// Returns the minimum and maximum of `values`. Returns `None` if `values` is empty or has a number that JSON cannot
+/// represent, such as a quotient by zero.
 fn min_and_max(values: &[f64]) -> Option<(f64, f64)> {
     let minimum = values.iter().copied().reduce(f64::min)?;
     values.iter().all(|value| value.is_finite()).then_some((minimum, values.iter().copied().reduce(f64::max)?))

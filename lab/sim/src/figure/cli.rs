@@ -1,4 +1,4 @@
-//! `coreward-lab figure`.
+//! Command `coreward-lab figure`, which produces or lists figures.
 
 mod output;
 mod overrides;
@@ -44,17 +44,19 @@ pub struct FigureArgs {
     overrides: Overrides,
 }
 
-/// Figure that the user asked for, with all that is needed to produce it.
+/// Figure that the user requested, with the scenario and, if it is a live figure, the measurement that produces it.
 struct RequestedFigure {
     name: String,
     scenario: Scenario,
     provenance: Provenance,
-    /// Measurement that produces the figure; `None` if the figure is simulated.
+    /// Measurement that produces the figure, or `None` if the figure is simulated.
     live_figure: Option<LiveFigure>,
 }
 
-/// Produces or lists figures; `live_figures` are those that can be measured. Fails when a figure or file does not
-/// exist, a scenario is invalid (file, line and column), a directory cannot be written, or a measurement fails.
+/// Produces or lists figures, including those of `live_figures`, which are measured on this machine.
+///
+/// Fails when a figure or file does not exist, a scenario is invalid, a directory cannot be written, or a measurement
+/// fails. For an invalid scenario, the error names file, line and column.
 pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> {
     if args.list {
         return list_figures(args.format, live_figures);
@@ -82,7 +84,7 @@ pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Returns the requested figures with their settings. All scenarios are read before the first simulation.
+/// Returns the requested figures with their scenarios. All scenarios are read first, so that an error appears at once.
 fn requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
     let mut requested = Vec::new();
     let known_figures = library::with_live_figures(live_figures);
@@ -170,7 +172,7 @@ fn render_result(result: &FigureResult, scenario: &Scenario, format: Format) -> 
     }
 }
 
-/// Prints `text` on standard output. A closed pipe (`| head`) ends the process without an error.
+/// Prints `text` on standard output. If the reader has closed the pipe (like `head`), the process ends without error.
 fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {

@@ -1,11 +1,11 @@
-//! Scenarios embedded in the executable.
+//! Scenario files that are embedded in the executable.
 
 use coreward_config::Diagnostic;
 
 use super::result::Provenance;
 use super::scenario::Scenario;
 
-/// Scenario whose text is embedded in the executable.
+/// Scenario file whose text is embedded in the executable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EmbeddedScenario {
     /// Name of the scenario's file without `.toml`.
@@ -14,7 +14,7 @@ pub struct EmbeddedScenario {
 }
 
 impl EmbeddedScenario {
-    /// Parses the scenario. An error names the invalid value and its position.
+    /// Parses the scenario. An error names the invalid value with its line and column.
     pub fn parse_scenario(&self) -> Result<Scenario, Diagnostic> {
         Scenario::parse(&format!("lab/scenarios/{}.toml", self.name), self.toml_text)
     }

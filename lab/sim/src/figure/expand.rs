@@ -1,4 +1,4 @@
-//! Expands a scenario into runs: panels x series x points x seeds, without duplicates.
+//! Expands a scenario into its distinct runs, one for every combination of panel, series, point and seed.
 
 use std::collections::HashMap;
 
@@ -7,38 +7,35 @@ use super::job::{Job, ValueQuery};
 use super::parameters::ParameterError;
 use super::scenario::{Panel, Scenario, Series};
 
-/// Runs of a scenario, and the positions of their values in the figure.
+/// All runs that a scenario needs, and the places in the figure where their values appear.
 #[derive(Debug)]
 pub struct RunPlan {
-    /// Distinct runs: equal ones are simulated only once.
+    /// Distinct runs. Points that need equal runs share one, so that it is simulated only once.
     pub jobs: Vec<Job>,
-    /// Positions of all values in the figure, ordered by panel, then series, then x, then seed.
+    /// Places of all values in the figure, ordered by panel, then series, then x, then seed.
     pub plot_points: Vec<PlotPoint>,
 }
 
-/// Position of a value in the figure, and the run that gives it.
+/// Place of one value in the figure, and the run that yields the value.
 #[derive(Debug)]
 pub struct PlotPoint {
-    /// Index of the panel in the scenario.
     pub panel_index: usize,
-    /// Index of the series in the scenario.
     pub series_index: usize,
-    /// x as shown on the horizontal axis; 0 without such an axis.
+    /// x as shown on the horizontal axis, or 0 if the panel has no such axis.
     pub x: f64,
-    /// Seed of the random numbers: 1, 2, ...
+    /// Number of the seed, counted from 1.
     pub seed: u64,
     /// Index of the run in [`RunPlan::jobs`].
     pub job_index: usize,
     pub query: ValueQuery,
-    /// Whether the run gives a curve over time instead of one value.
+    /// Whether the run yields a curve over time instead of one value.
     pub is_time_series: bool,
 }
 
-/// Invalid parameters of a scenario, with their panel and series.
+/// Error for invalid parameters of a scenario, with the panel and series in which they were found.
 #[derive(Debug, PartialEq)]
 pub struct ExpandError {
     pub panel_index: usize,
-    /// Index of the series in the scenario.
     pub series_index: usize,
     pub cause: ParameterError,
 }
@@ -47,7 +44,7 @@ impl Scenario {
     /// Expands the scenario into its runs. Fails at the first panel and series with invalid parameters.
     pub fn plan_runs(&self) -> Result<RunPlan, ExpandError> {
         let mut plan = RunPlan { jobs: Vec::new(), plot_points: Vec::new() };
-        // Configurations contain floating-point numbers, which cannot be hashed; their text is the key instead.
+        // Configurations contain floating-point numbers, which cannot be hashed. Their text is therefore the key.
         let mut job_indices: HashMap<String, usize> = HashMap::new();
         for (panel_index, panel) in self.panel.iter().enumerate() {
             for series in self.panel_series(panel) {
@@ -82,7 +79,8 @@ impl Scenario {
         seed: u64,
     ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let measure = *panel.measure.get_ref();
-        /// Overrides the scenario's parameters by the panel's, the series' and the swept value, in this order.
+        /// Combines the common, the panel's, the series' and the swept parameters, of which later ones override
+        /// earlier.
         macro_rules! parameters {
             ($kind:ident) => {
                 self.$kind.as_ref().map(|common| {
@@ -106,7 +104,7 @@ impl Scenario {
         Ok(None)
     }
 
-    /// Returns the policies of all series, because one run replays the traffic for all of them.
+    /// Returns the policies of all series. A single run replays the traffic for all of them.
     fn lb_policies(&self) -> Vec<String> {
         let mut policies: Vec<String> = Vec::new();
         for policy in self.series.iter().filter_map(|series| series.lb.as_ref()?.policy.clone()) {
@@ -118,7 +116,7 @@ impl Scenario {
     }
 }
 
-/// Returns the points of the horizontal axis: x as shown, and the swept parameter with its value.
+/// Returns the points of the horizontal axis, each as x and as the swept parameter with its value.
 fn sweep_points(panel: &Panel) -> Vec<(f64, Option<(SweepAxis, f64)>)> {
     match &panel.x {
         None => vec![(0.0, None)],

@@ -1,21 +1,21 @@
-//! An independent run of a simulation, and the selection of a value from its outcome.
+//! One independent run of a simulation, and the selection of a value from its outcome.
 
 use super::axes::Metric;
 use super::parameters::throughput;
 use crate::{lb, path, pcc, rpc};
 
-/// Independent run of a simulation; equal jobs have equal outcomes.
+/// Independent run of a simulation. Equal jobs have equal outcomes, because simulations are deterministic.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Job {
-    /// Simulation of requests at the cores of a server.
+    /// Simulation of requests at the cores of one server.
     Rpc(rpc::Config),
-    /// Search for the highest load at which a server keeps its SLO.
+    /// Search for the highest load at which one server meets its latency objective (SLO).
     Peak(rpc::PeakConfig),
-    /// Replay of a trace's packets at servers and cores.
+    /// Replay of a trace's packets through the load balancer to servers and cores.
     Lb(lb::Config),
     /// Simulation of connections while the server pool changes.
     Pcc(pcc::Config),
-    /// Simulation of connections and their requests, through load balancer and servers.
+    /// Simulation of connections and their requests, through the load balancer to the servers' cores.
     Path(path::Config),
 }
 
@@ -23,35 +23,34 @@ pub enum Job {
 #[derive(Debug, Clone, PartialEq)]
 pub struct ValueQuery {
     pub measure: Metric,
-    /// Maximum throughput of a dispatcher in front of the simulated cores (requests per short service time).
+    /// Maximum throughput of a dispatcher in front of the cores (requests per short service time), or `None` if
+    /// unlimited.
     pub throughput_limit: Option<f64>,
-    /// Policy to select, if the run has several.
+    /// Policy whose value is selected, if the run simulates several.
     pub policy: Option<String>,
-    /// Seed to select, if the run has several.
+    /// Seed whose value is selected, if the run simulates several.
     pub seed: u64,
 }
 
 impl ValueQuery {
-    /// Returns the query for the value of a metric with the first seed.
+    /// Returns a query that selects the value of a metric for the first seed.
     pub fn for_metric(measure: Metric) -> Self {
         Self { measure, throughput_limit: None, policy: None, seed: 1 }
     }
 }
 
-/// Outcome of a run.
 #[derive(Debug, Clone)]
 pub enum Outcome {
     Rpc(rpc::Outcome),
-    /// Outcome of [`Job::Peak`], with the cores' throughput at full load (requests per short service time).
+    /// Outcome of [`Job::Peak`], followed by the cores' throughput at full load (requests per short service time).
     Peak(rpc::PeakLoadEstimate, f64),
-    /// Outcome of [`Job::Lb`], with the seeds of the run.
+    /// Outcome of [`Job::Lb`], followed by the run's seeds.
     Lb(lb::Outcome, Vec<u64>),
     Pcc(pcc::Outcome),
     Path(path::Outcome),
 }
 
 impl Job {
-    /// Runs the simulation. Fails with the simulation's error.
     pub fn run(&self) -> anyhow::Result<Outcome> {
         Ok(match self {
             Self::Rpc(config) => Outcome::Rpc(rpc::run(config)?),
@@ -64,7 +63,7 @@ impl Job {
 }
 
 impl Outcome {
-    /// Returns the queried value; `None` if the run has none, as for a policy without peak or a class without requests.
+    /// Returns the queried value, or `None` if the run did not yield it, for instance if a class has no requests.
     pub fn value(&self, query: &ValueQuery) -> Option<f64> {
         match self {
             Self::Rpc(outcome) => request_metric(outcome, query.measure),
@@ -92,7 +91,7 @@ impl Outcome {
                     _ => None,
                 }
             }
-            // A run has one combination and one seed, so every statistic over the seeds is that value.
+            // The run has only one combination and one seed, so every statistic over the seeds equals this one value.
             Self::Path(outcome) => {
                 let combination = outcome.combinations.first()?;
                 let statistic = match query.measure {
@@ -119,7 +118,7 @@ impl Outcome {
                     Metric::CompletedPerSecond => |second| second.completed_connections as f64,
                     _ => return None,
                 };
-                // The value of a second belongs to the end of that second.
+                // The value for a second is drawn at the end of that second.
                 let second_ends = (1..).map(f64::from);
                 Some(
                     second_ends
@@ -132,7 +131,7 @@ impl Outcome {
     }
 }
 
-/// Returns the outcome of a seed (1, 2, ...) in a run of a single method.
+/// Returns the outcome for `seed`, counted from 1, of a run that simulated a single method.
 fn find_seed_run(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedOutcome> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
 }
@@ -143,7 +142,7 @@ fn request_metric(outcome: &rpc::Outcome, measure: Metric) -> Option<f64> {
         Metric::Mean => Some(outcome.all.mean),
         Metric::ShortP99 => Some(outcome.classes.first()?.quantiles.p99),
         Metric::LongP99 => Some(outcome.classes.last()?.quantiles.p99),
-        // All classes have the same share: without a limit of the queue, as in figures, no request is dropped.
+        // All classes have the same percentage, because figures have no queue limit and so no request is dropped.
         Metric::LongAnsweredPct => Some(100.0 - outcome.dropped_pct),
         _ => None,
     }

@@ -1,4 +1,4 @@
-//! Embedded scenarios: all files of `lab/scenarios/`, by name.
+//! All scenarios that are embedded in the executable, sorted and found by name.
 
 use super::embedded::EmbeddedScenario;
 use super::live::LiveFigure;
@@ -6,12 +6,12 @@ use crate::names::UnknownName;
 
 include!(concat!(env!("OUT_DIR"), "/scenarios.rs"));
 
-/// Returns all embedded scenarios by paper, in the order of the papers' figures.
+/// Returns all embedded scenarios of simulated figures, by paper and in the order of the papers' figures.
 pub fn all_figures() -> Vec<EmbeddedScenario> {
     with_live_figures(&[])
 }
 
-/// Returns all embedded scenarios and those of the live figures, in the order of the papers' figures.
+/// Returns all embedded scenarios and those of the given live figures, in the order of the papers' figures.
 pub fn with_live_figures(live_figures: &[LiveFigure]) -> Vec<EmbeddedScenario> {
     let simulated_scenarios = SCENARIOS.iter().map(|&(name, toml_text)| EmbeddedScenario { name, toml_text });
     let mut scenarios: Vec<EmbeddedScenario> =
@@ -20,19 +20,19 @@ pub fn with_live_figures(live_figures: &[LiveFigure]) -> Vec<EmbeddedScenario> {
     scenarios
 }
 
-/// Returns the scenario with this name. Fails when it is not in `figures`; the error suggests the most similar names.
+/// Returns the scenario with this name. If `figures` has none, the error suggests the most similar names.
 pub fn find_figure(name: &str, figures: &[EmbeddedScenario]) -> Result<EmbeddedScenario, UnknownName> {
     let found = figures.iter().copied().find(|embedded| embedded.name == name);
     found.ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded| embedded.name)))
 }
 
-/// Returns a key that sorts figures by paper, then by the value of the figure's number: 2b before 11.
+/// Returns a sort key that orders figures by paper and then by figure number, so that 2b precedes 11.
 fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
     const PAPERS: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
     let paper_index = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
     let digit_count = figure.bytes().take_while(u8::is_ascii_digit).count();
-    // Tables and sensitivities have no number and follow the figures.
+    // Tables and sensitivity analyses have no number, so they follow the figures.
     let figure_number = figure[..digit_count].parse().unwrap_or(u64::MAX);
     (paper_index, paper.to_owned(), figure_number, figure[digit_count..].to_owned())
 }
@@ -41,7 +41,7 @@ fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
 mod tests {
     use super::*;
 
-    /// Names of the figures that `coreward-lab figure --all` runs.
+    /// All figures that `coreward-lab figure --all` produces.
     const SIMULATED_FIGURE_NAMES: [&str; 32] = [
         "crossrss-2a",
         "crossrss-2b",

@@ -1,18 +1,18 @@
 //! Live figures (`NAME-live`), which are measured on this machine instead of simulated.
 //!
-//! This crate makes pages, pictures and verdicts. The crates that measure (bench, testbed) depend on it, so the command
-//! passes their measurements as a list of [`LiveFigure`]. To add a live figure:
+//! This crate produces the pages, pictures and verdicts. The crates that measure (bench, testbed) depend on it, so the
+//! command passes their measurements to it as a list of [`LiveFigure`]. To add a live figure:
 //!
-//! 1. `lab/scenarios/live/NAME.toml`: as every scenario, with `[live]` in place of `[rpc]` and the like, `seeds` =
-//!    runs, `modelled` = what is measured and how. A new measure is a new variant of
-//!    [`Metric`](super::axes::Metric). With `[rpc]` or `[path]` next to `[live]` series may be `simulated = true`:
-//!    the simulator gives those, with the same parameters, and pictures have both.
-//! 2. A function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. Its error states
-//!    missing rights in one sentence.
-//! 3. An entry in `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
+//! 1. Write `lab/scenarios/live/NAME.toml`. It is like every other scenario, but has `[live]` in place of `[rpc]` and
+//!    the like. Its `seeds` is the number of runs, and `modelled` states what is measured and how. A new measure is a
+//!    new variant of [`Metric`](super::axes::Metric). If `[rpc]` or `[path]` is present next to `[live]`, series may be
+//!    `simulated = true`. The simulator then produces these series from the same parameters, and pictures show both.
+//! 2. Write a function `fn(&Scenario, Progress) -> anyhow::Result<Vec<Sample>>` in the crate that measures. If rights
+//!    are missing, its error names them in one sentence.
+//! 3. Add an entry to `lab/coreward-lab/src/live.rs`, with the scenario by `include_str!`.
 //!
-//! A live figure is only made by name, not by `--all`: it needs root, and its bytes differ from run to run. Its files,
-//! page and claims are like those of other figures.
+//! A live figure is only produced when it is requested by name. `--all` leaves it out, because it needs root and its
+//! bytes differ from run to run. Its files, page and claims are like those of other figures.
 
 use std::collections::HashMap;
 
@@ -23,31 +23,29 @@ use super::run::{self, SeedValue, build_value_table};
 use super::scenario::{Panel, Scenario};
 use super::table::FigureTable;
 
-/// Callback for the progress of a measurement, with the numbers of finished and of all steps.
+/// Callback for the progress of a measurement. Its arguments are the numbers of finished steps and of all steps.
 pub type ProgressCallback<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
-/// Figure that is measured on this machine.
 #[derive(Debug, Clone, Copy)]
 pub struct LiveFigure {
-    /// Name of the figure, and its scenario, which has a `[live]` section.
+    /// Name and scenario of the figure. The scenario has a `[live]` section.
     pub embedded_scenario: EmbeddedScenario,
-    /// Measures all panels of the scenario, with as many runs as the scenario has seeds. The scenario is passed without
-    /// its simulated series.
+    /// Function that measures all panels of the scenario, in as many runs as the scenario has seeds. It receives the
+    /// scenario without its simulated series.
     pub measure: fn(&Scenario, ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>>,
-    /// Called from another thread at SIGINT and SIGTERM, to make `measure` clean up and fail soon. Without this
-    /// function a signal ends the process.
+    /// Function that another thread calls at SIGINT and SIGTERM, so that `measure` cleans up and soon fails. If it is
+    /// absent, a signal ends the process at once.
     pub interrupt_measurement: Option<fn()>,
 }
 
-/// Measured value of one run at one point of a curve.
+/// Value that one run measured at one point of a curve.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sample {
-    /// Title of the panel.
     pub panel_title: String,
     pub series_label: String,
-    /// Value of the swept parameter, or time, in the unit of the scenario's `x.values`.
+    /// Value of the swept parameter, or the time, in the unit of the scenario's `x.values`.
     pub x: f64,
-    /// Number of the run: 1, 2, ...
+    /// Number of the run, counted from 1.
     pub run_number: u64,
     /// Measured value, in the unit of the panel's metric.
     pub y: f64,
@@ -58,7 +56,7 @@ impl LiveFigure {
         live_figures.iter().find(|live| live.embedded_scenario.name == name)
     }
 
-    /// Measures the figure and returns its table.
+    /// Measures the figure, simulates its simulated series, and returns the table with both.
     pub fn measure_table(&self, scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<FigureTable> {
         let measured_part = Scenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
         let samples = match measured_part.series[..] {
@@ -107,7 +105,7 @@ fn x_scale(panel: &Panel) -> f64 {
     panel.x.as_ref().map_or(1.0, |sweep| sweep.scale)
 }
 
-/// Describes this machine for the page: kernel, number of CPUs and processor model.
+/// Describes this machine by its kernel version, number of CPUs and processor model, for the figure's page.
 pub fn describe_machine() -> String {
     let read_or_empty = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let kernel_release = read_or_empty("/proc/sys/kernel/osrelease");

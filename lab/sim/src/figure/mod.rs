@@ -1,10 +1,9 @@
-//! `coreward-lab figure`: simulates experiments of papers and compares them with the published values.
+//! Command `coreward-lab figure`, which simulates experiments of papers and compares them with the published values.
 //!
-//! The way of the data: a scenario (a TOML file, [`scenario`]) expands into independent runs of a simulation
-//! ([`expand`],
-//! [`job`]); all CPUs run them ([`run`]); their measures make a [`table`]; the paper's statements are judged on that
-//! table ([`claim`]); and the table becomes CSV, JSON, a picture ([`draw`]) and a page ([`page`]). Nothing of a result
-//! depends on the number of threads or on the time of day.
+//! Data passes through these modules. A scenario (a TOML file, [`scenario`]) expands into independent simulation runs
+//! ([`expand`], [`job`]), which run on all CPUs ([`run`]). The results form a [`table`], on which the paper's
+//! statements are judged ([`claim`]). The table is written as CSV, JSON, a picture ([`draw`]) and a page ([`page`]). No
+//! result depends on the number of threads or the time of day.
 
 pub mod axes;
 pub mod claim;

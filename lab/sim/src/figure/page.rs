@@ -1,4 +1,4 @@
-//! Page with all figures: a single file without network access or scripts.
+//! HTML page with all figures, in a single file that needs neither network access nor scripts.
 
 use super::draw;
 use super::result::FigureResult;
@@ -44,7 +44,7 @@ pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
     )
 }
 
-/// Returns a sentence that explains where the numbers on the page come from.
+/// Returns a sentence that explains how the numbers on the page were obtained.
 fn describe_number_source(has_live_figures: bool) -> String {
     let version = env!("CARGO_PKG_VERSION");
     if has_live_figures {
@@ -112,7 +112,7 @@ fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
     )
 }
 
-/// Describes the seeds of a simulated figure, or the runs of a live figure.
+/// Describes how many seeds a simulated figure has, or how many runs a live figure has.
 pub fn describe_seeds(scenario: &Scenario) -> String {
     match (scenario.live.is_some(), scenario.seeds.get_ref()) {
         (false, 1) => "One seed: 1".to_owned(),
@@ -149,7 +149,7 @@ fn collapse_whitespace(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Renders the paragraphs of `text`, which are separated by empty lines, as HTML.
+/// Renders `text` as HTML paragraphs, which are separated by empty lines in `text`.
 fn render_paragraphs(text: &str) -> String {
     let paragraphs: Vec<String> =
         text.trim().split("\n\n").map(|part| escape_html(&collapse_whitespace(part))).collect();

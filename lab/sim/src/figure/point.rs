@@ -1,6 +1,6 @@
-//! Points of a horizontal axis.
+//! Comparison of points on a horizontal axis.
 
-/// Returns whether two numbers are the same point of a horizontal axis, although scaling may change their last digits.
+/// Returns whether two numbers are the same point of a horizontal axis, up to rounding errors of its scaling.
 pub fn is_same_point(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-9 * a.abs().max(b.abs())
 }

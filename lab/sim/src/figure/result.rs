@@ -1,4 +1,4 @@
-//! Finished figure: its numbers, verdicts and provenance.
+//! Finished figure with its numbers, verdicts and provenance.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,67 +6,66 @@ use super::claim::Verdict;
 use super::scenario::Scenario;
 use super::table::{FigureTable, format_number};
 
-/// Figure that was simulated or measured.
+/// Figure that has been simulated or measured.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FigureResult {
-    /// Name in `coreward-lab figure --list`.
+    /// Name of the figure, as in `coreward-lab figure --list`.
     pub name: String,
     pub provenance: Provenance,
     pub table: FigureTable,
-    /// Checked claims of the paper.
+    /// Verdicts on the paper's claims.
     pub claims: Vec<Verdict>,
 }
 
 /// Information from which a figure can be reproduced.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
-    /// Command that makes the figure.
+    /// Command that produces the figure.
     pub command: String,
-    /// Version of coreward that made the figure.
+    /// Version of coreward that produced the figure.
     pub version: String,
-    /// FNV-1a hash (64 bits) of the scenario's text, by which changes are detected.
+    /// FNV-1a hash (64 bits) of the scenario's text, which detects a changed scenario.
     pub scenario: String,
-    /// Machine on which the figure was measured; `None` for a simulation, which is identical on every machine.
+    /// Machine on which the figure was measured, or `None` for a simulation, which is identical on every machine.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_on: Option<String>,
 }
 
 impl Provenance {
-    /// Returns the provenance of the figure that `command` makes from a scenario's `text`.
+    /// Returns the provenance of the figure that `command` produces from a scenario with this `text`.
     pub fn new(command: String, text: &str) -> Self {
         let version = env!("CARGO_PKG_VERSION").to_owned();
         Self { command, version, scenario: format!("{:016x}", fnv1a(text.as_bytes())), measured_on: None }
     }
 
-    /// Returns the provenance of a figure that was measured on `machine`.
     pub fn with_machine(self, machine: String) -> Self {
         Self { measured_on: Some(machine), ..self }
     }
 
-    /// Returns whether both figures have the same inputs, on any machine, so that the figure need not be made again.
+    /// Returns whether both figures have the same inputs, on any machine, so that the figure need not be produced
+    /// again.
     pub fn has_same_inputs(&self, other: &Self) -> bool {
         (&self.command, &self.version, &self.scenario) == (&other.command, &other.version, &other.scenario)
     }
 }
 
-/// Returns the FNV-1a hash of Fowler, Noll and Vo (draft-eastlake-fnv), by which a changed text is detected.
+/// Returns the 64-bit FNV-1a hash of Fowler, Noll and Vo (draft-eastlake-fnv).
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 impl FigureResult {
-    /// Returns the figure with the claims of `scenario` checked on `table`.
+    /// Returns the figure with `table` as its numbers, and judges the claims of `scenario` on them.
     pub fn new(name: &str, provenance: Provenance, scenario: &Scenario, table: FigureTable) -> Self {
         let claims = scenario.claim.iter().map(|claim| claim.judge(&table)).collect();
         Self { name: name.to_owned(), provenance, table, claims }
     }
 
-    /// Returns the number of claims that hold.
     pub fn holding_claim_count(&self) -> usize {
         self.claims.iter().filter(|claim| claim.holds).count()
     }
 
-    /// Returns a line of text for each claim: the verdict, the statement and the numbers.
+    /// Returns one line of text for each claim, with the verdict, the statement and the numbers.
     pub fn claim_lines(&self) -> Vec<String> {
         self.claims
             .iter()
@@ -76,12 +75,11 @@ impl FigureResult {
 }
 
 impl Verdict {
-    /// Returns "holds" or "does not hold here".
     pub fn verdict_text(&self) -> &'static str {
         if self.holds { "holds" } else { "does not hold here" }
     }
 
-    /// Returns a text with the measured value, its bounds and the published value.
+    /// Returns the measured value, its bounds and the published value as text.
     pub fn format_numbers(&self) -> String {
         let measured_text = match self.measured {
             None => "not reached here".to_owned(),

@@ -1,4 +1,4 @@
-//! Runs a scenario on all CPUs and returns its table.
+//! Runs all simulations of a scenario on all CPUs and builds its table.
 
 use std::collections::HashMap;
 
@@ -11,11 +11,10 @@ use super::scenario::Scenario;
 use super::table::{Cell, Curve, FigureTable, PanelTable};
 use crate::seed_summary::SeedSummary;
 
-/// Runs all jobs of `scenario` and returns its table. `report_progress` receives the numbers of finished and of all
-/// runs.
+/// Runs all simulations of `scenario` and returns the figure's table. `report_progress` receives the number of finished
+/// runs and of all runs. Fails when a simulation fails.
 ///
-/// The table does not depend on the number of threads, because runs are independent and ordered. Fails when a
-/// simulation fails.
+/// The table does not depend on the number of threads, because runs are independent and ordered.
 pub fn run(scenario: &Scenario, report_progress: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<FigureTable> {
     let plan = scenario.plan_runs().map_err(|failed| anyhow::anyhow!("{}", failed.cause))?;
     let job_count = plan.jobs.len();
@@ -45,18 +44,18 @@ fn build_table(scenario: &Scenario, plan: &RunPlan, outcomes: &[Outcome]) -> Fig
     build_value_table(scenario, curve_values)
 }
 
-/// Value that one seed or run gives at one x of a curve.
+/// Value that one seed or run yields at one x of a curve.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SeedValue {
     /// x as shown on the horizontal axis.
     pub x: f64,
-    /// Number of the seed or run: 1, 2, ...
+    /// Number of the seed or run, counted from 1.
     pub seed: u64,
-    /// Simulated or measured value, before it is scaled for display.
+    /// Simulated or measured value, not yet scaled for display.
     pub y: f64,
 }
 
-/// Returns the figure's table of `values`, whose keys are the indices of panel and series.
+/// Builds the figure's table from `values`, whose keys are the indices of panel and series.
 pub fn build_value_table(scenario: &Scenario, mut values: HashMap<(usize, usize), Vec<SeedValue>>) -> FigureTable {
     let seeds = *scenario.seeds.get_ref();
     let panels = scenario.panel.iter().enumerate().map(|(panel_index, panel)| {
@@ -81,7 +80,7 @@ fn plot_point_values(plot_point: &PlotPoint, x_scale: f64, outcome: &Outcome) ->
     outcome.value(&plot_point.query).map(|y| SeedValue { x, seed, y }).into_iter().collect()
 }
 
-/// Groups values into one cell per x. Omits an x without a value of every seed, whose median would be biased.
+/// Groups values into one cell per x. Omits an x that lacks the value of a seed, because its median would be biased.
 fn build_cells(mut values: Vec<SeedValue>, seeds: u64, y_scale: f64) -> Vec<Cell> {
     values.sort_by(|a, b| a.x.total_cmp(&b.x).then(a.seed.cmp(&b.seed)));
     let complete_groups = values.chunk_by(|a, b| a.x == b.x).filter(|group| group.len() as u64 == seeds);

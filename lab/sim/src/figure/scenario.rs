@@ -1,7 +1,7 @@
-//! Scenario files, described in docs/simulator.md.
+//! Scenario files, whose format docs/simulator.md describes.
 //!
-//! The types reject invalid values with file, line and column; [`check`] checks combinations right after reading. A
-//! parsed scenario can therefore be run, drawn and checked.
+//! Values of the wrong type or range are rejected with file, line and column. [`check`] then rejects invalid
+//! combinations. A parsed scenario can therefore always be run, drawn and judged.
 
 mod check;
 mod read;
@@ -16,37 +16,37 @@ use super::claim::Assertion;
 use super::parameters::{LbParameters, PathParameters, PccParameters, RpcParameters};
 use super::table::PublishedCell;
 
-/// Experiment of a paper: its simulation, drawing, published values and claims.
+/// Experiment of a paper, with its simulation and drawing, and with the paper's published values and claims.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Scenario {
-    /// Title of the figure in one line.
+    /// Title of the figure, on one line.
     pub title: String,
     /// Authors, title and venue of the paper.
     pub paper: String,
     /// Reference to the figure in the paper, such as "Figure 2b".
     pub figure: String,
-    /// Quoted sentences of the paper that the claims check.
+    /// Sentences quoted from the paper, which the claims check.
     pub statement: String,
-    /// Description of the model, and how it differs from the paper's experiment.
+    /// Description of the model and of its differences from the paper's experiment.
     pub modelled: String,
-    /// Number of seeds, which are 1 to this number; every point is the median over them.
+    /// Number of seeds, which are numbered from 1. Every point shows the median over them.
     pub seeds: Spanned<u64>,
-    /// Common parameters of a simulation of requests at cores.
+    /// Common parameters, if the scenario simulates requests at the cores of one server.
     pub rpc: Option<RpcParameters>,
-    /// Common parameters of a replay of a trace's packets at servers and cores.
+    /// Common parameters, if the scenario replays a trace's packets at servers and cores.
     pub lb: Option<LbParameters>,
-    /// Common parameters of a simulation of connections while the server pool changes.
+    /// Common parameters, if the scenario simulates connections while the server pool changes.
     pub pcc: Option<PccParameters>,
-    /// Common parameters of a simulation of connections and of their requests at cores.
+    /// Common parameters, if the scenario simulates connections and their requests at cores.
     pub path: Option<PathParameters>,
-    /// Parameters of a live figure ([`super::live`]): every series is measured, except those marked as simulated.
+    /// Parameters of a live figure ([`super::live`]), whose series are measured unless they are marked as simulated.
     pub live: Option<LiveParameters>,
-    /// Series that the figure compares.
+    /// Series that the figure compares with each other.
     pub series: Vec<Series>,
-    /// Panels, drawn side by side.
+    /// Panels of the figure, which are drawn side by side.
     pub panel: Vec<Panel>,
-    /// Values that the paper gives, drawn for comparison.
+    /// Values from the paper that are drawn for comparison.
     #[serde(default)]
     pub published: Vec<PublishedValues>,
     /// Claims of the paper, which are checked on the figure's table.
@@ -54,18 +54,18 @@ pub struct Scenario {
     pub claim: Vec<Assertion>,
 }
 
-/// Parameters of a figure that is measured on this machine; the scenario's `seeds` are then runs.
+/// Parameters of a figure that is measured on this machine. The scenario's `seeds` is then the number of runs.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LiveParameters {
-    /// Approximate duration of the measurement (minutes), shown by `coreward-lab figure --list`.
+    /// Approximate duration of the whole measurement (minutes), which `coreward-lab figure --list` shows.
     pub minutes: f64,
-    /// Measured time of each point in each run (s), if the measurement does not fix it.
+    /// Measured time of each point in each run (s), unless the measurement determines it.
     pub seconds: Option<f64>,
-    /// Duration of the simulated unit of time in the measurement (us), if the scenario has such a unit.
+    /// Real duration of the simulation's unit of time (us), if the scenario has such a unit.
     pub unit_us: Option<f64>,
-    /// Mix of requests to a key-value store over RocksDB, as for `coreward-lab load --mix`; its classes are those of
-    /// `rpc.service`. Without a mix, requests only take time.
+    /// Mix of requests to a key-value store on RocksDB, written as for `coreward-lab load --mix`. Its classes are those
+    /// of `rpc.service`. Without a mix, a request only occupies a core for its service time.
     pub mix: Option<String>,
 }
 
@@ -75,76 +75,69 @@ impl fmt::Display for LiveParameters {
     }
 }
 
-/// Series of values, drawn as a curve or as bars of one colour.
+/// Series of values that is drawn as one curve, or as bars of one colour.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Series {
-    /// Name of the series in the paper.
+    /// Name of the series, as in the paper.
     pub label: Spanned<String>,
-    /// Whether a series of a live figure is simulated for comparison. It is drawn like the preceding measured series,
-    /// but open and dashed.
+    /// Whether this series of a live figure is simulated for comparison. It is drawn like the preceding measured
+    /// series, but with open markers and dashed lines.
     #[serde(default)]
     pub simulated: bool,
-    /// Parameters of this series that differ from the common ones, in the scenario's kind.
+    /// Parameters of this series that override the scenario's and the panel's (`rpc`, `lb`, `pcc` or `path`).
     pub rpc: Option<RpcParameters>,
-    /// See `rpc`.
     pub lb: Option<LbParameters>,
-    /// See `rpc`.
     pub pcc: Option<PccParameters>,
-    /// See `rpc`.
     pub path: Option<PathParameters>,
 }
 
-/// Panel of a figure, with its axes.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Panel {
-    /// Title, by which claims and published values refer to the panel.
+    /// Title of the panel, by which claims and published values refer to it.
     pub title: Spanned<String>,
     pub measure: Spanned<Metric>,
-    /// Whether values are drawn as lines or as bars.
+    /// Whether values are drawn as lines or as bars, by default as lines.
     #[serde(default)]
     pub draw: PlotType,
-    /// Parameter swept along the x axis; without it, each series has a single value.
+    /// Parameter that is swept along the x axis. If absent, each series has a single value.
     pub x: Option<Sweep>,
     pub y: Axis,
-    /// Labels of the series to draw; all series if empty.
+    /// Labels of the series that the panel draws. If empty, it draws all series.
     #[serde(default)]
     pub series: Vec<Spanned<String>>,
-    /// Horizontal lines with labels, such as service level objectives.
+    /// Labelled horizontal lines, for instance at a service level objective.
     #[serde(default)]
     pub mark: Vec<ReferenceLine>,
-    /// Parameters of this panel that differ from the common ones.
+    /// Parameters of this panel that override the scenario's (`rpc`, `lb`, `pcc` or `path`).
     pub rpc: Option<RpcParameters>,
-    /// See `rpc`.
     pub lb: Option<LbParameters>,
-    /// See `rpc`.
     pub pcc: Option<PccParameters>,
-    /// See `rpc`.
     pub path: Option<PathParameters>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PlotType {
-    /// Points joined by lines, with whiskers from the lowest to the highest value of all seeds.
+    /// Points joined by lines. Whiskers show the lowest and highest value over all seeds.
     #[default]
     Lines,
     Bars,
 }
 
-/// Horizontal axis with its swept parameter.
+/// Horizontal axis, along which one parameter is swept.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Sweep {
-    /// Parameter that changes from point to point.
+    /// Parameter whose value changes from point to point.
     pub parameter: Spanned<SweepAxis>,
-    /// Values of the parameter; none for `time`, whose values follow from the run.
+    /// Values of the parameter. The list is empty for `time`, whose values result from the run.
     #[serde(default)]
     pub values: Vec<f64>,
-    /// Label of the axis, with its unit.
+    /// Label of the axis, including the unit.
     pub label: String,
-    /// Factor by which values are multiplied for display. Claims and published points use the displayed values.
+    /// Factor by which the values are multiplied for display. Claims and published points use the displayed values.
     #[serde(default = "default_scale")]
     pub scale: f64,
     /// Whether the axis is logarithmic.
@@ -155,7 +148,7 @@ pub struct Sweep {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Axis {
-    /// Label of the axis, with its unit.
+    /// Label of the axis, including the unit.
     pub label: String,
     /// Factor by which simulated or measured values are multiplied for display.
     #[serde(default = "default_scale")]
@@ -163,7 +156,7 @@ pub struct Axis {
     /// Whether the axis is logarithmic.
     #[serde(default)]
     pub log: bool,
-    /// Range of the axis to draw; by default that of the data. Points outside of it are still in the tables.
+    /// Drawn range of the axis, by default that of the data. Points outside it still appear in the tables.
     pub range: Option<[f64; 2]>,
 }
 
@@ -171,21 +164,21 @@ pub struct Axis {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReferenceLine {
-    /// Displayed y value at which the line is drawn.
+    /// Height of the line in displayed units.
     pub y: f64,
     pub label: String,
 }
 
-/// Values of the paper's figure or text for one series of one panel.
+/// Values that the paper publishes for one series of one panel, in a figure or in its text.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PublishedValues {
-    /// Title of the panel; may be omitted if the figure has a single panel.
+    /// Title of the panel, which may be omitted if the figure has only one.
     pub panel: Option<Spanned<String>>,
     pub series: Spanned<String>,
-    /// Part of the paper, or of its artifact, with the numbers.
+    /// Part of the paper or of its artifact that contains the numbers.
     pub source: String,
-    /// Points in the displayed units of the panel.
+    /// Published points in the panel's displayed units.
     pub points: Vec<PublishedPoint>,
 }
 
@@ -193,7 +186,6 @@ pub struct PublishedValues {
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
 #[serde(from = "PublishedNumbers")]
 pub struct PublishedPoint {
-    /// x on the panel's horizontal axis.
     pub x: f64,
     pub y: f64,
     pub spread: Option<(f64, f64)>,
@@ -228,7 +220,7 @@ impl Scenario {
             .filter(move |series| shown_labels.is_empty() || shown_labels.contains(&series.label.get_ref().as_str()))
     }
 
-    /// Returns the simulated or the measured part of a live figure, without published values and claims.
+    /// Returns only the simulated or only the measured part of a live figure, without published values and claims.
     #[must_use]
     pub fn filter_simulated(&self, is_simulated: bool) -> Self {
         let series = self.series.iter().filter(|series| series.simulated == is_simulated);
@@ -241,15 +233,15 @@ impl Scenario {
         Self { series, panel, live: None, published: Vec::new(), claim: Vec::new(), ..self.clone() }
     }
 
-    /// Returns the index of the series whose colour and shape series `index` uses, and whether the series is drawn
-    /// open.
+    /// Returns the index of the series whose colour and shape the series at `index` uses, and whether it is drawn with
+    /// open markers. A simulated series uses the colour and shape of the measured series before it.
     pub fn series_style(&self, index: usize) -> (usize, bool) {
         let is_open = self.series[index].simulated;
         let measured_series = self.series[..=index].iter().rposition(|series| !series.simulated).filter(|_| is_open);
         (measured_series.unwrap_or(index), is_open)
     }
 
-    /// Returns the published points of a series in a panel.
+    /// Returns the published points of a series in a panel, by ascending x.
     pub fn published_points(&self, panel: &str, label: &str) -> Vec<PublishedCell> {
         let published_values = self.published.iter().filter(|published| {
             let is_in_panel = published.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
@@ -262,7 +254,7 @@ impl Scenario {
         cells
     }
 
-    /// Returns the panel with this title; without a title, the figure's only panel.
+    /// Returns the panel with this title. If no title is given, returns the figure's panel if it has only one.
     pub fn find_panel(&self, title: Option<&str>) -> Option<&Panel> {
         match title {
             Some(title) => self.panel.iter().find(|panel| panel.title.get_ref() == title),

@@ -1,4 +1,4 @@
-//! Numbers of a figure: for each panel and series a point per x, with its spread over the seeds.
+//! Table with the numbers of a figure. Each series of each panel has one point per x, with its spread over the seeds.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,38 +6,36 @@ use super::point::is_same_point;
 use crate::output::format_csv;
 use crate::seed_summary::SeedSummary;
 
-/// All values of one figure, in the units that the figure shows.
+/// All values of one figure, in the displayed units.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct FigureTable {
-    /// Number of seeds of each point.
+    /// Number of seeds (or runs, in a live figure) behind each point.
     pub seeds: u64,
-    /// Tables of the panels, in the order of the scenario.
+    /// Tables of the panels, in the scenario's order.
     pub panels: Vec<PanelTable>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PanelTable {
-    /// Title of the panel in the scenario.
     pub title: String,
-    /// Curves of the panel's series, in the order of the scenario.
+    /// Curves of the panel's series, in the scenario's order.
     pub curves: Vec<Curve>,
 }
 
 /// Values of one series in one panel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Curve {
-    /// Label of the series in the scenario.
     pub label: String,
-    /// Points of the curve, by ascending x.
+    /// Points of the curve, in ascending order of x.
     pub cells: Vec<Cell>,
-    /// Values that the paper gives for this series.
+    /// Values that the paper publishes for this series.
     pub published: Vec<PublishedCell>,
 }
 
-/// Point of a curve, with its values for all seeds.
+/// Point of a curve, with the value for each seed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Cell {
-    /// x on the horizontal axis, as shown; 0 without such an axis.
+    /// x as shown on the horizontal axis, or 0 if the panel has no such axis.
     pub x: f64,
     pub seeds: Vec<f64>,
     pub spread: SeedSummary,
@@ -45,7 +43,7 @@ pub struct Cell {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PublishedCell {
-    /// x on the horizontal axis, as shown.
+    /// x as shown on the horizontal axis.
     pub x: f64,
     pub y: f64,
     pub spread: Option<(f64, f64)>,
@@ -61,13 +59,13 @@ impl Curve {
 pub const CSV_COLUMNS: [&str; 7] = ["panel", "series", "x", "median", "low", "high", "published"];
 
 impl FigureTable {
-    /// Returns one row per point, with the columns [`CSV_COLUMNS`]; a published point without simulation has no median.
+    /// Returns one row per point with [`CSV_COLUMNS`]. Published points that are not simulated have no median.
     pub fn rows(&self) -> Vec<Vec<String>> {
         let curves = self.panels.iter().flat_map(|panel| panel.curves.iter().map(move |curve| (panel, curve)));
         curves.flat_map(|(panel, curve)| curve_rows(panel, curve)).collect()
     }
 
-    /// Returns [`CSV_COLUMNS`] and [`FigureTable::rows`] as CSV.
+    /// Returns the [`FigureTable::rows`] as CSV with a header line.
     pub fn to_csv(&self) -> String {
         format_csv(&CSV_COLUMNS, &self.rows())
     }
@@ -92,7 +90,7 @@ fn curve_rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
     rows.into_iter().map(|(_, row)| row).collect()
 }
 
-/// Returns a number with six significant digits, without trailing zeros.
+/// Formats a number with six significant digits and without trailing zeros.
 pub fn format_number(value: f64) -> String {
     if value == 0.0 || !value.is_finite() {
         return format!("{value}");

@@ -1,12 +1,12 @@
-//! Atomic writes of files.
+//! Atomic replacement of files.
 
 use std::io::Write as _;
 use std::path::Path;
 
 use anyhow::Context;
 
-/// Writes the file `name` in `directory` under a temporary name, then renames it. Fails when the file cannot be
-/// written; the error names its path.
+/// Replaces the file `name` in `directory` by `content`, which is written under a temporary name and then renamed.
+/// Fails with the file's path when it cannot be written.
 pub fn write_atomically(directory: &Path, name: &str, content: &str) -> anyhow::Result<()> {
     let path = directory.join(name);
     let result = (|| -> std::io::Result<()> {
@@ -19,7 +19,7 @@ pub fn write_atomically(directory: &Path, name: &str, content: &str) -> anyhow::
     result.with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Makes the file readable for all users; a temporary file is readable only for its owner.
+/// Makes the file readable for all users, because only the owner can read a newly created temporary file.
 fn make_world_readable(file: &std::fs::File) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt as _;
     file.set_permissions(std::fs::Permissions::from_mode(0o644))

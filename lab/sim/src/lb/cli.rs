@@ -25,13 +25,13 @@ pub struct LbArgs {
     /// Number of buckets of the placement table, and of entries of the servers' indirection tables
     #[arg(long, default_value = "128", value_parser = parse_buckets)]
     buckets: BucketCount,
-    /// Interval of reports (ms)
+    /// Interval between two reports (ms)
     #[arg(long, default_value_t = 100)]
     report_ms: u32,
     /// Weight of the newest report in a smoothed load
     #[arg(long, default_value = "0.5", value_parser = parse_alpha)]
     alpha: SmoothingWeight,
-    /// Policies, separated by commas; `oracle` has the rates of all flows
+    /// Policies, separated by commas; `oracle` knows the true rates of all flows
     #[arg(long, value_delimiter = ',', default_value = "hash,rr,pow2,crossrss,crossrss-plus")]
     policy: Vec<String>,
     /// Seeds: N for 1 to N, or FIRST-LAST
@@ -40,7 +40,7 @@ pub struct LbArgs {
     /// Idle time after which a flow of a capture has ended (s)
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     idle_timeout: u64,
-    /// Number of copies of the trace at once, shifted in time, each with different addresses
+    /// Number of simultaneous copies of the trace, shifted in time and with different addresses
     #[arg(long, default_value_t = 1)]
     overlay: u32,
     /// Packets per second that a core serves; 128 packets may wait, others are dropped [default: unlimited]
@@ -58,10 +58,10 @@ pub struct LbArgs {
     /// Number of rack controllers, each with an equal share of the servers [default: none]
     #[arg(long, value_name = "N")]
     racks: Option<u16>,
-    /// Maximum number of candidates that a rack sends per bucket; with 8 candidates, tables are as without racks
+    /// Maximum number of candidate cores that a rack sends per bucket; with 8, tables are the same as without racks
     #[arg(long, value_name = "K", default_value_t = Config::default().rack_candidates)]
     rack_candidates: u8,
-    /// Time from the reports until their table is in force (ms)
+    /// Delay from the reports until the load balancer uses the table made from them (ms)
     #[arg(long, value_name = "MS", default_value_t = 0)]
     table_delay_ms: u32,
     /// Format of the output
@@ -89,7 +89,7 @@ pub(crate) fn parse_alpha(text: &str) -> Result<SmoothingWeight, String> {
 
 const MAX_SEEDS: u64 = 10_000;
 
-/// Seeds, written as `N` for 1 to N, or as `FIRST-LAST`.
+/// Seeds of the runs, written as `N` for 1 to N, or as `FIRST-LAST`.
 #[derive(Debug, Clone, PartialEq)]
 struct Seeds(Vec<u64>);
 

@@ -1,41 +1,39 @@
-//! Packets at cores: counted on arrival, or queued with a limit.
+//! Cores that receive packets, which they either serve at once or queue up to a limit.
 
-/// Maximum number of packets that wait while a core serves one (CrossRSS, CoNEXT'20: FastClick's queues of 128).
+/// Maximum number of packets that wait while a core serves one, as in CrossRSS's FastClick queues (CoNEXT'20).
 pub const MAX_QUEUED_PACKETS: u32 = 128;
 
-/// Tolerance for rounding errors in sums of service times, as a fraction of a packet's service time.
+/// Rounding error allowed in sums of service times, as a fraction of one packet's service time.
 const ROUNDING_TOLERANCE: f64 = 1e-6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CoreCapacity {
-    /// The core serves every packet at once; each packet adds `cost_ns` of busy time.
+    /// The core serves every packet at once, and each packet adds `cost_ns` to its busy time.
     Unlimited {
-        /// Busy time per packet (ns).
+        /// Busy time that a packet adds (ns).
         cost_ns: f64,
     },
-    /// The core serves one packet after the other.
+    /// The core serves its packets one after the other.
     Limited {
-        /// Busy time per packet (ns), above 0.
+        /// Time that the core needs to serve a packet (ns), above 0.
         cost_ns: f64,
-        /// Maximum number of waiting packets; unlimited if `None`.
+        /// Maximum number of waiting packets, or `None` if unlimited.
         queue_limit: Option<u32>,
     },
 }
 
-/// All cores, with counters of their packets since the start.
+/// All cores, with packet counters since the start of the simulation.
 #[derive(Debug, Clone)]
 pub struct Cores {
     cost_ns: f64,
     is_limited: bool,
-    /// Longest time that an accepted packet may have to wait (ns).
+    /// Longest time that a packet may have to wait in order to be accepted (ns).
     max_wait_ns: f64,
-    /// Number of packets that arrived at each core.
     arrived_packets: Vec<u64>,
-    /// Number of packets that each core dropped because its queue was full.
     dropped_packets: Vec<u64>,
-    /// Time at which each core will have served all packets accepted so far (ns).
+    /// Time at which each core will have served all packets that it has accepted so far (ns).
     idle_from_ns: Vec<f64>,
-    /// Number of bytes in the accepted packets of all cores.
+    /// Number of bytes in all packets that the cores have accepted.
     accepted_bytes: u64,
 }
 
@@ -58,7 +56,7 @@ impl Cores {
         }
     }
 
-    /// Processes the arrival of a packet at a core. Arrival times must not decrease.
+    /// Processes the arrival of a packet at a core. The arrival times of successive calls must not decrease.
     #[inline]
     pub fn process_arrival(&mut self, core: usize, time_ns: u64, bytes: u16) {
         self.arrived_packets[core] += 1;
@@ -68,11 +66,10 @@ impl Cores {
         self.accepted_bytes += u64::from(bytes);
     }
 
-    /// Queues a packet at a core. Returns `false` if the queue is full.
+    /// Queues a packet at a core. Returns `false` if the core drops it because the queue is full.
     fn try_enqueue(&mut self, core: usize, time_ns: u64) -> bool {
         let (arrival_ns, free_ns) = (time_ns as f64, &mut self.idle_from_ns[core]);
-        // All packets take the same time, so the remaining work gives their number; the packet in service does not
-        // wait.
+        // All packets take the same time, so the remaining work gives their number. The one in service does not wait.
         if *free_ns - arrival_ns > self.max_wait_ns {
             self.dropped_packets[core] += 1;
             return false;
@@ -81,27 +78,27 @@ impl Cores {
         true
     }
 
-    /// Returns the number of packets that have arrived at each core.
+    /// Returns how many packets have arrived at each core, including dropped ones.
     pub fn arrived_packets(&self) -> &[u64] {
         &self.arrived_packets
     }
 
-    /// Returns the number of packets that all cores together have dropped.
+    /// Returns how many packets all cores together have dropped.
     pub fn dropped_packets(&self) -> u64 {
         self.dropped_packets.iter().sum()
     }
 
-    /// Returns the number of bytes in the packets that all cores have accepted.
+    /// Returns how many bytes were in the packets that the cores have accepted.
     pub fn bytes(&self) -> u64 {
         self.accepted_bytes
     }
 
-    /// Returns the service time of the packets that the core has accepted, but not served yet (ns).
+    /// Returns the total service time of the packets that the core has accepted but not yet served (ns).
     fn backlog_ns(&self, core: usize, time_ns: u64) -> f64 {
         if self.is_limited { (self.idle_from_ns[core] - time_ns as f64).max(0.0) } else { 0.0 }
     }
 
-    /// Returns the number of packets that each core has served by `time_ns`.
+    /// Returns how many packets each core has served by `time_ns`.
     pub fn served_packets(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packets.len()).map(move |core| {
             let unserved_packets =
@@ -110,7 +107,7 @@ impl Cores {
         })
     }
 
-    /// Returns how long each core has been busy by `time_ns` (ns).
+    /// Returns the time that each core has spent serving packets by `time_ns` (ns).
     pub fn busy_ns(&self, time_ns: u64) -> impl Iterator<Item = u64> {
         (0..self.arrived_packets.len()).map(move |core| {
             let accepted_packets = (self.arrived_packets[core] - self.dropped_packets[core]) as f64;
@@ -127,7 +124,7 @@ mod tests {
 
     use super::*;
 
-    /// Reference model: a FIFO queue that keeps the departure time of every packet.
+    /// Reference model of a core, which stores the departure time of every queued packet.
     struct ReferenceQueue {
         departure_times: VecDeque<u64>,
         last_departure: u64,
@@ -147,13 +144,13 @@ mod tests {
         };
         let mut now = 0;
         for step in 0..20_000u64 {
-            // Bursts and pauses with a mean load of 1.
+            // Bursts and pauses alternate, with a mean load of 1.
             now += u64::from(uniform_below(&mut rng, if step % 100 < 50 { 60 } else { 142 }));
             while reference.departure_times.front().is_some_and(|departure| *departure <= now) {
                 reference.departure_times.pop_front();
                 reference.served_packets += 1;
             }
-            // One packet in service and four waiting.
+            // The queue holds one packet in service and four waiting ones.
             if reference.departure_times.len() <= 4 {
                 reference.last_departure = reference.last_departure.max(now) + 50;
                 reference.departure_times.push_back(reference.last_departure);

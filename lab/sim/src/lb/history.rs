@@ -1,21 +1,21 @@
-//! Load of the cores before the first packet: a trace's history has flows and rates, but no packets.
+//! Load on the cores before a trace's first packet, from earlier flows of which only the rates are known.
 
 use super::cores::CoreCapacity;
 
-/// Work of every core in the trace's history. Between two events a core's number of packets is linear in time, so it is
-/// kept as a slope and an offset.
+/// Work of every core during the trace's history. The flow rates are constant between two events, so a core's packet
+/// count is a linear function of time, stored as slope and offset.
 #[derive(Debug)]
 pub struct HistoryLoad {
     cost_ns: f64,
     is_limited: bool,
     end_ns: u64,
-    /// Packet rate of each core (packets per ns), the slope.
+    /// Slope of each core's linear function, which is its packet rate (packets per ns).
     packets_per_ns: Vec<f64>,
-    /// Number of packets of each core that the linear function gives for time 0, the offset.
+    /// Offset of each core's linear function, which is its packet count extrapolated to time 0.
     packets_at_time_zero: Vec<f64>,
     /// Packet rate of each flow (packets per ns).
     flow_packets_per_ns: Vec<f64>,
-    /// Last reading: its time (ns), and the packets and busy time of each core until then.
+    /// Time of the last reading (ns). The next two fields are each core's packets and busy time (ns) until then.
     last_read_ns: u64,
     last_packets: Vec<f64>,
     busy_ns: Vec<f64>,
@@ -40,7 +40,7 @@ impl HistoryLoad {
         }
     }
 
-    /// Starts a flow to a core with a rate of `rate_pps` packets per second.
+    /// Starts a flow that sends `rate_pps` packets per second to a core.
     pub fn begin(&mut self, flow: u32, core: usize, rate_pps: f64, now_ns: u64) {
         let flow = flow as usize;
         if self.flow_packets_per_ns.len() <= flow {
@@ -59,8 +59,8 @@ impl HistoryLoad {
         self.packets_at_time_zero[core] -= packets_per_ns * now_ns as f64;
     }
 
-    /// Returns each core's busy time up to now, or to the history's end (ns). A core of limited capacity is busy for at
-    /// most the elapsed time; the few packets in its queue are ignored.
+    /// Returns each core's busy time until now, or until the end of the history if that is earlier (ns). A core of
+    /// limited capacity is at most busy for the elapsed time, and the few packets in its queue are ignored.
     pub fn busy_ns(&mut self, now_ns: u64) -> &[f64] {
         let now_ns = now_ns.min(self.end_ns);
         let elapsed_ns = (now_ns - self.last_read_ns) as f64;
@@ -86,10 +86,10 @@ mod tests {
         let mut history = HistoryLoad::new(2, CoreCapacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
         history.begin(0, 1, 500.0, 0);
         history.begin(7, 1, 100.0, 500_000_000);
-        // 500 packets of 1 us in one flow, 50 in the other.
+        // One flow sends 500 packets of 1 us, the other 50.
         assert!((history.busy_ns(1_000_000_000)[1] - 550_000.0).abs() < 1.0);
         history.end(0, 1, 1_500_000_000);
-        // 250 and 100 more packets, then 100.
+        // By 2 s the flows have sent another 250 and 100 packets. The second sends 100 more until the history ends.
         assert!((history.busy_ns(2_000_000_000)[1] - 900_000.0).abs() < 1.0);
         assert!((history.busy_ns(9_000_000_000)[1] - 1_000_000.0).abs() < 1.0);
         assert!((history.busy_ns(9_500_000_000)[1] - 1_000_000.0).abs() < 1.0);

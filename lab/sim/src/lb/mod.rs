@@ -1,12 +1,14 @@
-//! `coreward-lab sim lb`: simulates a trace through the load balancer, packet by packet, under several policies.
+//! Command `coreward-lab sim lb`, which simulates a trace through the load balancer, packet by packet, under several
+//! policies.
 //!
 //! * [`Config`] and [`run`]: configuration and execution
 //! * [`Outcome`][]: results
 //! * [`simulation`]: one policy and seed
 //! * [`oracle`]: placement with knowledge that no load balancer has
-//! * [`cores`]: counts packets at cores, with or without queues; [`history`]: load before the first packet
+//! * [`cores`]: packets at cores, with or without queues
+//! * [`history`]: load of the cores before the first packet
 //!
-//! docs/simulator.md describes the computation of each result.
+//! docs/simulator.md describes how each result is computed.
 
 pub mod cli;
 mod cores;
@@ -31,44 +33,45 @@ pub use oracle::ORACLE;
 pub use outcome::{Outcome, PolicyOutcome, SeedResult};
 pub use run::run;
 
-/// Configuration of a simulation. The default is the paper's pool (CrossRSS, CoNEXT'20, Sect. 3) on `campus`.
+/// Configuration of a simulation. By default it replays `campus` on the paper's pool (CrossRSS, CoNEXT'20, Sect. 3).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Source of the traffic.
+    /// Capture, arrival log or generator from which the traffic comes.
     pub trace: TraceSource,
-    /// Number of servers, at least 1; all servers together have at most [`MAX_CORES`] cores.
+    /// Number of servers, at least 1. All servers together have at most [`MAX_CORES`] cores.
     pub servers: u16,
     /// Number of cores of each server, at least 1.
     pub cores: u16,
-    /// Number of buckets of the placement table, and of entries of each indirection table.
+    /// Number of buckets in the placement table, and also of entries in each server's indirection table.
     pub buckets: BucketCount,
-    /// Interval between two reports, and between two placement tables (ms), 1 to 10,000.
+    /// Interval between two reports, and between two placement tables (ms), from 1 to 10,000.
     pub report_ms: u32,
-    /// Weight of the newest report in a smoothed load.
+    /// Weight of the newest report in a core's smoothed load.
     pub alpha: SmoothingWeight,
-    /// Policies by name: those of [`coreward_model::policy`], and [`ORACLE`].
+    /// Names of the policies to compare, from [`coreward_model::policy`] or [`ORACLE`].
     pub policies: Vec<String>,
-    /// Seeds, each of which draws server ids (and with them indirection tables), RSS key and hash keys. For `campus`
-    /// without its own seed they also draw the traffic.
+    /// Seeds of the runs. Each draws server ids (which determine the indirection tables), the RSS key and hash keys. If
+    /// `campus` has no seed of its own, they also draw the traffic.
     pub seeds: Vec<u64>,
     pub read_options: ReadOptions,
-    /// Number of simultaneous copies of the trace, shifted in time, each with its own addresses; at least 1.
+    /// Number of simultaneous copies of the trace, at least 1. Each is shifted in time and has its own addresses.
     pub trace_copies: u32,
-    /// Number of packets that a core serves per second, while at most 128 wait and others are dropped. `None`:
-    /// unlimited.
+    /// Number of packets that a core serves per second, or `None` if unlimited. At most 128 packets wait at a core, and
+    /// further ones are dropped.
     pub core_capacity: Option<f64>,
-    /// How cores are distributed over the servers' indirection tables.
+    /// How each server's indirection table assigns its entries to cores.
     pub tables: IndirectionTableDraw,
-    /// Duration of the windows in which variance is measured (ms), 1 to 3,600,000; the paper has 1 s.
+    /// Duration of the windows in which variance is measured (ms), from 1 to 3,600,000. The paper's windows last 1 s.
     pub window_ms: u32,
-    /// Speed of the replay relative to the recording, above 0: 1.1 is 10 % faster.
+    /// Speed of the replay relative to the recording, above 0. With 1.1 the replay is 10 % faster.
     pub replay_speed: f64,
-    /// Number of rack controllers, each with an equal share (+-1) of the servers; at most the number of servers.
-    /// `None`: agents report to the controller.
+    /// Number of rack controllers, at most the number of servers. Each has an equal share (+-1) of the servers. If
+    /// `None`, agents report directly to the controller.
     pub racks: Option<u16>,
-    /// Maximum number of candidates that a rack sends per bucket, 1 to 8; with 8, tables are as without racks.
+    /// Maximum number of candidate cores that a rack reports per bucket, from 1 to 8. With 8, tables are the same as
+    /// without racks.
     pub rack_candidates: u8,
-    /// Time from the reports until the table computed from them is in force (ms), below `report_ms`.
+    /// Delay from the reports until the load balancer uses the table computed from them (ms), below `report_ms`.
     pub table_delay_ms: u32,
 }
 
@@ -96,35 +99,31 @@ impl Default for Config {
     }
 }
 
-/// Maximum number of cores of all servers together, because a core's number has 16 bits.
+/// Maximum number of cores in all servers together. A core's number has 16 bits.
 pub const MAX_CORES: u32 = 65_536;
 
 /// Reason why a configuration cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A value of the configuration is out of range.
+    /// A value of the configuration is out of its range.
     #[error(transparent)]
     OutOfRange(#[from] OutOfRange),
-    /// A policy does not exist.
+    /// No policy has the given name.
     #[error(transparent)]
     Policy(#[from] UnknownName),
     /// The trace is invalid.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// The trace has no packets to simulate.
+    /// The trace has no packet that the load balancer can place.
     #[error("the trace has no packets that can be placed{}", format_skipped(.0))]
     NoPackets(crate::trace::SkipCounts),
-    /// The trace is too short for the measurement of a window.
+    /// The trace is too short for one window to be measured.
     #[error(
         "the trace lasts {seconds:.3} s: variance is measured in windows of {window_ms} ms after the first, so it must \
          last at least {} ms; a shorter --window-ms helps", 2 * window_ms
     )]
-    TooShort {
-        /// Duration of the trace (s).
-        seconds: f64,
-        window_ms: u32,
-    },
-    /// The oracle needs the rates of flows, which the trace does not contain.
+    TooShort { seconds: f64, window_ms: u32 },
+    /// The oracle needs each flow's rate, which this kind of trace does not contain.
     #[error(
         "policy \"oracle\" needs to know each flow's rate when it starts: expected campus or an arrival log as trace"
     )]
@@ -137,7 +136,7 @@ fn format_skipped(skipped: &crate::trace::SkipCounts) -> String {
 }
 
 impl Config {
-    /// Checks the configuration. An error names the value that is out of range, and the range.
+    /// Checks the configuration. An error names the value that is out of range, and the allowed range.
     pub fn check(&self) -> Result<(), Error> {
         let core_count = u32::from(self.servers) * u32::from(self.cores);
         let range_checks = [

@@ -1,18 +1,18 @@
-//! `oracle`: greedy placement of each connection by the true current rates.
+//! Oracle that places each new connection by the true current rates of all flows (policy `oracle`).
 //!
-//! A new connection goes to the server whose core (by RSS) has the smallest sum of the current rates of its flows. No
-//! load balancer knows these rates: the oracle is a bound for placement by core while connections stay on their
-//! servers. It is not among the policies, because it cannot run live.
+//! RSS selects one core for the connection on every server. The oracle chooses the server where the flows of this core
+//! have the smallest total rate. No load balancer knows these rates, so the oracle cannot run live and is not among the
+//! policies. It bounds what placement by core can achieve while connections stay on their servers.
 
 use crate::trace::FirstPacket;
 
-/// Name of the oracle among the policies.
+/// Name by which the oracle is selected among the policies.
 pub const ORACLE: &str = "oracle";
 
-/// Number of rate units in one packet per second: integers are used because their sums return to exactly zero.
+/// Number of rate units in one packet per second. Rates are integers because only their sums return to exactly zero.
 const RATE_UNITS_PER_PACKET: f64 = 1e6;
 
-/// Oracle, which knows the true rates of all flows and thus the load of every core.
+/// Oracle, which knows the true rates of all flows and therefore the load of every core.
 #[derive(Debug, Default)]
 pub struct Oracle {
     core_rates: Vec<u64>,
@@ -24,8 +24,8 @@ impl Oracle {
         Self { core_rates: vec![0; cores], flow_rates: Vec::new() }
     }
 
-    /// Assigns a new flow to the least loaded of the reachable cores and returns that core; `None` if its rate is
-    /// unknown.
+    /// Assigns a new flow to the least loaded of the reachable cores and returns this core. Returns `None` if the
+    /// flow's rate is unknown.
     pub fn place_flow(
         &mut self,
         flow: u32,

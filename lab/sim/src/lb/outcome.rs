@@ -1,4 +1,4 @@
-//! Results of a simulation.
+//! Results of a trace simulation.
 
 use serde::Serialize;
 
@@ -6,45 +6,39 @@ use crate::output::Printable;
 use crate::seed_summary::SeedSummary;
 use crate::trace::SkipCounts;
 
-/// Results of one policy and seed: means over the measured windows, which are all whole windows except the first.
+/// Results of one policy with one seed, as means over all complete windows except the first.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SeedResult {
-    /// Variance of the numbers of packets that servers received (%).
+    /// Variance of the servers' received packets relative to their mean (%).
     pub server_variance_pct: f64,
-    /// Variance of the numbers of packets that cores served (%).
+    /// Variance of the cores' served packets relative to their mean (%).
     pub core_variance_pct: f64,
-    /// Number of packets of the busiest core, relative to the mean of all cores.
+    /// Number of packets at the busiest core, divided by the mean of all cores.
     pub max_over_mean: f64,
-    /// Share of packets that were dropped because they found a full queue (%).
+    /// Percentage of packets that were dropped because they found a full queue.
     pub dropped_pct: f64,
     /// Number of packets that all cores together served per second.
     pub throughput_pps: f64,
-    /// Number of bits that all cores together served per second, in 10^9; 0 if the trace has no packet sizes.
+    /// Number of bits that all cores together served per second, in 10^9. It is 0 if the trace has no packet sizes.
     pub throughput_gbps: f64,
 }
 
-/// Results of one policy over all seeds.
+/// Results of one policy, in which each field of [`SeedResult`] is summarized over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PolicyOutcome {
     pub policy: String,
-    /// See [`SeedResult::server_variance_pct`].
     pub server_variance_pct: SeedSummary,
-    /// See [`SeedResult::core_variance_pct`].
     pub core_variance_pct: SeedSummary,
-    /// See [`SeedResult::max_over_mean`].
     pub max_over_mean: SeedSummary,
-    /// See [`SeedResult::dropped_pct`].
     pub dropped_pct: SeedSummary,
-    /// See [`SeedResult::throughput_pps`].
     pub throughput_pps: SeedSummary,
-    /// See [`SeedResult::throughput_gbps`].
     pub throughput_gbps: SeedSummary,
-    /// Results of each seed, in the order of the seeds.
+    /// Results of each seed, in the order of the configuration.
     pub seeds: Vec<SeedResult>,
 }
 
 impl PolicyOutcome {
-    /// Summarizes the results of all seeds; `None` without seeds.
+    /// Summarizes the results of all seeds, or returns `None` if there are none.
     pub fn new(policy: &str, seeds: Vec<SeedResult>) -> Option<Self> {
         let summarize =
             |of: fn(&SeedResult) -> f64| SeedSummary::from_values(&seeds.iter().map(of).collect::<Vec<_>>());
@@ -63,17 +57,17 @@ impl PolicyOutcome {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// Results of the policies, in the requested order.
+    /// Results of the policies, in the order of the configuration.
     pub policies: Vec<PolicyOutcome>,
-    /// Number of simulated packets; if each seed has its own traffic, the mean over the seeds.
+    /// Number of simulated packets. It is the mean over the seeds if each seed has its own traffic.
     pub packets: u64,
-    /// Number of flows that began, averaged like `packets`.
+    /// Number of flows that began, averaged over seeds like `packets`.
     pub flows: u64,
-    /// Duration of the trace (s), averaged like `packets`.
+    /// Duration of the trace (s), averaged over seeds like `packets`.
     pub seconds: f64,
-    /// Number of skipped packets by reason, averaged like `packets`.
+    /// Number of skipped packets for each reason, averaged over seeds like `packets`.
     pub skipped: SkipCounts,
-    /// Number of packets whose time stamp was earlier than that of the packet before; they count as simultaneous.
+    /// Number of packets with an earlier time stamp than the packet before, with which they count as simultaneous.
     pub reordered: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Runs all policies and seeds on a trace that is read once.
+//! Runs all policies and seeds on a trace, which is read only once for all of them.
 
 use rayon::prelude::*;
 
@@ -10,11 +10,11 @@ use super::{Config, Error};
 use crate::par_map_ordered;
 use crate::trace::{Batch, SkipCounts, Trace};
 
-/// Busy time that a packet adds to a core of unlimited capacity (ns). Policies compare loads and ignore the unit. With
-/// 1 us the load of a few packets/s is above the resolution, and the load of millions is in range.
+/// Busy time that a packet adds to a core of unlimited capacity (ns). Policies compare loads and ignore their unit.
+/// With 1 us, both the load of a few packets/s and that of millions can be represented.
 const UNLIMITED_CORE_PACKET_COST_NS: f64 = 1_000.0;
 
-/// Simulates every policy with every seed. Fails when the configuration or the trace is invalid: see [`Error`].
+/// Simulates every policy with every seed. Fails with an [`Error`] when the configuration or the trace is invalid.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
     let known_policies = coreward_model::policy::names();
@@ -31,9 +31,9 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     Ok(merge_runs(config, runs))
 }
 
-/// Results of one pass over a trace for all policies and the given seeds.
+/// Results of reading a trace once, for all policies and the given seeds.
 struct TracePass {
-    /// Results by policy, then by seed.
+    /// Results by policy, and within each policy by seed.
     seed_results: Vec<Vec<SeedResult>>,
     packets: u64,
     flows: u64,
@@ -43,7 +43,7 @@ struct TracePass {
 }
 
 impl TracePass {
-    /// Simulates every policy with these seeds on the traffic of the first one.
+    /// Simulates every policy with each of these seeds. All get the traffic that the first seed draws.
     fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
         let mut trace = config.trace.open_overlay(seeds[0], config.trace_copies, config.read_options)?;
         let speed = config.replay_speed;
@@ -93,7 +93,8 @@ impl TracePass {
     }
 }
 
-/// Returns the capacity of a core. Requests of an arrival log wait without limit; packets beyond the queue are dropped.
+/// Returns the capacity of a core. Requests of an arrival log wait without limit, but packets are dropped at full
+/// queues.
 fn derive_capacity(config: &Config, trace: &dyn Trace) -> CoreCapacity {
     match (config.core_capacity, trace.service()) {
         (Some(packets_per_s), None) => {

@@ -1,4 +1,4 @@
-//! Simulation of one policy and seed: the fleet of a live system, with packets of a trace.
+//! Simulation of one policy and seed, in which the packets of a trace reach a fleet like a live system's.
 
 use coreward_model::fleet::{FleetShape, RackControllers, SimulatedCluster};
 use coreward_model::placement::PlacementTable;
@@ -14,20 +14,20 @@ use super::{Config, Error};
 use crate::names::UnknownName;
 use crate::trace::{Batch, Packet};
 
-/// Stream of [`seeded_rng`] that draws the server ids and the fleet's RSS key.
+/// Random stream of [`seeded_rng`] from which server ids and the fleet's RSS key are drawn.
 const RNG_STREAM_SERVERS: u64 = 21;
 
-/// Maximum number of reports in a pause of the trace, after which the remaining ones are skipped: all loads are then 0
-/// (0.5^1000), so reports have no effect. A capture with a gap of a year would otherwise take a day.
+/// Maximum number of reports processed in a pause of the trace. After these, all smoothed loads are 0 (0.5^1000), so
+/// the remaining reports have no effect and are skipped. Otherwise a capture with a gap of a year would take a day.
 const MAX_REPORTS_PER_GAP: u64 = 1_000;
 
-/// How new connections are placed: by a policy or by the oracle.
+/// Policy or oracle that places new connections.
 enum Placer {
     Policy(Box<dyn Policy>),
     Oracle(Oracle),
 }
 
-/// Results of the measured windows so far, with one value per window.
+/// Results of the windows measured so far, with one value per window.
 #[derive(Debug, Default)]
 struct WindowResults {
     server_variance_pct: Vec<f64>,
@@ -44,7 +44,7 @@ struct CounterSnapshot {
     time_ns: u64,
 }
 
-/// Simulation of a fleet under one policy and seed.
+/// Simulated fleet and load balancer under one policy and seed.
 pub struct Simulation {
     placer: Placer,
     fleet: SimulatedCluster,
@@ -57,18 +57,18 @@ pub struct Simulation {
     report_interval_ns: u64,
     window_ns: u64,
     next_report_ns: u64,
-    /// Time from the reports until the table computed from them is in force (ns).
+    /// Delay from the reports until the load balancer uses the table computed from them (ns).
     table_delay_ns: u64,
     pending_table: Option<(u64, PlacementTable)>,
     next_window_ns: u64,
-    /// Counters at the end of the newest window, and of the first, unmeasured window.
+    /// Counters at the end of the newest window. The next field has those of the first window, which is not measured.
     last_counters: CounterSnapshot,
     first_counters: Option<CounterSnapshot>,
     window_results: WindowResults,
 }
 
 impl Simulation {
-    /// Creates the simulation. Fails when the policy does not exist.
+    /// Creates the simulation. Fails when no policy has the name `policy`.
     pub fn new(
         config: &Config,
         policy: &str,
@@ -119,7 +119,7 @@ impl Simulation {
         })
     }
 
-    /// Processes a batch of packets. Fails when the oracle does not know a flow's rate.
+    /// Processes a batch of packets. Fails when the oracle does not know the rate of a flow.
     pub fn process_batch(&mut self, batch: &Batch) -> Result<(), Error> {
         let mut first_packets = batch.first_packets.iter();
         for packet in &batch.packets {
@@ -172,7 +172,7 @@ impl Simulation {
         }
     }
 
-    /// Processes reports and ends of windows up to `now_ns`.
+    /// Processes all reports and window ends that are due by `now_ns`.
     fn advance_to(&mut self, now_ns: u64) {
         let mut reports_left = MAX_REPORTS_PER_GAP;
         while self.next_report_ns.min(self.next_window_ns) <= now_ns {
@@ -181,14 +181,14 @@ impl Simulation {
                 self.next_report_ns += self.report_interval_ns;
                 reports_left = reports_left.saturating_sub(1);
                 if reports_left == 0 {
-                    // Skips to the last report that is due.
+                    // The remaining reports have no effect, so this skips to the last one that is due.
                     self.next_report_ns +=
                         now_ns.saturating_sub(self.next_report_ns) / self.report_interval_ns * self.report_interval_ns;
                 }
             } else {
                 self.close_window(self.next_window_ns);
                 self.next_window_ns += self.window_ns;
-                // A window without packets is not measured, so a long pause skips its windows.
+                // A window without packets is not measured, so the windows of a long pause can be skipped.
                 let empty_windows = now_ns.saturating_sub(self.next_window_ns) / self.window_ns;
                 if empty_windows > MAX_REPORTS_PER_GAP {
                     self.next_window_ns += empty_windows * self.window_ns;
@@ -198,20 +198,19 @@ impl Simulation {
     }
 
     fn process_reports(&mut self, now_ns: u64) {
-        // Before the next reports, whose assigned connections belong to the previous table.
+        // Connections assigned until now count for the previous table, so a due table is installed before new reports.
         self.install_due_table(now_ns);
         let Placer::Policy(policy) = &mut self.placer else { return };
         let history_busy_ns = self.history.busy_ns(now_ns).iter();
         let busy_ns: Vec<u64> =
             self.cores.busy_ns(now_ns).zip(history_busy_ns).map(|(new, old)| new + *old as u64).collect();
         let table = self.fleet.prepare_table(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
-        // The first table is in force immediately, because no table precedes it.
+        // The first table is used at once, because there is no earlier one.
         let in_force_at_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
         self.pending_table = Some((in_force_at_ns, table));
         self.install_due_table(now_ns);
     }
 
-    /// Installs the pending table if it is due.
     fn install_due_table(&mut self, now_ns: u64) {
         if let Some((_, table)) = self.pending_table.take_if(|(in_force_ns, _)| *in_force_ns <= now_ns) {
             self.fleet.install_table(table);
@@ -246,10 +245,10 @@ impl Simulation {
         self.last_counters = counters;
     }
 
-    /// Ends the simulation at the end of the trace and returns its results; `None` if no window was measured.
+    /// Ends the simulation at the end of the trace and returns its results, or `None` if no window was measured.
     pub fn finish(mut self, end_ns: u64) -> Option<SeedResult> {
         self.advance_to(end_ns);
-        // A capture of n seconds ends slightly before the n-th window.
+        // A capture of n seconds ends slightly before the n-th window does.
         if end_ns >= self.next_window_ns - self.window_ns / 20 {
             self.close_window(end_ns);
         }

@@ -49,7 +49,7 @@ pub struct PathArgs {
     /// Number of buckets of the placement table, and of entries of the servers' indirection tables
     #[arg(long, default_value = "128", value_parser = parse_buckets)]
     buckets: BucketCount,
-    /// Interval of reports (ms)
+    /// Interval between two reports (ms)
     #[arg(long, default_value_t = 100.0)]
     report_ms: f64,
     /// Weight of the newest report in a smoothed load
@@ -62,7 +62,8 @@ pub struct PathArgs {
     /// Length of the windows in which variance is measured (ms)
     #[arg(long, default_value_t = 1_000.0)]
     window_ms: f64,
-    /// Duration of arrivals (s); the warm-up is the first tenth, or two mean lifetimes of a connection
+    /// Time during which connections arrive (s); the warm-up is the first tenth, or two mean connection lifetimes if
+    /// longer
     #[arg(long, default_value_t = 20.0)]
     seconds: f64,
     /// Number of seeds: 1 to SEEDS

@@ -1,10 +1,11 @@
-//! `coreward-lab sim path`: simulates the whole path of a request, to compare the effects of both tiers. The load
-//! balancer places connections on servers by reported loads, and in each server a policy assigns requests to cores.
+//! Command `coreward-lab sim path`, which simulates the whole path of a request to compare the effects of both tiers.
+//! The load balancer places connections on servers by reported loads, and in each server a policy assigns requests to
+//! cores.
 //!
 //! * [`Config`] and [`run`]: configuration and execution
 //! * [`Outcome`][]: results
 //! * [`traffic`]: connections and their requests
-//! * [`simulation`]: one combination and seed
+//! * [`simulation`]: one combination of policies and one seed
 //!
 //! docs/simulator.md describes the model.
 
@@ -28,7 +29,7 @@ use crate::rpc::ticks::{Tick, to_ticks};
 use crate::rpc::{self, Policy, ServiceTimeDistribution};
 use simulation::Simulation;
 
-/// Configuration of a simulation. Times without a unit in their name are in units of service time (see
+/// Configuration of a simulation. Times whose name has no unit are in units of service time (see
 /// [`ServiceTimeDistribution`]).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
@@ -36,51 +37,51 @@ pub struct Config {
     pub servers: u16,
     /// Number of cores of each server, at least 1.
     pub cores: u16,
-    /// Policies of the load balancer, by name ([`coreward_model::policy`]).
+    /// Names of the load balancer's policies, from [`coreward_model::policy`].
     pub policies: Vec<String>,
-    /// Policies inside the servers, each of which is combined with each of `policies`. [`Policy::Rss`] uses the core
-    /// that the load balancer predicts.
+    /// Policies inside the servers. Each is simulated with each of `policies`. [`Policy::Rss`] assigns a request to the
+    /// core that the load balancer predicts.
     pub dispatch_policies: Vec<Policy>,
     pub service: ServiceTimeDistribution,
-    /// Duration of the unit of service time (us), 0.001 to 1,000,000,000; it relates requests to the interval of
-    /// reports.
+    /// Duration of the unit of service time (us), from 0.001 to 1,000,000,000. It relates requests to the report
+    /// interval.
     pub unit_us: f64,
     /// One-way latency between NIC and cores.
     pub latency: f64,
-    /// Offered load as a fraction of all cores' capacity, below 1.
+    /// Offered load as a fraction of the total capacity of all cores, below 1.
     pub load: f64,
-    /// Mean number of requests of a connection (geometric), 1 to 1,000,000,000; with 1, each connection has exactly
-    /// one.
+    /// Mean number of requests per connection (geometric), from 1 to 1,000,000,000. With 1, each has exactly one.
     pub requests_per_connection: f64,
-    /// Mean time between two requests of a connection (exponential).
+    /// Mean time between two successive requests of a connection (exponential).
     pub request_gap: f64,
-    /// Sigma of the lognormal distribution of the connections' mean gaps, 0 to 3.
+    /// Spread of the connections' mean gaps, as the sigma of their lognormal distribution, from 0 to 3.
     pub rate_sigma: f64,
-    /// Number of buckets of the placement table, and of entries of each indirection table.
+    /// Number of buckets in the placement table, and also of entries in each server's indirection table.
     pub buckets: BucketCount,
-    /// How cores are distributed over the servers' indirection tables.
+    /// How each server's indirection table assigns its entries to cores.
     pub tables: IndirectionTableDraw,
-    /// Interval between two reports, and between two placement tables (ms), 0.001 to 10,000.
+    /// Interval between two reports, and between two placement tables (ms), from 0.001 to 10,000.
     pub report_ms: f64,
-    /// Weight of the newest report in a smoothed load.
+    /// Weight of the newest report in a core's smoothed load.
     pub alpha: SmoothingWeight,
     pub report_phase: ReportPhase,
-    /// Duration of the windows in which variance is measured (ms), 0.001 to 3,600,000.
+    /// Duration of the windows in which variance is measured (ms), from 0.001 to 3,600,000.
     pub window_ms: f64,
-    /// Duration of arrivals (s). The warm-up is the first tenth, and at least two mean lifetimes of a connection.
+    /// Time during which connections arrive (s). The warm-up is its first tenth, or two mean connection lifetimes if
+    /// longer.
     pub seconds: f64,
-    /// Seeds, each of which draws traffic, server ids, indirection tables and keys. All combinations have the same
-    /// traffic.
+    /// Seeds of the runs. Each draws the traffic, server ids, indirection tables and keys. All combinations of policies
+    /// get the same traffic.
     pub seeds: Vec<u64>,
 }
 
-/// When agents read the loads of their cores.
+/// Time at which agents read the loads of their cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReportPhase {
-    /// All agents read when the table is made.
+    /// All agents read when the load balancer's table is computed.
     Aligned,
-    /// Each agent reads at its own time, as in operation: the loads of a table are up to one report interval old.
+    /// Each agent reads at its own time, as in operation, so a table's loads are up to one report interval old.
     Random,
 }
 
@@ -113,16 +114,16 @@ impl Default for Config {
 /// Reason why a configuration cannot be simulated.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A value of the configuration is out of range.
+    /// A value of the configuration is out of its range.
     #[error(transparent)]
     OutOfRange(#[from] OutOfRange),
-    /// A policy does not exist.
+    /// No policy has the given name.
     #[error(transparent)]
     Policy(#[from] UnknownName),
-    /// The server's configuration is invalid.
+    /// The configuration of a server is invalid.
     #[error(transparent)]
     Server(#[from] rpc::Error),
-    /// The run is too short for a measurement.
+    /// The run is too short to measure anything after the warm-up.
     #[error(
         "{seconds} s: expected at least {needed:.3}, twice the warm-up (which is two mean lives of a connection) and \
          two windows after it"
@@ -135,13 +136,13 @@ impl Config {
         to_ticks(seconds * 1e6 / self.unit_us)
     }
 
-    /// Returns the duration of the warm-up (s).
+    /// Returns the duration of the warm-up at the start of the run (s).
     fn warm_up_seconds(&self) -> f64 {
         let mean_connection_seconds = (self.requests_per_connection - 1.0) * self.request_gap * self.unit_us / 1e6;
         (self.seconds / 10.0).max(2.0 * mean_connection_seconds)
     }
 
-    /// Checks the configuration. An error names the value that is out of range, and the range.
+    /// Checks the configuration. An error names the value that is out of range, and the allowed range.
     pub fn check(&self) -> Result<(), Error> {
         let max_servers = ServerId::COUNT as f64;
         let allowed_ranges = [
@@ -185,7 +186,7 @@ impl Config {
     }
 }
 
-/// Simulates every combination of policies with every seed. An error names the invalid value and its position.
+/// Simulates every combination of policies with every seed. Fails when the configuration is invalid.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
     let combinations: Vec<(&String, &Policy)> = config

@@ -1,4 +1,4 @@
-//! Results of a simulation.
+//! Results of a simulation of the whole path.
 
 use serde::Serialize;
 
@@ -6,27 +6,27 @@ use crate::output::Printable;
 use crate::rpc::LatencySummary;
 use crate::seed_summary::SeedSummary;
 
-/// Results of one combination of policies and one seed.
+/// Results of one combination of policies with one seed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SeedResult {
-    /// Latency of all requests after the warm-up, from entering the server's NIC to leaving it, in units of service
-    /// time.
+    /// Latency of all requests after the warm-up, in units of service time. It is measured from the arrival at the
+    /// server's NIC to the response's departure.
     pub latency: LatencySummary,
-    /// Variance of the servers' busy times relative to their mean, averaged over the windows (%).
+    /// Variance of the servers' busy times relative to their mean, averaged over all windows (%).
     pub server_variance_pct: f64,
-    /// Variance of the cores' busy times relative to their mean, averaged over the windows (%).
+    /// Variance of the cores' busy times relative to their mean, averaged over all windows (%).
     pub core_variance_pct: f64,
     pub request_count: u64,
 }
 
-/// Results of one combination of policies over all seeds. Latencies are in units of service time.
+/// Results of one combination of policies, summarized over all seeds. Latencies are in units of service time.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CombinationOutcome {
     pub policy: String,
     /// Policy by which a server assigns requests to its cores.
     pub dispatch: String,
     pub mean: SeedSummary,
-    /// Median latency.
+    /// Median of the latency.
     pub p50: SeedSummary,
     /// 90th percentile of the latency.
     pub p90: SeedSummary,
@@ -34,14 +34,12 @@ pub struct CombinationOutcome {
     pub p99: SeedSummary,
     /// 99.9th percentile of the latency.
     pub p999: SeedSummary,
-    /// See [`SeedResult::server_variance_pct`].
     pub server_variance_pct: SeedSummary,
-    /// See [`SeedResult::core_variance_pct`].
     pub core_variance_pct: SeedSummary,
 }
 
 impl CombinationOutcome {
-    /// Summarizes the results of all seeds; `None` without seeds.
+    /// Summarizes the results of all seeds, or returns `None` if there are none.
     pub fn new(policy: &str, dispatch: &str, seed_results: &[SeedResult]) -> Option<Self> {
         let summarize =
             |of: fn(&SeedResult) -> f64| SeedSummary::from_values(&seed_results.iter().map(of).collect::<Vec<_>>());
@@ -61,9 +59,9 @@ impl CombinationOutcome {
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// Results of each policy of the load balancer combined with each policy inside the servers.
+    /// Results of each load balancer policy combined with each policy inside the servers.
     pub combinations: Vec<CombinationOutcome>,
-    /// Number of requests that arrived, as the mean over the seeds.
+    /// Number of requests that arrived, averaged over the seeds.
     pub requests: u64,
     /// Duration of the unit of service time (us).
     pub unit_us: f64,

@@ -15,13 +15,13 @@ use crate::rpc::server::{Request, Response, ResponseSink, Server, ServerSpec, Se
 use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 use crate::rpc::{Policy, ServiceTimeSampler};
 
-/// Streams of [`seeded_rng`] for servers, service times, hashes and the phases of reports.
+/// Random streams of [`seeded_rng`] for servers, service times, hashes, and the times at which agents report.
 const RNG_STREAM_SERVERS: u64 = 0x7061_7411;
 const RNG_STREAM_SERVICES: u64 = 0x7061_7412;
 const RNG_STREAM_HASHES: u64 = 0x7061_7413;
 const RNG_STREAM_REPORT_PHASES: u64 = 0x7061_7414;
 
-/// Simulated fleet with its servers and traffic.
+/// Simulated fleet, whose servers receive the simulated traffic.
 pub struct Simulation<'a> {
     config: &'a Config,
     dispatch_policy: &'a Policy,
@@ -38,22 +38,21 @@ pub struct Simulation<'a> {
     window_results: WindowResults,
 }
 
-/// Last reading of the busy times of a server's cores by its agent.
+/// Last reading of its cores' busy times by a server's agent.
 #[derive(Debug, Clone)]
 struct CoreReading {
     next_read_at: Tick,
-    /// Time of the last reading.
     last_read_at: Option<Tick>,
     core_busy_times: Vec<Tick>,
 }
 
-/// Tracker of responses and of open connections.
+/// Recorder of the responses, which also tracks the open connections.
 struct ResponseTracker {
     recorder: LatencyRecorder,
     connections: Vec<Connection>,
-    /// Ids of closed connections, for reuse.
+    /// Ids of closed connections, which new connections can reuse.
     free_ids: Vec<ConnectionId>,
-    /// Number of open connections of each server.
+    /// Number of open connections on each server.
     open_connections: Vec<u32>,
 }
 
@@ -61,9 +60,9 @@ struct ResponseTracker {
 struct Connection {
     server: u16,
     flow_hash: u32,
-    /// Number of requests that have arrived and are not answered yet.
+    /// Number of requests that have arrived but are not answered yet.
     unanswered: u32,
-    /// Whether the last request has arrived.
+    /// Whether the connection's last request has arrived.
     has_last_arrived: bool,
 }
 
@@ -93,7 +92,7 @@ impl ResponseTracker {
     }
 }
 
-/// Cores' busy times at the start of the current window, and the results of all measured windows.
+/// Cores' busy times at the start of the current window, followed by the results of all measured windows.
 #[derive(Debug)]
 struct WindowResults {
     busy_at_window_start: Vec<Tick>,
@@ -101,7 +100,7 @@ struct WindowResults {
     core_variance_pct: Vec<f64>,
 }
 
-/// Visitor that puts a server into a box.
+/// Visitor that puts a server into a box, so that servers of different types fit into one list.
 struct BoxServer;
 
 impl<S: ResponseSink> ServerVisitor<S> for BoxServer {
@@ -113,7 +112,7 @@ impl<S: ResponseSink> ServerVisitor<S> for BoxServer {
 }
 
 impl<'a> Simulation<'a> {
-    /// Creates a simulation of the load balancer's `policy` with `dispatch_policy` inside the servers.
+    /// Creates a simulation in which the load balancer uses `policy` and the servers use `dispatch_policy`.
     pub fn new(config: &'a Config, policy: &str, dispatch_policy: &'a Policy, seed: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
         let Config { servers, cores, buckets, alpha, tables, .. } = *config;
@@ -221,7 +220,7 @@ impl<'a> Simulation<'a> {
             TrafficEvent::NextRequest(id) => id,
             TrafficEvent::ConnectionOpened(tuple) => {
                 let server = self.fleet.place(&tuple) / usize::from(self.config.cores);
-                // Also closes the connections that have ended by now.
+                // This also closes the connections that have ended by now.
                 self.servers[server].advance(now, &mut self.response_tracker);
                 let id = self.response_tracker.open_connection(server as u16, self.fleet.rss_hash(&tuple));
                 self.traffic.open_connection(id);
@@ -247,7 +246,7 @@ impl<'a> Simulation<'a> {
         self.request_count += 1;
     }
 
-    /// Returns how long each core has been busy until now (ticks).
+    /// Returns each core's busy time from the start of the simulation until now (ticks).
     fn busy_times(&mut self, now: Tick) -> Vec<Tick> {
         let mut busy_times = Vec::with_capacity(self.window_results.busy_at_window_start.len());
         for server in &mut self.servers {
@@ -257,14 +256,14 @@ impl<'a> Simulation<'a> {
         busy_times
     }
 
-    /// Returns the server whose agent reads its cores next.
+    /// Returns the index of the server whose agent is the next to read its cores.
     fn next_server_to_read(&self) -> usize {
         let next_reading = self.core_readings.iter().enumerate().min_by_key(|(_, reading)| reading.next_read_at);
         next_reading.expect("at least one server").0
     }
 
-    /// Reads the busy times of a server's cores, as its agent does. If each request is placed separately and ignores
-    /// the predicted core, all cores get the mean.
+    /// Reads the busy times of a server's cores, as its agent does. If each connection has one request and the server's
+    /// policy ignores the core that RSS selects, every core gets the mean.
     fn read_core_busy_times(&mut self, server_index: usize, now: Tick) {
         let server = &mut self.servers[server_index];
         server.advance(now, &mut self.response_tracker);
@@ -277,7 +276,7 @@ impl<'a> Simulation<'a> {
         (reading.last_read_at, reading.core_busy_times) = (Some(now), busy_times);
     }
 
-    /// Computes a placement table from the agents' last readings.
+    /// Computes a placement table from the agents' latest readings.
     fn rebuild_table(&mut self, now: Tick) {
         for server in &mut self.servers {
             server.advance(now, &mut self.response_tracker);
@@ -333,7 +332,7 @@ mod tests {
             let id = match reference.traffic.pop_event() {
                 TrafficEvent::NextRequest(id) => id,
                 TrafficEvent::ConnectionOpened(tuple) => {
-                    // The reference never reuses ids.
+                    // The reference simulation never reuses ids.
                     let id = ConnectionId(predicted_cores.len() as u32);
                     predicted_cores.push(reference.fleet.place(&tuple));
                     reference.traffic.open_connection(id);

@@ -1,4 +1,4 @@
-//! Connections and their requests.
+//! Generator of connections and their requests.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,38 +12,39 @@ use super::Config;
 use crate::random::{exponential, log_normal, uniform_unit};
 use crate::rpc::ticks::{NEVER, Tick, to_ticks};
 
-/// Next event of the traffic.
+/// Event that the traffic generator produces next.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum TrafficEvent {
-    /// A connection is opened, with its first request.
+    /// A client opens a connection and sends its first request.
     ConnectionOpened(FourTuple),
-    /// A connection sends its next request.
+    /// A client sends the next request of an open connection.
     NextRequest(ConnectionId),
 }
 
-/// Id of an open connection.
+/// Id of an open connection, which may be reused after the connection has closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ConnectionId(pub u32);
 
-/// Number of remaining requests of a connection, and the mean gap between them (ticks).
+/// Number of a connection's remaining requests, and the mean gap between them (ticks).
 #[derive(Debug, Clone, Copy)]
 struct PendingRequests {
     request_count: u64,
     mean_gap: f64,
 }
 
-/// Traffic: connections arrive as a Poisson process. Each has a geometric number of requests, with exponential gaps
-/// around its own mean. The traffic is independent of the servers, so every policy gets the same.
+/// Traffic generator. Connections arrive as a Poisson process, each with a geometric number of requests. Gaps between
+/// requests are exponential, with a mean drawn per connection. Traffic does not depend on the servers, so all policies
+/// get the same.
 #[derive(Debug)]
 pub struct Traffic {
-    /// Mean time between two connections (ticks).
+    /// Mean time between the arrivals of two connections (ticks).
     mean_arrival_interval: f64,
     requests_per_connection: f64,
     mean_request_gap: f64,
     rate_sigma: f64,
     next_connection_at: Tick,
     scheduled_requests: BinaryHeap<Reverse<(Tick, ConnectionId)>>,
-    /// Remaining requests of each connection, by its id.
+    /// Remaining requests of each connection, indexed by its id.
     pending_requests: Vec<PendingRequests>,
     connection_rng: Xoshiro256PlusPlus,
     request_rng: Xoshiro256PlusPlus,
@@ -94,14 +95,14 @@ impl Traffic {
         TrafficEvent::ConnectionOpened(self.draw_tuple())
     }
 
-    /// Draws a 4-tuple with a random client in 10.0.0.0/8; two connections rarely have the same one.
+    /// Draws a 4-tuple with a random client in 10.0.0.0/8. Two connections rarely get the same one.
     fn draw_tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from(0x0a00_0000 | uniform_below(&mut self.connection_rng, 1 << 24));
         let port = 1_024 + uniform_below(&mut self.connection_rng, 65_536 - 1_024) as u16;
         FourTuple::ipv4((client, port), VIP)
     }
 
-    /// Sets the id of the connection of [`TrafficEvent::ConnectionOpened`]; no other open connection may have it.
+    /// Sets the id of a new connection ([`TrafficEvent::ConnectionOpened`]). No other open connection may have it.
     pub fn open_connection(&mut self, id: ConnectionId) {
         let opened_at = self.next_connection_at;
         self.next_connection_at = opened_at + self.draw_interval();
@@ -114,23 +115,22 @@ impl Traffic {
         self.schedule_next_request(id, opened_at);
     }
 
-    /// Returns whether the connection has more requests.
     pub fn has_more_requests(&self, id: ConnectionId) -> bool {
         self.pending_requests[id.0 as usize].request_count > 0
     }
 
-    /// Draws the number of requests after the first: geometric, with the configured mean, which includes the first.
+    /// Draws the geometric number of requests that follow the first, which the configured mean includes.
     fn draw_request_count(&mut self) -> u64 {
         let mean = self.requests_per_connection;
         if mean <= 1.0 {
             return 0;
         }
-        // The number of failures before a success of probability 1/mean, by inversion.
+        // By inversion, this is the number of failures before a success whose probability is 1/mean.
         let u = 1.0 - uniform_unit(&mut self.connection_rng);
         (libm::log(u) / libm::log(1.0 - 1.0 / mean)) as u64
     }
 
-    /// Draws a connection's mean gap between requests (ticks); the mean over all connections is as configured.
+    /// Draws a connection's mean gap between requests (ticks). Averaged over all connections, it is the configured gap.
     fn draw_gap(&mut self) -> f64 {
         let sigma = self.rate_sigma;
         if sigma == 0.0 {
@@ -140,7 +140,7 @@ impl Traffic {
         }
     }
 
-    /// Schedules the connection's next request after the one at `last_request_at`, if any.
+    /// Schedules the connection's next request, if it has one, relative to the previous request at `last_request_at`.
     fn schedule_next_request(&mut self, id: ConnectionId, last_request_at: Tick) {
         let pending_requests = self.pending_requests[id.0 as usize];
         if pending_requests.request_count > 0 {
@@ -169,7 +169,7 @@ mod tests {
                 connections += 1;
             }
         }
-        // Load 0.5 of 16 cores, 8 requests of mean 1 each; the last connections are incomplete.
+        // The load is 0.5 of 16 cores, with 8 requests of mean 1 per connection. The last connections are incomplete.
         let connections_per_unit = f64::from(connections) / to_units(last);
         assert!((connections_per_unit - 1.0).abs() < 0.02, "{connections_per_unit} connections per unit");
         let requests_per_connection = f64::from(requests) / f64::from(connections);

@@ -1,4 +1,4 @@
-//! Arrivals of connections, and their kinds.
+//! Arrivals of connections, each of one kind (duration and size).
 
 use std::collections::VecDeque;
 
@@ -10,49 +10,46 @@ use super::clock::{Nanoseconds, from_seconds, to_seconds};
 use super::mix::ConnectionMix;
 use crate::random::exponential;
 
-/// Stream of [`seeded_rng`] for arrivals, so that every method gets the same connections.
+/// Random stream of [`seeded_rng`] for arrivals alone, so that all methods get the same connections.
 const RNG_STREAM_ARRIVALS: u64 = 200;
 
 /// Process by which clients open connections.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum ArrivalProcess {
-    /// Poisson arrivals, at the rate that keeps a mean number of connections open.
-    OpenLoop {
-        /// Mean number of open connections.
-        mean_open_connections: f64,
-    },
+    /// Poisson arrivals, at a rate that keeps the given mean number of connections open.
+    OpenLoop { mean_open_connections: f64 },
     /// Load generator of Cheetah's Fig. 9 (`includes/httpclient.py` of github.com/cheetahlb/experiments). Every client
-    /// has the whole mix as a list of requests, and repeats each request only after its end. Long requests therefore
-    /// accumulate, and most new ones are short.
+    /// repeats each request of the mix, but only after it has ended. Long requests are therefore open most of the time,
+    /// and most new requests are short.
     ClosedLoop { clients: u32, request_rate: RateWave },
 }
 
-/// Rate of requests that rises from a base to a peak and falls again, once.
+/// Request rate that rises once from a base to a peak and falls again.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RateWave {
-    /// Rate at the start, at the end, and outside of the wave.
+    /// Request rate outside the wave, and at its start and end.
     pub base_per_s: f64,
-    /// Rate in the middle of the wave.
+    /// Request rate in the middle of the wave.
     pub peak_per_s: f64,
     /// Duration of the wave (s).
     pub duration_s: f64,
 }
 
 impl RateWave {
-    /// Returns the rate at a time: half a sine wave that rises from the base to the peak.
+    /// Returns the request rate at a time, which follows the first half of a sine wave from base to peak and back.
     fn rate_at(&self, second: f64) -> f64 {
         if second <= 0.0 || second >= self.duration_s {
             return self.base_per_s;
         }
-        // Bhaskara's approximation of sin(pi x) (7th century), within 0.2 % of the height, has the same bits on every
-        // machine.
+        // This is Bhaskara's approximation of sin(pi x) (7th century), which is within 0.2 % of the height. Unlike a
+        // sine function, it yields the same bits on every machine.
         let x = second / self.duration_s;
         let product = 16.0 * x * (1.0 - x);
         self.base_per_s + (self.peak_per_s - self.base_per_s) * product / (5.0 - product / 4.0)
     }
 }
 
-/// Source of the connections of one simulation, in the order of their starts.
+/// Source of one simulation's connections, in the order of their starts.
 #[derive(Debug)]
 pub struct ConnectionSource {
     arrivals: ArrivalProcess,
@@ -60,19 +57,19 @@ pub struct ConnectionSource {
     rng: Xoshiro256PlusPlus,
     next_start: Nanoseconds,
     warm_up: Nanoseconds,
-    /// Kinds of the requests that wait to be sent (closed loop).
+    /// Kinds of the requests that wait to be sent, for closed-loop arrivals only.
     waiting_kinds: VecDeque<u8>,
 }
 
 impl ConnectionSource {
-    /// Creates a source whose wave starts at the end of the warm-up.
+    /// Creates a source. A closed loop's wave starts at the end of the warm-up.
     pub fn new(arrivals: ArrivalProcess, mix: &ConnectionMix, warm_up: Nanoseconds, seed: u64) -> Self {
         let rng = seeded_rng(seed, RNG_STREAM_ARRIVALS);
         let mut source =
             Self { arrivals, mix: mix.clone(), rng, next_start: 0, warm_up, waiting_kinds: VecDeque::new() };
         if let ArrivalProcess::ClosedLoop { clients, .. } = arrivals {
             let mut kinds: Vec<u8> = (0..clients).flat_map(|_| mix.weighted_kinds().to_vec()).collect();
-            // Fisher-Yates shuffle.
+            // This is a Fisher-Yates shuffle.
             for last in (1..kinds.len()).rev() {
                 kinds.swap(last, uniform_below(&mut source.rng, last as u32 + 1) as usize);
             }
@@ -82,12 +79,12 @@ impl ConnectionSource {
         source
     }
 
-    /// Returns the start of the next connection.
+    /// Returns the time at which the next connection starts.
     pub fn next(&self) -> Nanoseconds {
         self.next_start
     }
 
-    /// Removes the next connection and returns its identity and kind; `None` if no request waits to be sent.
+    /// Removes the next connection and returns its identity and kind. Returns `None` if no request waits to be sent.
     pub fn pop_connection(&mut self) -> Option<(u64, u8)> {
         let kind = match self.arrivals {
             ArrivalProcess::OpenLoop { .. } => Some(self.mix.draw_kind(&mut self.rng)),
@@ -116,11 +113,12 @@ impl ConnectionSource {
     }
 }
 
-/// Returns the time until connections of the initially empty system have ended: the longest duration in an open loop.
+/// Returns how long it takes until the initially empty system is in its steady state. In an open loop, this is the
+/// longest connection's duration.
 pub fn settling_time(arrivals: &ArrivalProcess, mix: &ConnectionMix) -> Nanoseconds {
     match arrivals {
         ArrivalProcess::OpenLoop { .. } => mix.longest_duration(),
-        // The experiment runs for 15 s before its plot begins.
+        // The experiment runs for 15 s before the time that its plot shows.
         ArrivalProcess::ClosedLoop { .. } => from_seconds(15.0),
     }
 }
@@ -142,7 +140,7 @@ mod tests {
             source.pop_connection().unwrap();
             count += 1;
         }
-        // 100 per second on average; the standard deviation of the count is 316.
+        // The mean is 100 per second, and the standard deviation of the count is 316.
         assert!((98_700..101_300).contains(&count), "{count}");
     }
 
@@ -161,7 +159,7 @@ mod tests {
             [wave.rate_at(-1.0), wave.rate_at(0.0), wave.rate_at(20.0), wave.rate_at(40.0)],
             [1_000.0, 1_000.0, 2_000.0, 1_000.0]
         );
-        // sin(pi / 6) and sin(pi / 4).
+        // The expected values contain sin(pi / 6) and sin(pi / 4).
         assert!((wave.rate_at(40.0 / 6.0) - 1_500.0).abs() < 2.0 && (wave.rate_at(10.0) - 1_707.1).abs() < 2.0);
     }
 }

@@ -1,9 +1,11 @@
-//! `beamer`: stable hashing with daisy chaining (Olteanu et al., NSDI'18; Faild does the same). The number of buckets
-//! is fixed; a change of the pool moves as few as possible. A server forwards an unknown packet to the bucket's
-//! previous server, so one change of a bucket breaks nothing, but a second one may.
+//! Stable hashing with daisy chaining, method `beamer` (Olteanu et al., NSDI'18). Faild works the same way.
 //!
-//! With a threshold, Cheetah's extension (NSDI'20, Sect. 2.1): a server with a load above (1 + threshold) x the mean is
-//! removed from the table, and gets its buckets again when its load is below the mean.
+//! Connections are hashed to a fixed number of buckets, and a pool change moves as few buckets as possible. A server
+//! forwards an unknown packet to the bucket's previous server. One change of a bucket therefore breaks no connection,
+//! but a second one may.
+//!
+//! With a threshold, Cheetah's extension (NSDI'20, Sect. 2.1) applies. A server whose load exceeds (1 + threshold) x
+//! the mean is removed from the table. It gets its buckets back when its load falls below the mean.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -20,17 +22,17 @@ use super::cluster::Cluster;
 use super::connections::Connection;
 use super::hashed::bucket_count;
 
-/// Stream of [`seeded_rng`] that selects the buckets to move.
+/// Random stream of [`seeded_rng`] that selects the buckets to move.
 const RNG_STREAM_BUCKET_MOVES: u64 = 204;
 
-/// State of a server with regard to the table.
+/// Whether a server receives new connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ServerState {
-    /// The server is not in the pool.
+    /// The server is outside the pool.
     NotInPool,
-    /// The server gets new connections.
+    /// The server is in the pool and receives new connections.
     Serving,
-    /// The server is in the pool, but above the threshold: other servers have its buckets.
+    /// The server is in the pool, but its load exceeds the threshold, so its buckets are lent to other servers.
     Suspended,
 }
 
@@ -39,9 +41,10 @@ enum ServerState {
 pub struct Beamer {
     table: BucketTable,
     server_states: Vec<ServerState>,
-    /// Buckets that each server owns. A serving server uses them itself; those of a suspended one are lent to others.
+    /// Buckets that each server owns. A serving server uses its own buckets, and those of a suspended server are lent
+    /// to others.
     own_buckets: Vec<Vec<u32>>,
-    /// Buckets of suspended servers that each server has borrowed.
+    /// Buckets that each server has borrowed from suspended servers.
     borrowed_buckets: Vec<Vec<u32>>,
     threshold_control: Option<ThresholdControl>,
     rng: Xoshiro256PlusPlus,
@@ -49,10 +52,10 @@ pub struct Beamer {
 
 #[derive(Debug, Clone, Copy)]
 pub struct ThresholdControl {
-    /// Allowed imbalance: with 0.1, a server's load may be 10 % above the mean.
+    /// Allowed excess over the servers' mean load. With 0.1, a server's load may be 10 % above the mean.
     pub threshold: f64,
-    /// Time from which servers are suspended: while the system fills, loads of one or two connections are not
-    /// significant.
+    /// Time from which servers may be suspended. While the system fills, servers have only one or two connections, so
+    /// their loads are not significant.
     pub start: Nanoseconds,
 }
 
@@ -86,12 +89,12 @@ impl Beamer {
             .collect()
     }
 
-    /// Returns a key that orders servers by their number of buckets, with ties in random order.
+    /// Returns a sort key that orders servers by their number of buckets, with ties in random order.
     fn bucket_sort_key(&mut self, bucket_count: usize, server: u16) -> (usize, u32, u16) {
         (bucket_count, self.rng.next_u32(), server)
     }
 
-    /// Lends the buckets to the serving servers with the fewest buckets.
+    /// Lends the buckets to those serving servers that have the fewest buckets.
     fn lend_buckets(&mut self, buckets: Vec<u32>) {
         let used_bucket_count = |beamer: &Self, server: u16| {
             beamer.own_buckets[usize::from(server)].len() + beamer.borrowed_buckets[usize::from(server)].len()
@@ -125,7 +128,7 @@ impl Beamer {
         }
     }
 
-    /// Returns a borrowed bucket to its owner.
+    /// Returns a borrowed bucket to the server that owns it.
     fn return_bucket(&mut self, bucket: u32) {
         let borrower = self.table.server(bucket as usize);
         let borrowed_buckets = &mut self.borrowed_buckets[usize::from(borrower)];
@@ -134,12 +137,12 @@ impl Beamer {
         borrowed_buckets.swap_remove(position);
     }
 
-    /// Removes a server from the pool. Its own buckets go to the servers that own the fewest buckets.
+    /// Removes a server from the pool and gives its own buckets to the servers that own the fewest.
     fn remove_server(&mut self, server: u16) {
         if self.has_state(server, ServerState::Serving)
             && self.servers_with_state(|other| other == ServerState::Serving).len() == 1
         {
-            // If all other servers are above the threshold, one of them must serve.
+            // All other servers are suspended, so one of them must serve again.
             let suspended_servers = self.servers_with_state(|other| other == ServerState::Suspended);
             let drawn_index = uniform_below(&mut self.rng, suspended_servers.len() as u32);
             self.resume_server(suspended_servers[drawn_index as usize]);
@@ -168,7 +171,7 @@ impl Beamer {
         }
     }
 
-    /// Adds a server to the pool, which gets its share of buckets from the servers that own the most.
+    /// Adds a server to the pool. It takes its share of buckets from the servers that own the most.
     fn add_server(&mut self, server: u16) {
         let other_servers = self.servers_with_state(|state| state != ServerState::NotInPool);
         self.server_states[usize::from(server)] = ServerState::Serving;

@@ -1,25 +1,25 @@
-//! Table of buckets with a history, which shows at a connection's end whether the connection was broken. A change of a
-//! bucket therefore has no cost per connection.
+//! Table that maps buckets to servers and stores its own history. When a connection ends, the history shows whether it
+//! was broken. A change of a bucket therefore need not visit the open connections.
 
 use super::clock::Nanoseconds;
 use super::connections::Connection;
 
-/// Server that a bucket's packets reach.
+/// Server that a bucket's packets can reach.
 #[derive(Debug, Clone, Copy)]
 struct BucketServer {
     server: u16,
-    /// Number of the table change that made the server reachable: older connections used another server in between.
+    /// Number of the table change by which the server became reachable. Older connections used another in between.
     since_change: u32,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Bucket {
     current: BucketServer,
-    /// Previous server, to which `current` forwards unknown packets with daisy chaining.
+    /// Previous server, to which `current` forwards packets of unknown connections if the table uses daisy chaining.
     previous: BucketServer,
 }
 
-/// Server that a bucket's packets no longer reach, with the table changes between which they did.
+/// Server that a bucket's packets no longer reach, with the table changes between which they reached it.
 #[derive(Debug, Clone, Copy)]
 struct Eviction {
     server: u16,
@@ -30,18 +30,18 @@ struct Eviction {
 
 const NO_SERVER: BucketServer = BucketServer { server: u16::MAX, since_change: u32::MAX };
 
-/// Returns the bucket of a hash, of which only the lower 32 bits are used.
+/// Returns the bucket of a hash. Only the lower 32 bits of the hash are used.
 pub fn hash_to_bucket(hash: u64, bucket_count: usize) -> usize {
-    // Multiply and shift (Lemire 2019): any number of buckets, equally likely.
+    // Multiply and shift (Lemire 2019) makes all buckets equally likely, whatever their number.
     (((hash & 0xffff_ffff) * bucket_count as u64) >> 32) as usize
 }
 
-/// Table with the server of each bucket, which is the same in all load balancers.
+/// Table that maps each bucket to a server. All load balancers have the same table.
 #[derive(Debug)]
 pub struct BucketTable {
     buckets: Vec<Bucket>,
     has_daisy_chaining: bool,
-    /// Number of table changes so far; a connection stores the number at the time of its first packet.
+    /// Number of table changes so far. A connection stores the number at the time of its first packet.
     change_count: u32,
     changed_at: Nanoseconds,
     evictions: Option<Vec<Vec<Eviction>>>,
@@ -71,12 +71,12 @@ impl BucketTable {
         self.buckets[bucket].current.server
     }
 
-    /// Returns the number of the last change, which a connection that begins now stores.
+    /// Returns the number of the last table change, which a connection that begins now stores.
     pub fn last_change_number(&self) -> u64 {
         self.change_count.into()
     }
 
-    /// Starts a table change, to which the following assignments belong.
+    /// Starts a table change, to which all assignments belong until the next call.
     pub fn begin_change(&mut self, now: Nanoseconds) {
         self.change_count += 1;
         self.changed_at = now;
@@ -89,7 +89,7 @@ impl BucketTable {
             return;
         }
         let evicted_server = match (self.has_daisy_chaining, entry.previous.server == server) {
-            // Back to the previous server: both stay reachable.
+            // The bucket returns to its previous server, so both servers stay reachable.
             (true, true) => {
                 std::mem::swap(&mut entry.current, &mut entry.previous);
                 return;
@@ -111,7 +111,7 @@ impl BucketTable {
         }
     }
 
-    /// Implements [`super::balancer::Balancer::first_break_time`]; the connection's stored state is
+    /// Implements [`super::balancer::Balancer::first_break_time`]. The connection's stored state must be the
     /// [`BucketTable::last_change_number`] at its first packet.
     pub fn first_break_time(&self, connection: &Connection, now: Nanoseconds) -> Option<Nanoseconds> {
         let bucket = self.bucket_of_connection(connection.identity);

@@ -1,5 +1,5 @@
-//! `cheetah:POLICY`: a policy places a new connection, and the cookie in every later packet names the server (Cheetah,
-//! NSDI'20, Sect. 3.1). Policies, tables and cookies are those of the live load balancer.
+//! Method `cheetah:POLICY`, in which a policy places a new connection and a cookie in every later packet names its
+//! server (Cheetah, NSDI'20, Sect. 3.1). Policies, tables and cookies are those of the live load balancer.
 
 use std::net::Ipv4Addr;
 
@@ -15,41 +15,41 @@ use super::cluster::{Cluster, LOAD_BALANCERS_MAX, server_id};
 use super::connections::Connection;
 use super::{Config, LoadInfo};
 
-/// Streams of [`seeded_rng`] for the fleet's RSS key and cookie keys.
+/// Random streams of [`seeded_rng`] for the fleet's RSS key and its cookie keys.
 const RNG_STREAM_RSS_KEY: u64 = 202;
 const RNG_STREAM_COOKIE_KEYS: u64 = 203;
 
-/// Number of entries of each server's indirection table.
+/// Number of entries in each server's indirection table.
 const INDIRECTION_ENTRY_COUNT: usize = 128;
 
-/// Mean load of all cores that is passed to policies, which only use ratios of loads.
+/// Mean core load that policies are given. The value is arbitrary, because policies only use ratios of loads.
 const MEAN_LOAD: f64 = 0.5;
 
-/// Load balancers that place connections by one policy and put the server into a cookie.
+/// Load balancers that place connections by one policy and put the server's id into a cookie.
 pub struct Cheetah {
     policy: Box<dyn Policy>,
     load_info: LoadInfo,
     bucket_count: BucketCount,
     table: PlacementTable,
-    /// Placement state of each load balancer: round-robin positions and assigned connections.
+    /// Each load balancer's placement state, with round-robin positions and counts of assigned connections.
     placement_states: Vec<PlacementState>,
     generation: u64,
     keys: FleetCookieKeys,
     time_key: CookieKey,
     rss_configs: Vec<RssConfig>,
     cores_per_server: u16,
-    /// Number of open connections of each core, by server and then by core.
+    /// Number of open connections of each core, ordered by server and then by core.
     core_open_connections: Vec<u32>,
-    /// Position of each server in the table's members, or among its core slots.
+    /// Position of each server among the table's members, or of its first core slot.
     table_positions: Vec<usize>,
 }
 
 impl Cheetah {
-    /// Creates the load balancers; `name` is one of [`policy::names`].
+    /// Creates the load balancers of a cluster. `name` must be one of [`policy::names`].
     pub fn new(name: &str, config: &Config, servers: usize, seed: u64) -> Self {
         let uses_current_counts = config.load_info == LoadInfo::Current && name == LEAST_POLICY;
         let policy: Box<dyn Policy> = match uses_current_counts {
-            // Counts of all servers are current, so all servers are compared, and no buckets are needed.
+            // The counts of all servers are current, so all servers can be compared without buckets.
             true => Box::new(LeastPolicy::without_sampling(seed)),
             false => policy::policy_by_name(name, seed).expect("a method's policy exists"),
         };
@@ -78,7 +78,7 @@ impl Cheetah {
         }
     }
 
-    /// Returns the pool from which the policy computes a table.
+    /// Returns the server pool from which the policy computes a table.
     fn build_pool(&self, cluster: &Cluster) -> Pool {
         let total_connections: u64 = self.core_open_connections.iter().map(|count| u64::from(*count)).sum();
         let mean_connections =
@@ -96,7 +96,7 @@ impl Cheetah {
                         .into(),
                 ),
                 rss: Some(self.rss_configs[number].clone()),
-                // Current counts are stored as assigned connections instead.
+                // Current counts are kept up to date as the table's assigned connections instead.
                 open_connections: if self.has_current_counts() { 0 } else { cluster.open_connections(number as u16) },
                 ..PoolServer::new(server_id(number as u16))
             }
@@ -104,17 +104,17 @@ impl Cheetah {
         Pool::new((0..cluster.server_count()).map(build_server).collect(), cluster.load_balancers().len() as u32)
     }
 
-    /// Returns whether [`PlacementState::assigned_counts`] holds the present open connections.
+    /// Returns whether [`PlacementState::assigned_counts`] holds the current numbers of open connections.
     fn has_current_counts(&self) -> bool {
         self.load_info == LoadInfo::Current && self.policy.name() == LEAST_POLICY
     }
 
-    /// Computes a new table for all load balancers, which keep their round-robin positions.
+    /// Computes a new table for all load balancers, which keep their positions in the round-robin order.
     fn replace_table(&mut self, cluster: &Cluster) {
         self.generation += 1;
         self.table = self.policy.compute_table(&self.build_pool(cluster), self.bucket_count, self.generation);
         if matches!(self.table.rule, PlacementRule::RoundRobin | PlacementRule::PowerOfTwo) {
-            // These rules use no bucket: one suffices for the next table.
+            // These rules do not use buckets, so one bucket suffices for the next table.
             self.bucket_count = one_bucket();
         }
         for state in &mut self.placement_states {
@@ -126,7 +126,7 @@ impl Cheetah {
         }
     }
 
-    /// Sets the table's loads to the current numbers of open connections.
+    /// Copies the current numbers of open connections into the table's loads.
     fn copy_connection_counts(&mut self, cluster: &Cluster) {
         self.table_positions.fill(usize::MAX);
         if self.has_current_counts() {
@@ -142,7 +142,7 @@ impl Cheetah {
         }
     }
 
-    /// Updates a server's connection count in the table, unless [`PlacementTable::choose`] has already done so.
+    /// Updates a server's connection count in the table, unless [`PlacementTable::choose`] has already updated it.
     fn update_connection_count(&mut self, server: u16, cluster: &Cluster) {
         let position = self.table_positions[usize::from(server)];
         if position == usize::MAX {
@@ -154,12 +154,12 @@ impl Cheetah {
         }
     }
 
-    /// Returns the cookie that a load balancer decodes from a later packet of the connection.
+    /// Returns the cookie that a load balancer decodes from later packets of the connection.
     pub fn decoded_cookie(&self, connection: &Connection) -> Cookie {
         decode_cookie(&self.keys, &identity_to_tuple(connection.identity), connection.stored_state as u32)
     }
 
-    /// Returns the two servers that the rule `PowerOfTwo` compares for a connection.
+    /// Returns the two servers that the rule `PowerOfTwo` compares when it places a connection.
     #[cfg(test)]
     pub fn compared_servers(&self, identity: u64) -> [coreward_model::ServerId; 2] {
         use coreward_model::placement::{mix_hash, two_draws};
@@ -181,7 +181,7 @@ impl Cheetah {
     }
 }
 
-/// Name of the only policy that is implemented differently for current counts.
+/// Name of the only policy that has a different implementation for current counts.
 const LEAST_POLICY: &str = "least";
 
 fn one_bucket() -> BucketCount {
@@ -196,7 +196,7 @@ fn identity_to_tuple(identity: u64) -> FourTuple {
 impl Balancer for Cheetah {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let tuple = identity_to_tuple(identity);
-        // With current counts all load balancers have the same information.
+        // With current counts, all load balancers have the same information, so one placement state serves all.
         let load_balancer = if self.has_current_counts() { 0 } else { cluster.load_balancer(identity).into() };
         let server = self
             .table
@@ -236,7 +236,7 @@ impl Balancer for Cheetah {
         self.replace_table(cluster);
     }
 
-    /// Decodes the cookie only once, because every load balancer decodes the same server.
+    /// Checks the cookie that one load balancer decodes, because all load balancers decode the same server.
     fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
         (self.decoded_cookie(connection) != Cookie::Server(server_id(connection.server))).then_some(cluster.now)
     }

@@ -22,7 +22,7 @@ pub struct PccArgs {
     /// Servers added or removed per minute
     #[arg(long, default_value_t = 80.0, allow_negative_numbers = true)]
     updates_per_minute: f64,
-    /// Length of each run, after a warm-up of the longest connection (150 s)
+    /// Length of each run (minutes), after a warm-up as long as the longest connection (150 s)
     #[arg(long, default_value_t = 2.0, allow_negative_numbers = true)]
     minutes: f64,
     /// Number of load balancers behind equal-cost multi-path
@@ -34,7 +34,7 @@ pub struct PccArgs {
     /// Number of seeds: 1 to SEEDS, each with one run of every method
     #[arg(long, default_value_t = 3)]
     seeds: u64,
-    /// Load information of the policies
+    /// How recent the load information is that policies use
     #[arg(long, value_enum, default_value_t = LoadInfo::Current)]
     load_info: LoadInfo,
     /// Interval of the servers' reports (ms)

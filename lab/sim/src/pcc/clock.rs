@@ -1,9 +1,9 @@
-//! Simulated time: whole nanoseconds from the start of the warm-up, so that sums are exact.
+//! Simulated time in whole nanoseconds since the start of the warm-up. Sums of integers are exact.
 
-/// Time or duration (ns).
+/// Point in time or duration (ns).
 pub type Nanoseconds = u64;
 
-/// Converts seconds to nanoseconds, rounded to the nearest one; negative values become 0.
+/// Converts seconds to nanoseconds, rounded to the nearest one. Negative values become 0.
 pub fn from_seconds(seconds: f64) -> Nanoseconds {
     (seconds * 1e9).round() as Nanoseconds
 }

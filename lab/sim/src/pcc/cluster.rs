@@ -1,4 +1,4 @@
-//! Servers and load balancers that take new connections, and the number of connections of each server.
+//! Servers and load balancers that receive new connections, with each server's number of connections.
 
 use std::collections::VecDeque;
 
@@ -10,25 +10,24 @@ use super::imbalance::ImbalanceTracker;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClusterChange {
-    /// The server that has been outside of the pool for the longest time joins it.
+    /// The server that has been outside the pool for the longest time joins the pool.
     AddServer,
-    /// A random server leaves the pool. It is drained: it gets no new connections and keeps its open ones.
+    /// A random server leaves the pool. It keeps its open connections but receives no new ones (draining).
     RemoveServer,
     /// A load balancer starts with an empty connection table.
     AddLoadBalancer,
-    /// A random load balancer stops.
+    /// A random load balancer stops and loses its connection table.
     RemoveLoadBalancer,
 }
 
-/// Maximum number of load balancers, because sets of them are masks of 64 bits.
+/// Maximum number of load balancers. Sets of load balancers are stored as masks of 64 bits.
 pub const LOAD_BALANCERS_MAX: usize = 64;
 
-/// Servers and load balancers of a simulation, with their current states.
+/// Servers and load balancers of a simulation, with their current state.
 #[derive(Debug)]
 pub struct Cluster {
-    /// Current simulated time.
     pub now: Nanoseconds,
-    /// Servers of the pool, by number.
+    /// Numbers of the servers in the pool, in ascending order.
     members: Vec<u16>,
     is_member: Vec<bool>,
     spare_servers: VecDeque<u16>,
@@ -36,13 +35,13 @@ pub struct Cluster {
     pool_connections: u64,
     load_balancers: Vec<u8>,
     idle_load_balancers: VecDeque<u8>,
-    /// Tracker of the imbalance between the servers of the pool.
+    /// Tracker of the imbalance between the pool's servers.
     pub imbalance: ImbalanceTracker,
 }
 
 impl Cluster {
-    /// Creates a cluster of `servers` in the pool, `spare_servers` outside of it and `load_balancers`. Imbalance is
-    /// measured from `start` on.
+    /// Creates a cluster with `servers` in the pool, `spare_servers` outside it, and `load_balancers`. Imbalance is
+    /// measured from the time `start` on.
     pub fn new(servers: usize, spare_servers: usize, load_balancers: usize, start: Nanoseconds) -> Self {
         let mut imbalance = ImbalanceTracker::starting_at(start);
         (0..servers).for_each(|_| imbalance.add_server(0));
@@ -59,7 +58,6 @@ impl Cluster {
         }
     }
 
-    /// Returns the numbers of the pool's servers in ascending order.
     pub fn members(&self) -> &[u16] {
         &self.members
     }
@@ -72,12 +70,11 @@ impl Cluster {
         self.open_connections.len()
     }
 
-    /// Returns the number of open connections of a server.
     pub fn open_connections(&self, server: u16) -> u32 {
         self.open_connections[usize::from(server)]
     }
 
-    /// Returns the mean number of open connections of the pool's servers.
+    /// Returns the mean number of open connections per server in the pool.
     pub fn mean_open_connections(&self) -> f64 {
         self.pool_connections as f64 / self.members.len() as f64
     }
@@ -86,19 +83,17 @@ impl Cluster {
         &self.load_balancers
     }
 
-    /// Returns the load balancer that the first tier selects for a connection: equal-cost multi-path by hash modulo
-    /// their number. Of the methods in RFC 2992, this one moves the most connections when the number changes.
+    /// Returns the load balancer that an equal-cost multi-path router selects for a connection, by hash modulo their
+    /// number. Of the methods in RFC 2992, this one moves the most connections when the number changes.
     pub fn load_balancer(&self, identity: u64) -> u8 {
         self.load_balancers[(identity >> 32) as usize % self.load_balancers.len()]
     }
 
-    /// Advances the simulated time to `now`.
     pub fn advance_to(&mut self, now: Nanoseconds) {
         self.now = now;
         self.imbalance.advance_to(now);
     }
 
-    /// Counts a new connection on a server.
     pub fn connection_opened(&mut self, server: u16) {
         let count = &mut self.open_connections[usize::from(server)];
         if self.is_member[usize::from(server)] {
@@ -108,7 +103,6 @@ impl Cluster {
         *count += 1;
     }
 
-    /// Removes a closed connection from the count of a server.
     pub fn connection_closed(&mut self, server: u16) {
         let count = &mut self.open_connections[usize::from(server)];
         if self.is_member[usize::from(server)] {
@@ -118,8 +112,7 @@ impl Cluster {
         *count -= 1;
     }
 
-    /// Applies the change. Returns `false` when it is impossible: no server or load balancer can be added, or only one
-    /// is left.
+    /// Applies the change. Returns `false` if nothing is left to add, or if only one is left and cannot be removed.
     pub fn apply_change(&mut self, change: ClusterChange, rng: &mut impl rand::Rng) -> bool {
         match change {
             ClusterChange::AddServer => self.add_server(),
@@ -133,7 +126,7 @@ impl Cluster {
                 let count = self.load_balancers.len();
                 if count > 1 {
                     let removed = self.load_balancers.swap_remove(uniform_below(rng, count as u32) as usize);
-                    // Restarts first, like a rebooted load balancer.
+                    // It is the first to start again, like a load balancer that reboots.
                     self.idle_load_balancers.push_front(removed);
                 }
                 count > 1
@@ -164,7 +157,7 @@ impl Cluster {
     }
 }
 
-/// Returns the id by which policies and cookies refer to a server.
+/// Returns the id by which policies and cookies identify a server.
 pub fn server_id(server: u16) -> ServerId {
     ServerId::try_from(u64::from(server)).expect("a configuration has fewer servers than there are ids")
 }
@@ -187,7 +180,7 @@ mod tests {
         let connections_before = cluster.open_connections(drained_server);
         cluster.connection_closed(drained_server);
         assert_eq!(cluster.open_connections(drained_server), connections_before - 1);
-        // The spare server joins first, then the one that left.
+        // The spare server joins before the drained one, which has been outside the pool for a shorter time.
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(3));
         assert!(cluster.apply_change(ClusterChange::AddServer, &mut rng) && cluster.is_member(drained_server));
         assert!(!cluster.apply_change(ClusterChange::AddServer, &mut rng));

@@ -1,4 +1,4 @@
-//! Open connections in the order of their ends.
+//! Open connections, ordered by the times at which they end.
 
 use std::collections::VecDeque;
 
@@ -9,10 +9,10 @@ use super::mix::ConnectionMix;
 pub struct Connection {
     /// 64 random bits that identify the connection, instead of a 4-tuple.
     pub identity: u64,
-    /// State that the method stores for the connection, in load balancers or packets.
+    /// State that the method stores for the connection, in the load balancers or in the connection's packets.
     pub stored_state: u64,
     pub start: Nanoseconds,
-    /// First time at which a change of the load balancers sent a packet of the connection to another server.
+    /// First time at which a load balancer change sent the connection's packets to another server.
     pub rerouted_at: Option<Nanoseconds>,
     /// Server that received the connection's first packet.
     pub server: u16,
@@ -21,16 +21,16 @@ pub struct Connection {
     pub kind: u8,
 }
 
-/// All open connections. Connections of one kind have the same duration and end in the order of their starts, so each
-/// kind has a queue.
+/// All open connections, with a queue per kind. Those of one kind last equally long, so they end in order of their
+/// starts.
 #[derive(Debug)]
 pub struct Connections {
     slots: Vec<Option<Connection>>,
     free_slots: Vec<u32>,
-    /// For each kind, the ends of its connections in ascending order, with the connections' slots.
+    /// Ends of each kind's connections in ascending order, with the slots of the connections.
     end_queues: Vec<VecDeque<(Nanoseconds, u32)>>,
     kind_durations: Vec<Nanoseconds>,
-    /// For each kind, the end of its connection that ends first; [`NEVER`] without one.
+    /// Next time at which a connection of each kind ends, or [`NEVER`] if none is open.
     next_ends: Vec<Nanoseconds>,
     next_ending_kind: usize,
     open_count: usize,
@@ -39,7 +39,6 @@ pub struct Connections {
 const NEVER: Nanoseconds = Nanoseconds::MAX;
 
 impl Connections {
-    /// Returns an empty set of connections.
     pub fn new(mix: &ConnectionMix) -> Self {
         let kinds = mix.kinds();
         Self {
@@ -53,17 +52,16 @@ impl Connections {
         }
     }
 
-    /// Returns the number of open connections.
     pub fn len(&self) -> usize {
         self.open_count
     }
 
-    /// Returns all open connections in arbitrary order.
+    /// Returns all open connections in no particular order.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Connection> {
         self.slots.iter_mut().flatten()
     }
 
-    /// Adds an open connection. Its start must not be earlier than that of any connection added before.
+    /// Adds a new connection. It must not start earlier than any connection added before.
     pub fn open(&mut self, connection: Connection) {
         let kind = usize::from(connection.kind);
         let end = connection.start + self.kind_durations[kind];
@@ -91,7 +89,6 @@ impl Connections {
         (self.open_count > 0).then(|| self.next_ends[self.next_ending_kind])
     }
 
-    /// Removes and returns the connection that ends next.
     pub fn close_next(&mut self) -> Option<Connection> {
         let kind = self.next_ending_kind;
         let (_, slot) = self.end_queues[kind].pop_front()?;
@@ -103,7 +100,7 @@ impl Connections {
     }
 }
 
-/// Returns the index of the smallest value, the first of equal ones.
+/// Returns the index of the smallest value, or of the first one if several are equal.
 fn index_of_minimum(values: &[Nanoseconds]) -> usize {
     let minimum = values.iter().copied().fold(NEVER, Nanoseconds::min);
     values.iter().position(|value| *value == minimum).unwrap_or(0)

@@ -1,4 +1,4 @@
-//! A simulation: events of connections, servers and load balancers in order of time.
+//! Simulation loop, which processes connections and changes of servers and load balancers in order of time.
 
 use super::arrivals::{ConnectionSource, settling_time};
 use super::balancer::Balancer;
@@ -10,7 +10,7 @@ use super::outcome::{SecondCounts, SeedOutcome};
 use super::schedule::{ChangeSchedule, max_deviation};
 use super::{ClusterUpdates, Config};
 
-/// Returns the number of servers that are outside of the pool at the start.
+/// Returns how many servers are outside the pool at the start.
 fn spare_server_count(config: &Config) -> usize {
     match &config.updates {
         ClusterUpdates::PerMinute { .. } => max_deviation(config.servers),
@@ -20,7 +20,7 @@ fn spare_server_count(config: &Config) -> usize {
     }
 }
 
-/// Returns the number of all servers in a simulation, whether in the pool or not.
+/// Returns how many servers a simulation has in total, whether they are in the pool or not.
 pub fn server_count(config: &Config) -> usize {
     config.servers + spare_server_count(config)
 }
@@ -72,7 +72,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
 
     fn run(mut self) -> SeedOutcome {
         loop {
-            // At equal times connections end first, because an ended connection cannot be broken.
+            // If several events are simultaneous, connections end first, because an ended connection cannot be broken.
             let next_end = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
             let next_start = self.connection_source.next();
             let next_change = self.change_schedule.next().unwrap_or(Nanoseconds::MAX);
@@ -157,8 +157,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
     }
 
-    /// Returns the time at which the client notices the break: at its next acknowledgement, at the latest at the
-    /// connection's regular end.
+    /// Returns when the client notices the break. This is at its next acknowledgement, or at the latest when the
+    /// connection would regularly end.
     fn notice_time(&self, connection: &Connection, broken_at: Nanoseconds) -> Nanoseconds {
         let kind = self.mix.kinds()[usize::from(connection.kind)];
         let packet_count = u128::from(kind.packet_count);
@@ -178,7 +178,7 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         self.outcome.imbalance = self.cluster.imbalance.average();
         self.outcome.open_connections_at_end = self.connections.len();
         if !self.outcome.second_counts.is_empty() {
-            // Open connections may have been broken within a reported second.
+            // Connections that are still open may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
                 if let Some(at) = self.balancer.first_break_time(&connection, &self.cluster) {
                     let noticed_at = self.notice_time(&connection, at);

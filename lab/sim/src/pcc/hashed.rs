@@ -1,4 +1,5 @@
-//! `hash`, `consistent-hash`, `maglev`: tables of buckets; `stateful-hash`: a connection table in front of one.
+//! Load balancers that hash connections to tables of buckets (`hash`, `consistent-hash`, `maglev`), or that first look
+//! them up in a connection table (`stateful-hash`).
 
 use coreward_model::ServerId;
 use coreward_model::policy::{MAGLEV_PUBLISHED_SIZE, maglev_table, modulo_table, ring_table};
@@ -19,11 +20,12 @@ pub fn bucket_count(servers: usize, buckets_per_server: u32) -> usize {
 /// Minimum number of buckets per server according to Maglev's paper (NSDI'16, Sect. 5.3).
 const MAGLEV_BUCKETS_PER_SERVER: usize = 100;
 
-/// Larger table size in Maglev's paper (NSDI'16, Sect. 5.3), for pools that need more buckets than the default size.
+/// Larger of the table sizes in Maglev's paper (NSDI'16, Sect. 5.3). Pools for which the default size has too few
+/// buckets use it.
 const MAGLEV_LARGE_TABLE_SIZE: usize = 655_373;
 
 impl HashLayout {
-    /// Returns the number of buckets of a table with this layout.
+    /// Returns how many buckets a table with this layout has.
     pub fn size(self, servers: usize, buckets_per_server: u32) -> usize {
         match self {
             HashLayout::Striped | HashLayout::Ring => bucket_count(servers, buckets_per_server),
@@ -32,7 +34,7 @@ impl HashLayout {
         }
     }
 
-    /// Returns for each bucket the index of its server in `servers`.
+    /// Returns, for each bucket, the index of its server in `servers`.
     pub fn server_indices(self, servers: &[ServerId], table_size: usize) -> Vec<usize> {
         match self {
             HashLayout::Striped => modulo_table(servers.len(), table_size),
@@ -42,7 +44,7 @@ impl HashLayout {
     }
 }
 
-/// Stateless hashing: every packet goes to the current server of its bucket.
+/// Stateless hashing, which sends every packet to the server that currently has the packet's bucket.
 #[derive(Debug)]
 pub struct StatelessHashing {
     layout: HashLayout,
@@ -55,7 +57,7 @@ impl StatelessHashing {
         Self { layout, table: BucketTable::new(table_size, false, config.has_second_counts) }
     }
 
-    /// Returns the current server of a connection's packets.
+    /// Returns the server to which the connection's packets currently go.
     pub fn server_of(&self, identity: u64) -> u16 {
         self.table.server(self.table.bucket_of_connection(identity))
     }
@@ -79,9 +81,9 @@ impl Balancer for StatelessHashing {
     }
 }
 
-/// Stateful hashing: each load balancer stores the server of every connection that it has processed, and hashes others
-/// (Ananta, Maglev, Katran: Cheetah, NSDI'20, Sect. 2.2). A connection's stored state has a bit for every load balancer
-/// that stores the connection.
+/// Stateful hashing, as in Ananta, Maglev and Katran (Cheetah, NSDI'20, Sect. 2.2). Each load balancer stores the
+/// server of every connection that it has processed, and hashes the packets of others. In a connection's stored state,
+/// each load balancer that stores the connection has a bit.
 #[derive(Debug)]
 pub struct StatefulHashing {
     fallback: StatelessHashing,
@@ -93,7 +95,7 @@ impl StatefulHashing {
         Self { fallback: StatelessHashing::new(layout, config), load_balancer_mask: 0 }
     }
 
-    /// Returns the current server of packets at a load balancer without an entry for the connection.
+    /// Returns the server to which a load balancer without an entry for the connection sends its packets.
     #[cfg(test)]
     pub fn server_of(&self, identity: u64) -> u16 {
         self.fallback.server_of(identity)
@@ -117,9 +119,9 @@ impl Balancer for StatefulHashing {
         self.fallback.servers_changed(cluster);
     }
 
-    /// Checks all connections, because each may now reach another load balancer. Hashed connections keep their server.
+    /// Checks all connections, because each may now reach another load balancer. Hashed ones keep their server.
     fn load_balancers_changed(&mut self, cluster: &Cluster, connections: &mut Connections) {
-        // A load balancer that stops or restarts loses its state.
+        // A load balancer that stops or restarts loses its connection table.
         let surviving_mask = self.load_balancer_mask & load_balancer_bits(cluster.load_balancers());
         self.load_balancer_mask = load_balancer_bits(cluster.load_balancers());
         let fallback = &self.fallback;

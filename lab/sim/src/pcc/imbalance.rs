@@ -1,24 +1,24 @@
-//! Imbalance (Cheetah, NSDI'20, Sect. 2.1; Maglev, NSDI'16): connections of the most loaded server divided by the mean
-//! of all servers, averaged over time.
+//! Imbalance of the servers, as in Cheetah (NSDI'20, Sect. 2.1) and Maglev (NSDI'16). It is the most loaded server's
+//! number of connections divided by the mean, averaged over time.
 
 use super::clock::Nanoseconds;
 
-/// Tracker of the imbalance of the pool, which processes every change in constant time.
+/// Tracker of the pool's imbalance. It processes every change in constant time.
 #[derive(Debug)]
 pub struct ImbalanceTracker {
-    /// Number of servers for each number of connections.
+    /// How many servers have each number of connections.
     server_histogram: Vec<u32>,
     server_count: u64,
     connection_count: u64,
     max_connections: usize,
     updated_at: Nanoseconds,
-    /// Integral of the imbalance (max/mean) over the time with connections, and that time.
+    /// Integral of the imbalance (max/mean) over the time with connections, which the next field contains.
     imbalance_integral: f64,
     measured_time: f64,
 }
 
 impl ImbalanceTracker {
-    /// Returns a tracker without servers, which measures from `start` on.
+    /// Returns a tracker without servers, which measures from the time `start` on.
     pub fn starting_at(start: Nanoseconds) -> Self {
         Self {
             server_histogram: vec![0],
@@ -31,7 +31,7 @@ impl ImbalanceTracker {
         }
     }
 
-    /// Adds the time until `now`, during which the connection counts were the current ones.
+    /// Adds the time until `now`, during which the connection counts have not changed.
     pub fn advance_to(&mut self, now: Nanoseconds) {
         if now <= self.updated_at {
             return;
@@ -44,12 +44,12 @@ impl ImbalanceTracker {
         self.updated_at = now;
     }
 
-    /// Returns the current imbalance (max/mean); there must be connections.
+    /// Returns the current imbalance (max/mean). There must be at least one connection.
     fn current_imbalance(&self) -> f64 {
         (self.max_connections as u64 * self.server_count) as f64 / self.connection_count as f64
     }
 
-    /// Returns the imbalance (max/mean) as an average over the time with connections; 1.0 without any connection.
+    /// Returns the imbalance (max/mean), averaged over the time with connections, or 1.0 if there were none.
     pub fn average(&self) -> f64 {
         if self.measured_time > 0.0 { self.imbalance_integral / self.measured_time } else { 1.0 }
     }
@@ -60,21 +60,21 @@ impl ImbalanceTracker {
         self.add_to_histogram(connections as usize);
     }
 
-    /// Removes a server that has `connections` connections.
+    /// Removes a server that has the given number of connections.
     pub fn remove_server(&mut self, connections: u32) {
         self.server_count -= 1;
         self.connection_count -= u64::from(connections);
         self.remove_from_histogram(connections as usize);
     }
 
-    /// Adds a connection to a server that had `before` connections.
+    /// Counts a new connection on a server that had `before` connections.
     pub fn connection_opened(&mut self, before: u32) {
         self.connection_count += 1;
         self.add_to_histogram(before as usize + 1);
         self.remove_from_histogram(before as usize);
     }
 
-    /// Removes a connection from a server that had `before` connections.
+    /// Removes a closed connection from a server that had `before` connections.
     pub fn connection_closed(&mut self, before: u32) {
         self.connection_count -= 1;
         self.add_to_histogram(before as usize - 1);

@@ -1,4 +1,4 @@
-//! Methods and their names.
+//! Load-balancing methods, and the names by which they are selected.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,58 +7,57 @@ use coreward_model::policy;
 
 use crate::names::UnknownName;
 
-/// Method by which load balancers find the server of a packet.
+/// Method by which load balancers find the server for a packet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Method {
-    /// `hash`, `consistent-hash`, `maglev`: a table of buckets that depends only on the pool.
+    /// Table of buckets that depends only on the servers in the pool (`hash`, `consistent-hash` or `maglev`).
     Hashed(HashLayout),
-    /// `beamer[:THRESHOLD]`: stable hashing with daisy chaining; a server whose load is above (1 + threshold) x the
-    /// mean gets no new connections until it is below the mean.
+    /// Stable hashing with daisy chaining (`beamer[:THRESHOLD]`). A server whose load exceeds (1 + threshold) x the
+    /// mean receives no new connections until its load is below the mean.
     Beamer {
-        /// Allowed imbalance: with 0.1, a server's load may be 10 % above the mean. `None`: unlimited.
+        /// Allowed excess over the servers' mean load (0.1 is 10 % above the mean), or `None` if unlimited.
         threshold: Option<f64>,
     },
-    /// `stateful-hash[:LAYOUT]`: a connection table in each load balancer, in front of a table of buckets.
+    /// Connection table in each load balancer, in front of a table of buckets (`stateful-hash[:LAYOUT]`).
     Stateful(HashLayout),
-    /// `history-tag[-kept]:BITS[:LAYOUT]`: the cookie names the recent configuration by which its connection is hashed.
+    /// Cookie that names the recent pool configuration by which its connection is hashed
+    /// (`history-tag[-kept]:BITS[:LAYOUT]`).
     HistoryTag {
-        /// Number of bits of the tag, 0 to [`MAX_TAG_BITS`].
+        /// Number of bits in the tag, from 0 to [`MAX_TAG_BITS`].
         tag_bits: u8,
-        /// Whether open connections get newer tags.
+        /// Whether the tags of open connections are replaced by newer ones.
         renews_tags: bool,
-        /// Layout of the table of buckets.
         layout: HashLayout,
     },
-    /// `hash-index:BITS[+TAG_BITS][:LAYOUT]`: the cookie names the hash function of its server, the least loaded of all
-    /// candidates.
+    /// Cookie that names one of several hash functions (`hash-index:BITS[+TAG_BITS][:LAYOUT]`). It is the function that
+    /// led to the least loaded server when the connection began.
     HashIndex {
-        /// Number of bits of the index, 0 to [`MAX_INDEX_BITS`].
+        /// Number of bits in the index, from 0 to [`MAX_INDEX_BITS`].
         index_bits: u8,
-        /// Number of bits of an additional history tag, 0 to [`MAX_TAG_BITS`].
+        /// Number of bits in an additional history tag, from 0 to [`MAX_TAG_BITS`].
         tag_bits: u8,
-        /// Layout of the table of buckets.
         layout: HashLayout,
     },
-    /// `cheetah:POLICY`: the cookie names the server, which a policy of the load balancer chose.
+    /// Cookie that names the connection's server, which a policy of the load balancer has chosen (`cheetah:POLICY`).
     Cheetah {
         /// Name of the policy, one of [`policy::names`].
         policy: &'static str,
     },
 }
 
-/// Maximum number of tag bits, which fit into the 16 bits of a cookie together with an index.
+/// Maximum number of bits in a tag. A tag and an index must fit together into a cookie's 16 bits.
 pub const MAX_TAG_BITS: u8 = 12;
-/// Maximum number of index bits, for 16 hash functions.
+/// Maximum number of bits in an index, which allows 16 hash functions.
 pub const MAX_INDEX_BITS: u8 = 4;
 
-/// Layout of a table of buckets.
+/// Rule by which a table assigns its buckets to servers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HashLayout {
-    /// `hash`: bucket i belongs to server i modulo the number of servers.
+    /// Bucket i belongs to server i modulo the number of servers (`hash`).
     Striped,
-    /// `consistent-hash`: a bucket belongs to the server of the next point on a ring.
+    /// Each bucket belongs to the server of the next point on a ring (`consistent-hash`).
     Ring,
-    /// `maglev`: a bucket belongs to the server that claimed it first, in Maglev's turns.
+    /// The servers take turns to claim buckets, and each bucket belongs to the first that claims it (`maglev`).
     Maglev,
 }
 
@@ -81,7 +80,7 @@ impl HashLayout {
         Self::from_name(name).ok_or_else(|| UnknownName::new("layout", name, LAYOUTS.map(HashLayout::name)))
     }
 
-    /// Returns the layout as the last parameter in a method's name; empty for the default, `hash`.
+    /// Returns the layout as the last parameter in a method's name, or an empty text for the default, `hash`.
     fn suffix(self) -> String {
         if self == HashLayout::Striped { String::new() } else { format!(":{}", self.name()) }
     }
@@ -89,29 +88,29 @@ impl HashLayout {
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum MethodError {
-    /// Unknown method, layout or policy.
+    /// No method, layout or policy has the given name.
     #[error(transparent)]
     Unknown(#[from] UnknownName),
-    /// `cheetah` without a policy.
+    /// The method `cheetah` was given without a policy.
     #[error("method \"cheetah\": expected cheetah:POLICY with a policy out of {list}", list = policy::names().join(", \
      "))]
     NoPolicy,
-    /// Text that is not a threshold.
+    /// The parameter of `beamer` is not a threshold.
     #[error("method \"beamer:{0}\": expected a threshold above 0, at most 100, as 0.1 for 10 % above the mean")]
     Threshold(String),
-    /// Text that is not the size of a cookie.
+    /// The parameter of a method with small cookies is not a number of bits.
     #[error(
         "method {0:?}: expected {name}:BITS with BITS from 0 to {max}, then, if not hash, :LAYOUT",
         name = .0.split(':').next().unwrap_or_default(),
         max = if .0.starts_with(HASH_INDEX) { "4, +TAG_BITS from 0 to 12 optionally" } else { "12" }
     )]
     Bits(String),
-    /// Parameter that the method does not have.
+    /// A parameter was given to a method that takes none.
     #[error("method {0:?}: it takes no parameter")]
     Parameter(String),
 }
 
-/// Syntax of all methods, with their parameters.
+/// Syntax of all methods with their parameters.
 const METHOD_SYNTAX: [&str; 11] = [
     "hash",
     "consistent-hash",
@@ -130,7 +129,7 @@ const HISTORY_TAG: &str = "history-tag";
 const HISTORY_TAG_KEPT: &str = "history-tag-kept";
 const HASH_INDEX: &str = "hash-index";
 
-/// Splits `BITS[:LAYOUT]` into the text of the bits and the layout.
+/// Splits `BITS[:LAYOUT]` into the text before the colon and the layout.
 fn parse_bits_and_layout(parameter: &str) -> Result<(&str, HashLayout), MethodError> {
     match parameter.split_once(':') {
         None => Ok((parameter, HashLayout::Striped)),

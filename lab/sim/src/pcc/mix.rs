@@ -1,4 +1,4 @@
-//! Mix of a web server's connections: their durations and sizes.
+//! Kinds of connections to a web server, by duration and size, with their relative frequencies.
 
 use coreward_model::rss::uniform_below;
 
@@ -6,16 +6,14 @@ use super::clock::Nanoseconds;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ConnectionKind {
-    /// Time from the first packet to the last.
     pub duration: Nanoseconds,
-    /// Number of packets from the server, at equal intervals over the duration; at least 1. The client acknowledges
-    /// each.
+    /// Number of packets that the server sends, at least 1 and at equal intervals. The client acknowledges each packet.
     pub packet_count: u32,
 }
 
-/// Mix of Cheetah's large web server (Barbette et al., NSDI'20, Sect. 2.1 and 5.3): the 908 requests of
-/// `includes/duration_high.path` of github.com/cheetahlb/experiments, grouped. Each entry has duration (us), size
-/// (bytes) and count. Median 0.54 s, mean 26.3 s, maximum 150 s.
+/// Mix of Cheetah's large web server (Barbette et al., NSDI'20, Sect. 2.1 and 5.3), grouped from the 908 requests in
+/// `includes/duration_high.path` of github.com/cheetahlb/experiments. Each entry has duration (us), size (bytes) and
+/// count. The median duration is 0.54 s, the mean 26.3 s, and the maximum 150 s.
 const WEB_SERVER_CONNECTIONS: [(u64, f64, u16); 33] = [
     (1_015, 58.988, 1),
     (1_015, 83.440, 11),
@@ -52,13 +50,13 @@ const WEB_SERVER_CONNECTIONS: [(u64, f64, u16); 33] = [
     (150_403_355, 54_783.396, 28),
 ];
 
-/// Number of bytes that the experiment's server sends per write (`includes/httpserver.py`).
+/// Number of bytes in each write of the experiment's server (`includes/httpserver.py`).
 const BYTES_PER_PACKET: f64 = 125.0;
 
 #[derive(Debug, Clone)]
 pub struct ConnectionMix {
     kinds: Vec<ConnectionKind>,
-    /// Indices of the kinds, each repeated by its weight.
+    /// Indices of the kinds, each repeated as often as its weight.
     weighted_kinds: Vec<u8>,
     mean_duration: f64,
 }
@@ -76,7 +74,7 @@ impl ConnectionMix {
         Self::new(WEB_SERVER_CONNECTIONS.iter().map(to_kind).collect(), weighted_kinds)
     }
 
-    /// Returns a mix in which all connections have a duration of `seconds`.
+    /// Returns a mix whose connections all last `seconds`.
     #[cfg(test)]
     pub fn constant(seconds: f64) -> Self {
         Self::new(vec![ConnectionKind { duration: super::clock::from_seconds(seconds), packet_count: 1 }], vec![0])
@@ -89,22 +87,21 @@ impl ConnectionMix {
         Self { kinds, weighted_kinds, mean_duration }
     }
 
-    /// Returns the kinds of connections, in the order of their indices.
     pub fn kinds(&self) -> &[ConnectionKind] {
         &self.kinds
     }
 
-    /// Returns the indices of the kinds, each repeated by its weight.
+    /// Returns the indices of the kinds, each repeated as often as its weight.
     pub fn weighted_kinds(&self) -> &[u8] {
         &self.weighted_kinds
     }
 
-    /// Draws a random kind and returns its index.
+    /// Draws a kind at random, in proportion to the weights, and returns its index.
     pub fn draw_kind(&self, rng: &mut impl rand::Rng) -> u8 {
         self.weighted_kinds[uniform_below(rng, self.weighted_kinds.len() as u32) as usize]
     }
 
-    /// Returns the mean duration of a connection (ns).
+    /// Returns the mean duration of connections (ns).
     pub fn mean_duration(&self) -> f64 {
         self.mean_duration
     }
@@ -123,7 +120,7 @@ mod tests {
     fn web_server_mix_equals_the_published_one() {
         let mix = ConnectionMix::web_server();
         assert_eq!(mix.weighted_kinds().len(), 908);
-        // Values of the file: mean 26.3013 s, median 0.544234 s, maximum 150.403355 s, mean size 6.2 KB.
+        // The expected values are those of the file. Its mean size is 6.2 KB.
         assert!((mix.mean_duration() / 1e9 - 26.3013).abs() < 1e-4, "{}", mix.mean_duration());
         assert_eq!(mix.kinds()[usize::from(mix.weighted_kinds()[454])].duration, from_seconds(0.544234));
         assert_eq!(mix.longest_duration(), 150_403_355_000);

@@ -1,5 +1,6 @@
-//! `coreward-lab sim pcc`: connections that a change of the pool breaks, and the imbalance of the servers' connections,
-//! by method (Cheetah, NSDI'20, Sect. 2 and 5.3). docs/simulator.md describes the model.
+//! Command `coreward-lab sim pcc`, which simulates connections while the pool changes (Cheetah, NSDI'20, Sect. 2 and
+//! 5.3). It compares load-balancing methods by their share of broken connections and by the servers' imbalance. The
+//! file docs/simulator.md describes the model.
 
 mod arrivals;
 mod balancer;
@@ -35,50 +36,50 @@ use small_cookies::{CookieFields, SmallCookies};
 
 use crate::par_map_ordered;
 
-/// Age of the load information of policies under `cheetah`.
+/// How recent the load information is that the policies of `cheetah` use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum LoadInfo {
-    /// pow2 and least compare current counts; awrr, crossrss and crossrss-plus get reports
+    /// pow2 and least use current connection counts; awrr, crossrss and crossrss-plus use reports
     Current,
-    /// All policies get reports
+    /// All policies use the servers' periodic reports
     Reported,
 }
 
-/// Configuration of a simulation: the cluster, its load, and the methods to compare.
+/// Configuration of a simulation, with the cluster, its load, and the methods to compare.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
-    /// Nominal number of servers in the pool, 1 to 7000.
+    /// Nominal number of servers in the pool, from 1 to 7000.
     pub servers: usize,
-    /// Process by which connections arrive.
+    /// Process by which clients open connections.
     pub arrivals: ArrivalProcess,
-    /// Changes of servers and load balancers; random ones also happen during the warm-up.
+    /// Changes of servers and load balancers. Random ones also occur during the warm-up.
     pub updates: ClusterUpdates,
     /// Measured time after the warm-up (minutes).
     pub minutes: f64,
-    /// Nominal number of load balancers, 1 to 32.
+    /// Nominal number of load balancers, from 1 to 32.
     pub load_balancers: usize,
-    /// Methods to compare, each with the same connections and changes.
+    /// Methods to compare. All of them get the same connections and changes.
     pub methods: Vec<Method>,
-    /// Number of seeds, from 1.
+    /// Number of seeds, which are numbered from 1.
     pub seeds: u64,
-    /// Age of the load information that policies have.
+    /// How recent the load information is that policies use.
     pub load_info: LoadInfo,
-    /// Interval between two reports, and between the tables computed from them (ms), 10 to 60000.
+    /// Interval between two reports, and between the tables computed from them (ms), from 10 to 60000.
     pub report_ms: u64,
-    /// Minimum number of buckets per server for hash, consistent-hash and beamer, 1 to 1000. (maglev has published
-    /// sizes.)
+    /// Minimum number of buckets per server for hash, consistent-hash and beamer, from 1 to 1000. (maglev uses its
+    /// published sizes.)
     pub buckets_per_server: u32,
-    /// Number of buckets of placement tables.
+    /// Number of buckets in each placement table.
     pub bucket_count: BucketCount,
-    /// Number of cores of each server, 1 to 128; they matter for crossrss.
+    /// Number of cores of each server, from 1 to 128, which only affects policies such as crossrss.
     pub cores: u16,
-    /// Whether the results of each second are counted; the memory grows with the number of changes.
+    /// Whether the results of each second are counted. If so, memory use grows with the number of changes.
     pub has_second_counts: bool,
 }
 
 impl Default for Config {
-    /// Returns the cluster of Cheetah's simulations (NSDI'20, Sect. 2.1): 70,000 connections, the most frequent
-    /// updates.
+    /// Returns the cluster of Cheetah's simulations (NSDI'20, Sect. 2.1), with 70,000 connections and the highest
+    /// update rate.
     fn default() -> Self {
         Self {
             servers: 468,
@@ -99,15 +100,15 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Returns the experiment of Cheetah's Fig. 9 (NSDI'20, Sect. 5.3): 24 servers, 1,500 to 2,500 requests per second
-    /// over 40 s. Servers join while the load rises, and drain while it falls. In the text 7 join and 8 leave. The
-    /// times follow the published counts of servers (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments), by
-    /// which 6 joined.
+    /// Returns the experiment of Cheetah's Fig. 9 (NSDI'20, Sect. 5.3), with 24 servers and 1,500 to 2,500 requests per
+    /// second over 40 s. Servers join while the load rises, and drain while it falls. The text has 7 joining and 8
+    /// leaving. The times here follow the published server counts (`dynamic/BeamerNBSRV.csv` of
+    /// github.com/cheetahlb/experiments), in which 6 join.
     pub fn cheetah_figure_9() -> Self {
         let server_changes = [(5, 1), (6, 2), (7, 2), (13, 1), (16, -2), (20, -1), (21, -1), (22, -3), (23, -1)];
         let changes = server_changes.into_iter().flat_map(|(second, servers): (u32, i32)| {
             let change = if servers > 0 { ClusterChange::AddServer } else { ClusterChange::RemoveServer };
-            // A count covers the preceding second.
+            // A published count is for the preceding second.
             std::iter::repeat_n((f64::from(second) - 0.5, change), servers.unsigned_abs() as usize)
         });
         Self {
@@ -129,50 +130,39 @@ impl Config {
     }
 }
 
-/// Methods that are compared by default.
+/// Methods that are compared unless others are selected.
 pub const DEFAULT_METHODS: [&str; 8] =
     ["hash", "consistent-hash", "maglev", "beamer", "stateful-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
 
-/// Invalid value of a configuration.
+/// Value of a configuration that is invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// Number of servers out of range.
     #[error("{0} servers: expected 1 to {SERVERS_MAX}")]
     Servers(usize),
-    /// Invalid number of connections.
     #[error("{0} connections: expected a number from 1 to {CONNECTIONS_MAX}")]
     Connections(f64),
-    /// Invalid rate of requests.
     #[error("{0} requests per second: expected a number from 1 to 1000000")]
     Requests(f64),
-    /// Number of clients out of range.
     #[error("{0} clients: expected 1 to 1000")]
     Clients(u32),
-    /// Invalid rate of updates.
     #[error("{0} updates per minute: expected a number from 0 to {UPDATES_MAX}")]
     UpdateRate(f64),
-    /// Time of a scheduled change that is outside the run, or before that of the preceding change.
+    /// A scheduled change is outside the run, or earlier than the change before it.
     #[error("a change at second {0}: expected a number from 0 on, none before the one that it follows")]
     ChangeAt(f64),
-    /// Invalid duration.
     #[error("{0} minutes: expected a number above 0, at most 1440")]
     Minutes(f64),
-    /// Number of load balancers out of range.
     #[error("{0} load balancers: expected 1 to {max}", max = LOAD_BALANCERS_MAX / 2)]
     LoadBalancers(usize),
-    /// No methods.
     #[error("no methods: expected at least one")]
     NoMethods,
-    /// Number of seeds out of range.
     #[error("{0} seeds: expected 1 to 1000")]
     Seeds(u64),
-    /// Invalid report interval.
     #[error("reports every {0} ms: expected 10 to 60000")]
     Report(u64),
-    /// Number of buckets per server out of range.
     #[error("{0} buckets per server: expected 1 to 1000")]
     BucketsPerServer(u32),
-    /// Number of cores out of range; an indirection table limits it.
+    /// The number of cores is out of range. It is limited by the size of an indirection table.
     #[error("{0} cores: expected 1 to 128")]
     Cores(u16),
 }
@@ -181,7 +171,7 @@ const SERVERS_MAX: usize = 7_000;
 const CONNECTIONS_MAX: u32 = 10_000_000;
 const UPDATES_MAX: u32 = 6_000;
 
-/// Runs every method with every seed on all CPUs. Fails when a value is out of range.
+/// Runs every method with every seed on all CPUs. Fails when a value of the configuration is out of range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     check_config(config)?;
     let mix = ConnectionMix::web_server();

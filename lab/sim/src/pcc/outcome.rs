@@ -1,4 +1,4 @@
-//! Results of simulations.
+//! Results of simulations in which pools change.
 
 use serde::Serialize;
 
@@ -11,61 +11,61 @@ use crate::seed_summary::SeedSummary;
 pub struct SeedOutcome {
     /// Number of connections that ended after the warm-up.
     pub ended: u64,
-    /// Number of connections that ended after the warm-up and were broken.
+    /// Number of connections that ended after the warm-up and had been broken.
     pub broken_connections: u64,
-    /// Imbalance (max/mean) of the servers' connections, averaged over time.
+    /// Imbalance (max/mean) between the servers' connection counts, averaged over time.
     pub imbalance: f64,
-    /// Number of changes of servers and load balancers after the warm-up.
+    /// Number of server and load balancer changes after the warm-up.
     pub updates: u64,
     pub open_connections_at_end: usize,
-    /// Results of each second after the warm-up, if [`super::Config::has_second_counts`] is set.
+    /// Results of each second after the warm-up. Empty unless [`super::Config::has_second_counts`] is set.
     pub second_counts: Vec<SecondCounts>,
 }
 
-/// Results of one second of one method with one seed.
+/// Results of a single second, for one method with one seed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SecondCounts {
-    /// Number of connections that ended unbroken in this second.
+    /// Number of connections that ended in this second without having been broken.
     pub completed_connections: u64,
-    /// Number of connections whose client noticed in this second that they were broken.
+    /// Number of connections whose clients noticed in this second that they were broken.
     pub broken_connections: u64,
     /// Number of servers in the pool at the end of the second.
     pub servers: usize,
 }
 
 impl SeedOutcome {
-    /// Returns the share of broken connections among those that ended (%).
+    /// Returns the percentage of the ended connections that were broken.
     pub fn broken_pct(&self) -> f64 {
         if self.ended == 0 { 0.0 } else { 100.0 * self.broken_connections as f64 / self.ended as f64 }
     }
 }
 
 impl SecondCounts {
-    /// Returns the number of broken connections relative to the completed ones (%; Cheetah, NSDI'20, Fig. 9).
+    /// Returns the number of broken connections as a percentage of the completed ones (Cheetah, NSDI'20, Fig. 9).
     pub fn broken_pct(&self) -> f64 {
         100.0 * self.broken_connections as f64 / self.completed_connections.max(1) as f64
     }
 }
 
-/// Results of one method over all seeds.
+/// Results of one method, summarized over all seeds.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MethodOutcome {
     pub method: Method,
-    /// Share of connections that were mapped to at least two servers between their start and end (%).
+    /// Percentage of connections that were mapped to two or more servers between their start and end.
     pub broken_pct: SeedSummary,
-    /// Imbalance (max/mean) of the servers' connections, averaged over time; 1 is perfect.
+    /// Imbalance (max/mean) between the servers' connection counts, averaged over time. Perfect balance is 1.
     pub imbalance: SeedSummary,
-    /// Number of connections that ended after the warm-up, over all seeds.
+    /// Number of connections that ended after the warm-up, in all seeds together.
     pub connections: u64,
-    /// Number of changes of servers and load balancers after the warm-up, over all seeds.
+    /// Number of server and load balancer changes after the warm-up, in all seeds together.
     pub updates: u64,
-    /// Results of each seed, in the order of the seeds.
+    /// Results of each seed, beginning with seed 1.
     #[serde(skip)]
     pub runs: Vec<SeedOutcome>,
 }
 
 impl MethodOutcome {
-    /// Summarizes the results of the runs, of which there must be at least one.
+    /// Summarizes the results of all seeds. There must be at least one.
     pub(super) fn new(method: Method, runs: Vec<SeedOutcome>) -> Self {
         let summarize = |value: fn(&SeedOutcome) -> f64| {
             SeedSummary::from_values(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
@@ -81,10 +81,10 @@ impl MethodOutcome {
     }
 }
 
-/// Results of a configuration.
+/// Results of all compared methods.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Outcome {
-    /// Results of the methods, in the order of [`super::Config::methods`].
+    /// Results of each method, in the order of [`super::Config::methods`].
     pub methods: Vec<MethodOutcome>,
 }
 

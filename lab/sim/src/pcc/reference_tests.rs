@@ -1,4 +1,4 @@
-//! Compares the methods with a reference simulation, which sends a packet of every open connection after every change.
+//! Tests that compare the methods with a reference simulation. It sends a packet of each connection after each change.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,23 +18,23 @@ use super::mix::ConnectionMix;
 use super::small_cookies::{CookieFields, SmallCookies};
 use super::{ArrivalProcess, ClusterUpdates, Config, HashLayout, SeedOutcome};
 
-/// Reference model of the network, which decides the server that a connection's packets reach.
+/// Reference model of the network. It determines which server a connection's packets reach.
 trait ReferenceNetwork<B> {
-    /// Updates the model after tables changed or load balancers stopped.
+    /// Updates the model after tables have changed or load balancers have stopped.
     fn update(&mut self, balancer: &B, cluster: &Cluster);
 
-    /// Records the placement of a connection's first packet.
+    /// Records the server to which a connection's first packet went.
     fn begin_connection(&mut self, connection: &Connection, cluster: &Cluster);
 
     /// Returns the server that a packet of the connection reaches.
     fn send_packet(&mut self, connection: &Connection, balancer: &B, cluster: &Cluster) -> u16;
 }
 
-/// Balancer that also sends the packets of every open connection in the reference model, and compares the results.
+/// Balancer that is checked against a reference model. It also sends the packets of every open connection in the model.
 struct CheckedBalancer<B, N> {
     balancer: B,
     network: N,
-    /// Open connections by identity, each with the first time at which its packets reached another server.
+    /// Open connections by identity. Each has the first time at which its packets reached another server, if any.
     open_connections: BTreeMap<u64, (Connection, Option<Nanoseconds>)>,
 }
 
@@ -99,7 +99,7 @@ impl<B: Balancer, N: ReferenceNetwork<B>> Balancer for CheckedBalancer<B, N> {
     }
 }
 
-/// Model in which a packet goes to the current server of its bucket.
+/// Model in which a packet goes to the server that currently has its bucket.
 struct BucketNetwork;
 
 impl ReferenceNetwork<StatelessHashing> for BucketNetwork {
@@ -112,7 +112,7 @@ impl ReferenceNetwork<StatelessHashing> for BucketNetwork {
     }
 }
 
-/// Model with daisy chaining: the bucket's current server, or its previous one if the current one lacks the connection.
+/// Model with daisy chaining, in which a bucket's current server passes unknown packets to the previous one.
 #[derive(Default)]
 struct DaisyChainingNetwork {
     current_servers: Vec<u16>,
@@ -147,7 +147,7 @@ impl ReferenceNetwork<Beamer> for DaisyChainingNetwork {
     }
 }
 
-/// Model with a connection table in every load balancer.
+/// Model in which every load balancer has a connection table.
 #[derive(Default)]
 struct ConnectionTableNetwork {
     tables: BTreeMap<u8, BTreeMap<u64, u16>>,
@@ -170,7 +170,7 @@ impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
     }
 }
 
-/// Model with a table per tag; every connection has a tag and an index.
+/// Model with one table per tag, in which every connection has a tag and an index.
 #[derive(Default)]
 struct TagTableNetwork {
     configuration_numbers: BTreeMap<u32, u32>,
@@ -203,7 +203,7 @@ impl ReferenceNetwork<SmallCookies> for TagTableNetwork {
     }
 }
 
-/// Model in which every packet contains the id of its server.
+/// Model in which every packet carries the id of its server.
 struct CookieNetwork;
 
 impl ReferenceNetwork<Cheetah> for CookieNetwork {
@@ -219,7 +219,7 @@ impl ReferenceNetwork<Cheetah> for CookieNetwork {
     }
 }
 
-/// Returns the configuration of a small cluster whose servers and load balancers change all the time.
+/// Returns the configuration of a small cluster whose servers and load balancers change frequently.
 fn churning_cluster(servers: usize, load_balancers: usize) -> Config {
     Config {
         servers,
@@ -296,7 +296,7 @@ proptest! {
     }
 }
 
-/// Tests that the policies use current counts when these are available.
+/// Checks that the policies use current connection counts if the configuration makes them available.
 #[test]
 fn least_and_pow2_use_current_counts() {
     struct CheckedCheetah(Cheetah, &'static str);

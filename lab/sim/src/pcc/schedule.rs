@@ -1,4 +1,4 @@
-//! Schedule of additions and removals of servers and load balancers.
+//! Times at which servers and load balancers are added and removed.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand_xoshiro::Xoshiro256PlusPlus;
@@ -7,29 +7,29 @@ use super::clock::{Nanoseconds, from_seconds};
 use super::cluster::{Cluster, ClusterChange};
 use crate::random::{exponential, uniform_unit};
 
-/// Stream of [`seeded_rng`] for the changes of servers and load balancers.
+/// Random stream of [`seeded_rng`] for the changes of servers and load balancers.
 const RNG_STREAM_CHANGES: u64 = 201;
 
 /// How servers and load balancers are added and removed during a run.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ClusterUpdates {
-    /// Random changes (Poisson). Additions and removals have the same probability; a change that would leave the
+    /// Random changes as a Poisson process. Additions and removals are equally likely. A change that would leave the
     /// nominal size +- 10 % is replaced by its opposite.
     PerMinute {
         /// Mean number of servers added or removed per minute.
         servers: f64,
         load_balancers: f64,
     },
-    /// Given changes with their times after the warm-up (s), in ascending order.
+    /// Given changes, each with its time after the warm-up (s), in ascending order of time.
     Scheduled(Vec<(f64, ClusterChange)>),
 }
 
-/// Returns the maximum deviation of the number of servers or load balancers from the nominal one.
+/// Returns by how much the number of servers or load balancers may differ from the nominal number.
 pub fn max_deviation(nominal: usize) -> usize {
     (nominal / 10).max(1)
 }
 
-/// Schedule of the changes in one simulation.
+/// Schedule of one simulation's changes.
 #[derive(Debug)]
 pub struct ChangeSchedule {
     updates: ClusterUpdates,
@@ -42,7 +42,7 @@ pub struct ChangeSchedule {
 }
 
 impl ChangeSchedule {
-    /// Creates the schedule for a cluster that has its nominal size.
+    /// Creates the schedule for a cluster that starts with its nominal size.
     pub fn new(updates: &ClusterUpdates, cluster: &Cluster, warm_up: Nanoseconds, seed: u64) -> Self {
         let nominal_counts = (cluster.members().len(), cluster.load_balancers().len());
         let rng = seeded_rng(seed, RNG_STREAM_CHANGES);
@@ -52,12 +52,11 @@ impl ChangeSchedule {
         schedule
     }
 
-    /// Returns the time of the next change.
     pub fn next(&self) -> Option<Nanoseconds> {
         self.next_change_at
     }
 
-    /// Applies the next change. An impossible change (an addition without a spare server) is skipped, and gives `None`.
+    /// Applies the next change and returns it, or `None` if it is impossible, like an addition without a spare server.
     pub fn apply_next_change(&mut self, cluster: &mut Cluster) -> Option<ClusterChange> {
         let change = match &self.updates {
             ClusterUpdates::Scheduled(list) => list[self.next_index].1,
@@ -127,7 +126,7 @@ mod tests {
             }
             assert!((36..=44).contains(&cluster.members().len()) && (3..=5).contains(&cluster.load_balancers().len()));
         }
-        // 6,000 and 2,000 expected; standard deviations 77 and 45.
+        // The expected counts are 6,000 and 2,000, with standard deviations of 77 and 45.
         assert!((5_700..6_300).contains(&of_servers), "{of_servers}");
         assert!((1_800..2_200).contains(&of_load_balancers), "{of_load_balancers}");
     }

@@ -1,11 +1,13 @@
-//! `history-tag`, `hash-index`: load balancers that hash, with cookies of a few bits (Cheetah, NSDI'20, Appendix B).
+//! Load balancers that hash connections and use cookies of a few bits (Cheetah, NSDI'20, Appendix B). The methods are
+//! `history-tag` and `hash-index`.
 //!
 //! **History tag.** The load balancer stores the last n configurations of the pool. The cookie (log2(n) bits) names the
-//! configuration for the connection's hash. A tag is reused after n changes, and then names another configuration. A
-//! connection may get a newer tag: of a later configuration with the same server for the connection.
+//! configuration by which the connection is hashed. After n changes, a tag is reused for another configuration. A
+//! connection may be given a newer tag if the later configuration maps it to the same server.
 //!
-//! **Hash index.** A new connection goes to the least loaded of the servers that several hash functions select, and the
-//! cookie names the function. It is applied to the current pool, or, with a tag, to the tag's configuration.
+//! **Hash index.** Several hash functions each select a server for a new connection. The connection goes to the least
+//! loaded of these servers, and the cookie names the function. It is applied to the current pool or, if the cookie also
+//! has a tag, to the tag's configuration.
 
 use std::collections::VecDeque;
 
@@ -20,44 +22,44 @@ use super::connections::Connection;
 use super::method::HashLayout;
 use super::{Config, LoadInfo};
 
-/// Sizes of the fields of a cookie, and how its tag is used.
+/// Sizes of a cookie's fields, and whether its tag is renewed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CookieFields {
-    /// Number of bits of the tag, for 2^bits stored configurations; 0: only the current configuration.
+    /// Number of bits in the tag, for 2^bits stored configurations. With 0, only the current configuration is used.
     pub tag_bits: u8,
-    /// Whether open connections get newer tags.
+    /// Whether the tags of open connections are replaced by newer ones.
     pub renews_tags: bool,
-    /// Number of bits of the index, for 2^bits hash functions.
+    /// Number of bits in the index, for 2^bits hash functions.
     pub index_bits: u8,
 }
 
-/// Configuration of the pool that is in force between two changes.
+/// Server configuration of the pool, which applies between two pool changes.
 #[derive(Debug)]
 struct PoolConfiguration {
-    /// Time at which the configuration came into force.
+    /// Time from which the configuration applies.
     start: Nanoseconds,
-    /// Server of each bucket. The sequence repeats, because `hash` is periodic and needs no large table.
+    /// Server of each bucket. The sequence repeats, because `hash` is periodic and therefore needs no large table.
     servers: Vec<u16>,
 }
 
-/// Load balancers with a table of buckets per configuration. A connection's stored state is the number of its first
-/// configuration, with the hash index in the upper 32 bits.
+/// Load balancers with one table of buckets per configuration. The state stored for a connection is the number of its
+/// first configuration, with the hash index in the upper 32 bits.
 #[derive(Debug)]
 pub struct SmallCookies {
     fields: CookieFields,
     layout: HashLayout,
     bucket_count: usize,
-    /// Configurations that an open connection may use, the current one last.
+    /// Configurations that open connections may still use. The current one is last.
     configurations: VecDeque<PoolConfiguration>,
-    /// Number of the first configuration that is stored.
+    /// Number of the oldest configuration that is still stored.
     first_configuration_number: u32,
     longest_duration: Nanoseconds,
-    /// Number of connections of each server in the last report, for policies that only use reports.
+    /// Number of each server's connections in its last report. `None` if policies use current counts.
     reported_connections: Option<Vec<u32>>,
 }
 
 impl SmallCookies {
-    /// Creates load balancers for the configured cluster; `longest_duration` is the longest duration of a connection.
+    /// Creates load balancers for the configured cluster. No connection is longer than `longest_duration`.
     pub fn new(
         fields: CookieFields,
         layout: HashLayout,
@@ -76,12 +78,12 @@ impl SmallCookies {
         }
     }
 
-    /// Returns the number of configurations with different tags.
+    /// Returns how many successive configurations have different tags.
     pub fn tag_count(&self) -> u32 {
         1 << self.fields.tag_bits
     }
 
-    /// Returns whether a connection gets the current tag if the tag leads to its server.
+    /// Returns whether a connection is given the current tag if this tag also leads to its server.
     #[cfg(test)]
     pub fn renews_tags(&self) -> bool {
         self.fields.renews_tags
@@ -91,7 +93,7 @@ impl SmallCookies {
         self.first_configuration_number + self.configurations.len() as u32 - 1
     }
 
-    /// Returns the server that hash function `index` selects for a connection in a stored configuration.
+    /// Returns the server that hash function `index` selects for a connection, in a stored configuration.
     pub fn server(&self, configuration_number: u32, identity: u64, index: u32) -> u16 {
         let hash = if index == 0 { identity } else { mix_hash(identity as u32 ^ index.wrapping_mul(0x9e37_79b9)) };
         let servers = &self.configuration(configuration_number).servers;
@@ -108,7 +110,7 @@ impl SmallCookies {
             .map_or_else(|| cluster.open_connections(server), |reported| reported[usize::from(server)])
     }
 
-    /// Returns the connection's tag in configuration `number`; `None` if load balancers can no longer find its server.
+    /// Returns the connection's tag in configuration `number`, or `None` if its tag no longer leads to its server.
     /// `previous_tag` is its tag in the configuration before.
     fn surviving_tag(&self, connection: &Connection, previous_tag: u32, number: u32) -> Option<u32> {
         let index = (connection.stored_state >> 32) as u32;
@@ -138,7 +140,7 @@ impl Balancer for SmallCookies {
         let server_indices = self.layout.server_indices(&ids, table_size);
         let servers = server_indices.into_iter().map(|position| cluster.members()[position]).collect();
         self.configurations.push_back(PoolConfiguration { start: cluster.now, servers });
-        // A configuration is needed until the connections that began in it have ended.
+        // A configuration is stored until the last connection that began in it must have ended.
         while self.configurations.get(1).is_some_and(|next| next.start + self.longest_duration < cluster.now) {
             self.configurations.pop_front();
             self.first_configuration_number += 1;
@@ -198,8 +200,8 @@ mod tests {
 
     #[test]
     fn more_tag_bits_break_fewer_connections_and_enough_bits_break_none() {
-        // 20 changes per minute for at most 150 s are 50, with 5 standard deviations 86: 7 bits outlast every
-        // connection.
+        // At 20 changes per minute, 150 s have 50 changes, or 86 with 5 standard deviations. Tags of 7 bits outlast
+        // every connection.
         let methods = ["history-tag:0", "history-tag:2", "history-tag:4", "history-tag:7", "history-tag-kept:7"];
         let method_outcomes = run_methods(&methods, 20.0);
         let [none, two, four, seven, kept] = [0, 1, 2, 3, 4].map(|method| method_outcomes[method].broken_pct.median);

@@ -1,4 +1,4 @@
-//! Options of `jbsrq-fifo`: priority classes for cores that serve in order of arrival.
+//! Options of `jbsrq-fifo`, which gives classes different priority on cores that serve in order of arrival.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,14 +7,14 @@ use coreward_model::dispatch::ClassBounds;
 
 use crate::names::UnknownName;
 
-/// Options for the bounds of each priority class at a core; defaults as of `coreward dispatch --policy jbsrq`.
+/// Limits on the requests of each class at a core. The defaults are those of `coreward dispatch --policy jbsrq`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClassBoundOptions {
-    /// `reserved`: number of first cores that are reserved for the shortest class
+    /// Number of cores that are reserved for the shortest class, beginning with core 0 (option `reserved`).
     pub reserved_cores: u16,
-    /// `bound`: number of outstanding requests at a core from which other cores are preferred
+    /// Number of outstanding requests from which other cores are preferred to this core (option `bound`).
     pub bound: u16,
-    /// `reserved-bound`: number of outstanding requests below which a reserved core also takes other classes
+    /// Number of outstanding requests below which a reserved core also takes other classes (option `reserved-bound`).
     pub reserved_bound: u16,
 }
 
@@ -38,7 +38,7 @@ impl ClassBoundOptions {
     }
 }
 
-/// Parses `reserved=2,bound=4,...`; an error states the expected form.
+/// Parses a text such as `reserved=2,bound=4`. An error states the expected form.
 impl FromStr for ClassBoundOptions {
     type Err = String;
 
@@ -61,7 +61,7 @@ impl FromStr for ClassBoundOptions {
     }
 }
 
-/// Writes the options that differ from the defaults.
+/// Writes only those options that differ from the defaults.
 impl fmt::Display for ClassBoundOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();

@@ -110,7 +110,7 @@ struct RpcResult {
 }
 
 impl RpcResult {
-    /// Returns the result of a simulation that took `seconds`.
+    /// Returns the printable result of a simulation that took `seconds`.
     fn new(outcome: Outcome, seconds: f64) -> Self {
         let Outcome { all, classes, requests, dropped_pct, windows } = outcome;
         Self { all, classes, requests, dropped_pct, windows, events_per_second: requests as f64 / seconds }

@@ -1,4 +1,4 @@
-//! Configuration of a simulation, and its errors.
+//! Configuration of a server simulation, and the errors that it can have.
 
 use std::num::NonZeroU32;
 
@@ -7,7 +7,7 @@ use coreward_model::dispatch::CoreAssignmentMode;
 use super::ticks::{TICKS_PER_UNIT, Tick};
 use super::{AllocatorLocation, JbsrqOptions, Policy, ServiceTimeDistribution};
 
-/// Configuration of a simulation. Times are in units of service time (see [`ServiceTimeDistribution`]).
+/// Configuration of a server simulation. Times are in units of service time (see [`ServiceTimeDistribution`]).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
     pub policy: Policy,
@@ -16,19 +16,20 @@ pub struct Config {
     pub service: ServiceTimeDistribution,
     /// One-way latency between NIC and cores.
     pub latency: f64,
-    /// Offered load as a fraction of the cores' capacity.
+    /// Offered load as a fraction of the cores' total capacity.
     pub load: f64,
-    /// Number of requests; the first tenth is warm-up and is not counted.
+    /// Number of requests. The first tenth is the warm-up, which is not measured.
     pub requests: u64,
-    /// Seed; equal seeds give equal results.
+    /// Seed of the random numbers. Equal seeds yield equal results.
     pub seed: u64,
-    /// Number of connections over which the requests are distributed; `None`: every request has its own connection.
+    /// Number of connections over which the requests are distributed, or `None` if every request has its own.
     pub connection_sampler: Option<NonZeroU32>,
-    /// Skew of the connections: the i-th most frequent has a share proportional to 1 / i^skew; 0: equal shares.
+    /// Skew of the connections. The i-th most frequent has a share proportional to 1 / i^skew, so 0 makes all shares
+    /// equal.
     pub skew: f64,
-    /// Maximum number of requests inside the server; others are dropped. `None`: unlimited.
+    /// Maximum number of requests inside the server, above which requests are dropped, or `None` if unlimited.
     pub queue_limit: Option<u64>,
-    /// Duration of the windows of [`Outcome::windows`](super::Outcome), in units of service time.
+    /// Duration of each window in [`Outcome::windows`](super::Outcome), in units of service time.
     pub window: Option<f64>,
 }
 
@@ -50,69 +51,61 @@ impl Default for Config {
     }
 }
 
-/// Invalid configuration, or a run without result.
+/// Reason why a configuration is invalid or a run has no result.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
-    /// No cores.
     #[error("0 cores: expected 1 to 65535")]
     NoCores,
-    /// Invalid load.
     #[error("load {0}: expected a number above 0")]
     Load(f64),
-    /// Load above the policy's capacity, at which queues grow without limit.
+    /// The load exceeds the policy's capacity, so that queues would grow without limit.
     #[error(
         "load {load}: expected less than {capacity}, which is what {policy} can carry with this service time and \
          latency, or a bound on the queue"
     )]
     Overload {
         load: f64,
-        /// Capacity of the policy.
+        /// Highest load that the policy can sustain.
         capacity: f64,
         policy: Policy,
     },
-    /// Invalid latency.
     #[error("latency {0}: expected a number from 0 to 1000000 service times")]
     Latency(f64),
-    /// Too few requests for quantiles, or too many for 64 bits of time.
+    /// There are too few requests for quantiles, or so many that times do not fit into 64 bits.
     #[error("{requests} requests: expected 10 to {max} at this load")]
     Requests { requests: u64, max: u64 },
-    /// Invalid skew.
     #[error("skew {0}: expected a number from 0 to 10")]
     Skew(f64),
-    /// Invalid window.
     #[error("window {0}: expected a number from 0.001 to 1000000000 service times")]
     Window(f64),
-    /// Queue limit without room for a request.
     #[error("a queue of 0 requests: expected at least 1")]
     ZeroQueueLimit,
-    /// The bounded queue was always full.
+    /// No request was measured, because the bounded queue was always full.
     #[error("no request after the warm-up was answered: expected more requests, or a longer queue")]
     NothingMeasured,
-    /// The policy's groups do not have as many cores as the server.
+    /// The policy's groups have more or fewer cores in total than the server.
     #[error("policy {policy}: its groups have {grouped} cores, the server has {cores}")]
     Groups { policy: Policy, grouped: u32, cores: u16 },
-    /// Cores cannot be divided: the number of services is not two, or there are fewer than two cores.
+    /// Cores cannot be divided, because the number of services is not two or there are fewer than two cores.
     #[error(
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
     )]
     NotTwoServices { policy: Policy, services: u8, cores: u16 },
-    /// A core is reserved for an allocator, although cores never change between services.
+    /// A core is reserved for the core allocator, although the policy never moves cores between services.
     #[error("policy {0}: allocator=core: expected assignment=dedicated or hybrid")]
     NothingToAllocate(Policy),
-    /// Invalid service level objective.
     #[error("SLO {0}: expected a number above 0, in multiples of the service time")]
     Slo(f64),
-    /// No seeds.
     #[error("no seeds: expected at least one")]
     NoSeeds,
-    /// Number of bisection steps beyond the precision of a run.
+    /// There are no bisection steps, or more than a run's precision justifies.
     #[error("{0} steps of bisection: expected 1 to 30")]
     Steps(u32),
 }
 
 impl Config {
-    /// Returns the load below which queues are stable: [`Policy::capacity`], and under RSS with evenly drawn buckets
-    /// the capacity of the cores with the most buckets. Few or uneven connections can still overload a core.
+    /// Returns the load below which queues are stable. It is [`Policy::capacity`], under RSS limited by the cores with
+    /// the most buckets, where buckets are evenly drawn. Few or uneven connections can still overload a core.
     pub fn capacity(&self, bucket_count: u32) -> f64 {
         let policy_capacity = self.policy.capacity(self.service.mean(), self.latency);
         let cores = u32::from(self.cores);
@@ -128,7 +121,7 @@ impl Config {
         }
     }
 
-    /// Checks that all values are in range and the policy can process the load.
+    /// Checks that all values are in range, and that the policy can sustain the load.
     pub(crate) fn check_stable(&self, bucket_count: u32) -> Result<(), Error> {
         self.check_ranges()?;
         let capacity = self.capacity(bucket_count);
@@ -138,7 +131,7 @@ impl Config {
         Ok(())
     }
 
-    /// Checks that all values are in range, except that the load may exceed the policy's capacity.
+    /// Checks that all values are in range, but allows a load above the policy's capacity.
     pub(super) fn check_ranges(&self) -> Result<(), Error> {
         let is_within = |value: f64, low: f64, high: f64| (low..=high).contains(&value);
         if self.cores == 0 {
@@ -150,7 +143,7 @@ impl Config {
         if !is_within(self.latency, 0.0, 1e6) {
             return Err(Error::Latency(self.latency));
         }
-        // Half of the 64 bits; the other half is for queues.
+        // Arrivals may last for half of the time that 64 bits represent. The other half is for queues.
         let mean_arrival_interval = self.service.mean() / (self.load * f64::from(self.cores));
         let max_requests = (Tick::MAX / 2) as f64 / TICKS_PER_UNIT as f64 / mean_arrival_interval;
         if self.requests < 10 || self.requests as f64 > max_requests {
@@ -177,7 +170,7 @@ impl Config {
         Ok(())
     }
 
-    /// Checks that the options' assignment of cores to services is possible.
+    /// Checks that cores can be assigned to services as the options request.
     fn check_assignment(&self, options: &JbsrqOptions) -> Result<(), Error> {
         if options.assignment == CoreAssignmentMode::CompleteShare {
             return match options.allocator {

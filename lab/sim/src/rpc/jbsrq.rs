@@ -1,4 +1,4 @@
-//! Options of `jbsrq` (RingLeader, NSDI'23).
+//! Options of the policy `jbsrq` (RingLeader, NSDI'23).
 
 use std::fmt;
 use std::num::NonZeroU16;
@@ -10,44 +10,45 @@ use coreward_model::dispatch::{
 
 use crate::names::UnknownName;
 
-/// Options of `jbsrq`; defaults as published.
+/// Options of the policy `jbsrq`. The defaults are the published values.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JbsrqOptions {
-    /// `lambda`: weight (0 to 1) of a request of lower priority for a request of higher priority
+    /// Weight, from 0 to 1, by which lower-priority requests at a core count for one of higher priority (option
+    /// `lambda`).
     pub lambda: Lambda,
-    /// `depth`: capacity of a core's queue, including the request in service
+    /// Capacity of a core's queue, including the request in service (option `depth`).
     pub queue_depth: NonZeroU16,
-    /// `rank`: requests at a core that count for a service
+    /// Rule for which of a core's requests count when a service selects its core (option `rank`).
     pub rank_rule: RankRule,
-    /// `scheduler`: whether a service that no core accepts blocks the services after it
+    /// Whether a service that no core accepts blocks the services after it (option `scheduler`).
     pub scheduler: Selection,
-    /// `quantum`: service time after which a request yields to one of higher priority, in units of service time
+    /// Time after which a request yields to one of higher priority, in units of service time (option `quantum`).
     pub quantum: f64,
-    /// `priorities`: whether shorter classes have priority, or all requests are equal
+    /// Whether shorter classes have priority or all requests are equal (option `priorities`).
     pub priorities: Priorities,
-    /// `switch`: time in which a core switches to another service, in units of service time
+    /// Time that a core needs to switch to another service, in units of service time (option `switch`).
     pub switch_cost: f64,
-    /// `assignment`: division of the cores between two services
+    /// How the cores are divided between two services (option `assignment`).
     pub assignment: CoreAssignmentMode,
-    /// `interval`: interval in which load monitors poll the NIC's queues, in units of service time
+    /// Interval at which load monitors poll the NIC's queues, in units of service time (option `interval`).
     pub interval: f64,
-    /// `reserved`: cores that each service keeps for itself, unless all services share all cores
+    /// Cores that each service always keeps, unless all services share all cores (option `reserved`).
     pub reserved_cores: ReservedCores,
-    /// `allocator`: place of the core allocator's load monitor
+    /// Place where the core allocator's load monitor runs (option `allocator`).
     pub allocator: AllocatorLocation,
 }
 
-/// Place of the load monitor whose hints change the assignment of cores.
+/// Place where the load monitor runs, whose hints change the assignment of cores to services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AllocatorLocation {
-    /// `nic`: the monitor takes no core (RingLeader)
+    /// On the NIC, where the monitor occupies no core (RingLeader). Option value `nic`.
     Nic,
-    /// `core`: the monitor takes a whole core, the last one (IOKernel of Caladan, OSDI'20)
+    /// On the last core, all of which the monitor occupies (IOKernel of Caladan, OSDI'20). Option value `core`.
     Core,
 }
 
 impl JbsrqOptions {
-    /// Returns how many of `cores` cores serve requests.
+    /// Returns how many of the given cores serve requests, that is, are not occupied by the load monitor.
     pub fn worker_count(&self, cores: u16) -> u16 {
         match self.allocator {
             AllocatorLocation::Nic => cores,
@@ -56,12 +57,12 @@ impl JbsrqOptions {
     }
 }
 
-/// Order in which requests are served.
+/// Order in which queued requests are served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Priorities {
-    /// `classes`: a shorter class has priority over a longer one
+    /// Requests of a shorter class have priority over those of a longer class. Option value `classes`.
     Classes,
-    /// `none`: in the order of arrival
+    /// Requests are served in the order of their arrival. Option value `none`.
     None,
 }
 
@@ -83,8 +84,8 @@ impl Priorities {
 }
 
 impl Default for JbsrqOptions {
-    /// Defaults of RingLeader, Sect. 7.1: lambda 0.2, depth 4. The yield interval and the load monitor's interval of 5
-    /// us are 5/3 of the mean of Exp(3).
+    /// Returns the settings in Sect. 7.1 of RingLeader, which are lambda 0.2 and depth 4. The yield interval and the
+    /// load monitor's interval are 5 us, which is 5/3 of the mean of Exp(3).
     fn default() -> Self {
         Self {
             lambda: Lambda::PUBLISHED,
@@ -116,7 +117,7 @@ const OPTION_SYNTAX: [&str; 11] = [
     "allocator=nic|core",
 ];
 
-/// Parses `lambda=0.2,depth=4,...`; an error states the expected form.
+/// Parses a text such as `lambda=0.2,depth=4`. An error states the expected form.
 impl FromStr for JbsrqOptions {
     type Err = String;
 
@@ -174,11 +175,11 @@ impl FromStr for JbsrqOptions {
     }
 }
 
-/// Names of the rank rules of RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
+/// Rank rules by option value, from RingLeader, RackSched (OSDI'20) and nanoPU (OSDI'21).
 const RANK_RULES: [(&str, RankRule); 3] =
     [("jbsrq", RankRule::Ranked), ("global", RankRule::Global), ("per-service", RankRule::PerService)];
 
-/// Names of the schedulers of RingLeader and PIFO (SIGCOMM'16).
+/// Schedulers by option value, from RingLeader and PIFO (SIGCOMM'16).
 const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
 
 const ALLOCATORS: [(&str, AllocatorLocation); 2] = [("nic", AllocatorLocation::Nic), ("core", AllocatorLocation::Core)];
@@ -191,7 +192,7 @@ fn name_of<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
     names.iter().find(|(_, known)| *known == value).map_or("", |(name, _)| *name).to_owned()
 }
 
-/// Shortest interval that an option can have, in units of service time.
+/// Shortest interval to which an option can be set, in units of service time.
 const MIN_OPTION_TIME: f64 = 0.001;
 const EXPECTED_INTERVAL: &str = "a time from 0.001 to 1000000 service times";
 const EXPECTED_COUNT: &str = "a number from 1 to 65535";
@@ -200,7 +201,7 @@ fn parse_time(text: &str, min: f64) -> Option<f64> {
     text.parse().ok().filter(|time| (min..=1e6).contains(time))
 }
 
-/// Writes the options that differ from the defaults.
+/// Writes only those options that differ from the defaults.
 impl fmt::Display for JbsrqOptions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let default = Self::default();

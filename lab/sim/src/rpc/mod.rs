@@ -1,8 +1,8 @@
-//! `coreward-lab sim rpc` and `coreward-lab sim capacity`: requests at the cores of one server (Turbo, HPCA'23, Sect.
-//! III and VI; RingLeader, NSDI'23, Sect. 2.1).
+//! Commands `coreward-lab sim rpc` and `coreward-lab sim capacity`, which simulate requests at the cores of one server
+//! (Turbo, HPCA'23, Sect. III and VI; RingLeader, NSDI'23, Sect. 2.1).
 //!
-//! Requests arrive at a NIC (Poisson). A policy assigns them to cores behind an interface with latency, cores serve
-//! them, and responses leave by the same NIC. docs/simulator.md describes the model.
+//! Requests arrive at a NIC as a Poisson process. A policy at the NIC assigns them to cores, which they reach after the
+//! latency of an interface. Responses leave by the same NIC. docs/simulator.md describes the model.
 
 mod class_bounds;
 pub mod cli;
@@ -30,22 +30,22 @@ pub use service::{LongClass, ServiceTimeDistribution, ServiceTimeError, ServiceT
 use ticks::{NEVER, to_ticks};
 use workload::Workload;
 
-/// Results of a simulation.
+/// Results of a server simulation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
     /// Latencies of all requests after the warm-up.
     pub all: LatencySummary,
-    /// Latencies by class, the shortest class first. Classes without a request are omitted.
+    /// Latencies of each class that has requests, beginning with the shortest class.
     pub classes: Vec<ClassLatency>,
     /// Number of requests that arrived, including those of the warm-up.
     pub requests: u64,
-    /// Share of the requests that were dropped because the server was full (%).
+    /// Percentage of the requests that were dropped because the server was full.
     pub dropped_pct: f64,
-    /// Latencies over time, if [`Config::window`] is set.
+    /// Latencies over time. Empty unless [`Config::window`] is set.
     pub windows: Vec<WindowLatency>,
 }
 
-/// Runs the simulation. An error names the value that is out of range, and the range.
+/// Runs the simulation. An error names the value that is out of range, and the allowed range.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check_stable(BUCKET_COUNT)?;
     let class_times = config.service.class_times();
@@ -62,10 +62,10 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     })
 }
 
-/// Number of entries of the indirection table (Turbo, HPCA'23, Sect. VII-E).
+/// Number of entries in the RSS indirection table (Turbo, HPCA'23, Sect. VII-E).
 const BUCKET_COUNT: u32 = 512;
 
-/// Simulates the configuration at `load` instead of its own load. Returns the number of dropped requests.
+/// Simulates the configuration at `load` instead of its own load, and returns how many requests were dropped.
 fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
     let indirection_table =
         IndirectionTable::balanced(config.seed, BUCKET_COUNT as usize, config.cores).expect("512 is a power of two");
@@ -79,7 +79,7 @@ fn simulate(config: &Config, load: f64, observer: &mut impl Observer) -> u64 {
     spec.build(WorkloadRunner { config, load, observer })
 }
 
-/// Visitor that sends the requests of a workload to a server.
+/// Visitor that sends a workload's requests to the server that it visits.
 struct WorkloadRunner<'a, O> {
     config: &'a Config,
     load: f64,

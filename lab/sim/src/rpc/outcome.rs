@@ -1,4 +1,4 @@
-//! Latencies of a simulation as quantiles.
+//! Latencies of a server simulation, summarized as quantiles.
 
 use hdrhistogram::Histogram;
 use serde::Serialize;
@@ -6,12 +6,12 @@ use serde::Serialize;
 use super::server::{Response, ResponseSink};
 use super::ticks::{NEVER, TICKS_PER_UNIT, Tick, to_ticks, to_units};
 
-/// Quantiles of the latency, from a request's arrival at the NIC to its response's departure, in units of service time,
-/// within 0.05 %.
+/// Mean and quantiles of the latency, in units of service time and within 0.05 %. Latency is measured from a request's
+/// arrival at the NIC to its response's departure.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct LatencySummary {
     pub mean: f64,
-    /// Median latency.
+    /// Median of the latency.
     pub p50: f64,
     /// 90th percentile of the latency.
     pub p90: f64,
@@ -23,20 +23,18 @@ pub struct LatencySummary {
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ClassLatency {
-    /// Service time of the class, in units of service time; the mean for a distribution without classes.
+    /// Service time of the class in units of service time, or the mean if the distribution has no classes.
     pub service: f64,
-    /// Latencies of the requests in this class.
     #[serde(flatten)]
     pub quantiles: LatencySummary,
 }
 
-/// Latencies of the responses that left within one window.
+/// Latencies of the responses that left the server within one window of time.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct WindowLatency {
     /// Start of the window, in units of service time.
     pub from: f64,
     pub responses: u64,
-    /// Latencies of the responses in this window.
     #[serde(flatten)]
     pub quantiles: LatencySummary,
 }
@@ -44,7 +42,7 @@ pub struct WindowLatency {
 #[derive(Debug, Clone)]
 pub struct LatencyHistogram {
     histogram: Histogram<u64>,
-    /// Sum of all latencies (ticks), which is exact, unlike the buckets of `histogram`.
+    /// Exact sum of all latencies (ticks). The histogram alone would only yield an approximate sum.
     sum: u128,
 }
 
@@ -66,7 +64,7 @@ impl LatencyHistogram {
         self.sum += other.sum;
     }
 
-    /// Returns the quantiles of the latencies; `None` without latencies.
+    /// Returns mean and quantiles of the latencies, or `None` if there are none.
     fn quantiles(&self) -> Option<LatencySummary> {
         let count = self.histogram.len();
         if count == 0 {
@@ -101,7 +99,8 @@ struct LatencyWindows {
 }
 
 impl LatencyRecorder {
-    /// Creates a recorder for `class_count` classes, with windows of `window_length` units of service time, if given.
+    /// Creates a recorder for `class_count` classes. If a window length is given, in units of service time, it also
+    /// records latencies over time.
     pub fn new(class_count: usize, window_length: Option<f64>) -> Self {
         let windows = window_length.map(|length| LatencyWindows {
             window_length: to_ticks(length),
@@ -116,14 +115,14 @@ impl LatencyRecorder {
         }
     }
 
-    /// Returns the latencies of all classes together; `None` without any response.
+    /// Returns the latencies of all classes together, or `None` if there were no responses.
     pub fn all(&self) -> Option<LatencySummary> {
         let mut all_classes = LatencyHistogram::new();
         self.class_histograms.iter().for_each(|class| all_classes.add(class));
         all_classes.quantiles()
     }
 
-    /// Returns the latencies of each class; `None` for a class without responses.
+    /// Returns the latencies of each class, which are `None` for a class without responses.
     pub fn class_latencies(&self) -> impl Iterator<Item = Option<LatencySummary>> {
         self.class_histograms.iter().map(LatencyHistogram::quantiles)
     }
@@ -158,12 +157,12 @@ impl LatencyWindows {
     }
 }
 
-/// Observer of the responses in a simulation.
+/// Observer that measures the responses of a simulation.
 pub trait Observer: ResponseSink {
-    /// Ends the warm-up: requests that arrive from this time on are measured.
+    /// Ends the warm-up, so that requests which arrive at `from` or later are measured.
     fn measure_from(&mut self, from: Tick);
 
-    /// Returns whether further responses cannot change the result.
+    /// Returns whether the result is already certain, so that the simulation can end early.
     fn is_decided(&self) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! `coreward-lab sim capacity`: highest load at which the 99th percentile is within a bound.
+//! Command `coreward-lab sim capacity`, which searches for the highest load at which the p99 latency is within a bound.
 
 use std::ops::RangeInclusive;
 
@@ -13,21 +13,21 @@ use crate::par_map_ordered;
 /// Configuration of a search for the peak load.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PeakConfig {
-    /// Configuration of the simulation; its load and seed are ignored.
+    /// Configuration of the simulated server, whose load and seed are ignored.
     pub config: Config,
-    /// Service level objective: upper bound of the 99th percentile, in multiples of [`PeakConfig::slo_unit`].
+    /// Upper bound of the 99th percentile (service level objective), in multiples of [`PeakConfig::slo_unit`].
     pub slo: f64,
-    /// Seeds, each of which has its own search.
+    /// Seeds, for each of which a separate search is made.
     pub seeds: RangeInclusive<u64>,
-    /// Number of bisection steps, 1 to 30: the load is exact to 2^-steps.
+    /// Number of bisection steps, from 1 to 30, after which the load is exact to 2^-steps.
     pub steps: u32,
     /// Requests whose 99th percentile the SLO bounds.
     pub slo_metric: SloMetric,
-    /// Service time of which the SLO is a multiple.
+    /// Service time in whose multiples the SLO is given.
     pub slo_unit: SloUnit,
 }
 
-/// Requests whose latency an SLO bounds.
+/// Requests whose 99th percentile of latency the SLO bounds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum SloMetric {
     /// The requests of the shortest class
@@ -37,7 +37,7 @@ pub enum SloMetric {
     All,
 }
 
-/// Service time that is the unit of an SLO.
+/// Service time that serves as the unit of an SLO.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum SloUnit {
     /// The service time of the shortest class
@@ -60,19 +60,19 @@ impl Default for PeakConfig {
     }
 }
 
-/// Peak load, as a fraction of the cores' capacity.
+/// Estimated peak load with its confidence interval, as fractions of the cores' capacity.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct PeakLoadEstimate {
-    /// Mean of the seeds' peak loads; 0 if the SLO is missed at every load.
+    /// Mean of the peak loads found with each seed. A seed's peak load is 0 if the SLO is missed at every load.
     pub peak_load: f64,
     /// Lower end of the mean's 95 % confidence interval (Student's t over the seeds, and half a step of bisection).
     pub low: f64,
-    /// Upper end of the confidence interval.
+    /// Upper end of the mean's 95 % confidence interval.
     pub high: f64,
 }
 
-/// Searches for the peak load by bisection. A seed gives the same requests at every load, with scaled gaps. An error
-/// names the value that is out of range, and the range.
+/// Searches for the peak load by bisection. At every load, a seed yields the same requests, only with scaled gaps
+/// between them. An error names the value that is out of range, and the allowed range.
 pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
     if !(search.slo > 0.0 && search.slo.is_finite()) {
         return Err(Error::Slo(search.slo));
@@ -83,7 +83,7 @@ pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
     if search.seeds.is_empty() {
         return Err(Error::NoSeeds);
     }
-    // Checks the lowest load of the search, which has the longest run.
+    // The run at the search's lowest load lasts longest in simulated time, so its ranges are checked.
     Config { load: 0.5f64.powi(search.steps as i32), ..search.config.clone() }.check_ranges()?;
     let configs: Vec<Config> = search
         .seeds
@@ -107,7 +107,7 @@ fn bisect_peak_load(search: &PeakConfig, config: &Config) -> f64 {
     met
 }
 
-/// Returns whether the 99th percentile is within the bound at `load`.
+/// Returns whether the 99th percentile of latency is within the SLO at `load`.
 fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
     let slo_unit = if search.slo_unit == SloUnit::Mean { config.service.mean() } else { 1.0 };
     let measured_requests = config.requests - config.requests / 10;
@@ -120,17 +120,17 @@ fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
         late_count: 0,
     };
     simulate(config, load, &mut observer);
-    // The 99th percentile is within the bound when at most 1 % of the responses are late.
+    // The 99th percentile is within the bound if at most 1 % of the responses are late.
     observer.late_count * 100 <= observer.response_count
 }
 
-/// Counter of late responses: an SLO needs no histogram, and a run that misses it ends early.
+/// Counter of responses that exceed the SLO. It needs no histogram, and ends a run as soon as the SLO is missed.
 struct SloObserver {
     measured_from: Tick,
     latency_bound: Tick,
-    /// Only requests of classes below this one are counted.
+    /// Class from which on requests are not counted.
     class_limit: u8,
-    /// Number of late responses above which the SLO is missed: 1 % of all requests that count.
+    /// Number of late responses above which the SLO is missed, which is 1 % of all counted requests.
     max_late: u64,
     response_count: u64,
     late_count: u64,
@@ -157,7 +157,7 @@ impl Observer for SloObserver {
     }
 }
 
-/// Returns the mean of `values` with its 95 % confidence interval; each value is exact to `step`.
+/// Returns the mean of `values` with its 95 % confidence interval. Each value is exact to `step`.
 fn confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
     let count = values.len() as f64;
     let mean = values.iter().sum::<f64>() / count;
@@ -167,8 +167,8 @@ fn confidence_interval(values: &[f64], step: f64) -> PeakLoadEstimate {
     PeakLoadEstimate { peak_load: mean, low: (mean - half_width).max(0.0), high: (mean + half_width).min(1.0) }
 }
 
-/// Returns the 97.5 % quantile of Student's t distribution (standard table). Between its rows the next smaller number
-/// of degrees of freedom applies, which widens the interval.
+/// Returns the 97.5 % quantile of Student's t distribution from a standard table. Between two rows, the one with fewer
+/// degrees of freedom is used, which widens the interval.
 fn student_t_quantile(degrees_of_freedom: usize) -> f64 {
     const TABLE: [(usize, f64); 20] = [
         (1, 12.706),
@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn confidence_interval_equals_one_computed_by_hand() {
-        // 1, 2, 3: mean 2, standard error 1 / sqrt(3), t(2) = 4.303.
+        // For 1, 2 and 3, the mean is 2, the standard error 1 / sqrt(3), and t(2) = 4.303.
         let peak = confidence_interval(&[0.1, 0.2, 0.3], 0.0);
         assert!((peak.peak_load - 0.2).abs() < 1e-12);
         let half_width = 4.303 * 0.1 / 3f64.sqrt();

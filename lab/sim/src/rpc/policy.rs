@@ -1,4 +1,4 @@
-//! Policies inside a server, and their names.
+//! Policies that assign requests to cores inside a server, and their names.
 
 use std::fmt;
 use std::num::NonZeroU16;
@@ -11,51 +11,52 @@ use crate::names::UnknownName;
 /// Policy that assigns a server's requests to its cores. Times are in units of service time.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Policy {
-    /// `cfcfs`: one queue at the NIC; a core gets a request after it has reported to be free
+    /// Keeps one queue at the NIC, from which a core gets a request only once it has reported itself free (`cfcfs`).
     CentralFcfs,
-    /// `random`: a random core for every request
+    /// Assigns every request to a random core (`random`).
     Random,
-    /// `rr`: the cores in turn (round robin)
+    /// Assigns requests to the cores in turn (`rr`, round robin).
     RoundRobin,
-    /// `jsq`: the core with the fewest outstanding requests
+    /// Assigns a request to the core with the fewest outstanding requests (`jsq`).
     ShortestQueue,
-    /// `jlq`: the core with the least outstanding work
+    /// Assigns a request to the core with the least outstanding work (`jlq`).
     LightestQueue,
-    /// `jbsq:N`: the core with the fewest outstanding requests, at most N; other requests wait at the NIC
+    /// Assigns a request to the core with the fewest outstanding requests, of which it may have at most N (`jbsq:N`).
+    /// Other requests wait at the NIC.
     BoundedShortestQueue(NonZeroU16),
-    /// `jbsrq[:OPTIONS]`: RingLeader's bounded, ranked queues with priorities
+    /// Uses RingLeader's bounded and ranked queues with priorities (`jbsrq[:OPTIONS]`).
     RankedQueue(JbsrqOptions),
-    /// `jbsrq-fifo[:OPTIONS]`: the variant of `jbsrq` for cores that serve in order of arrival, like stock servers
+    /// Adapts `jbsrq` to cores that serve in order of arrival, as unmodified servers do (`jbsrq-fifo[:OPTIONS]`).
     ClassBoundedQueue(ClassBoundOptions),
-    /// `rss`: connections hashed to buckets, buckets to cores
+    /// Hashes connections to buckets, which are mapped to cores (`rss`).
     Rss,
-    /// `rss-rebalanced:T`: like `rss`, with an optimal regrouping of the buckets every T
+    /// Does the same as `rss`, but redistributes the buckets optimally every T (`rss-rebalanced:T`).
     RssRebalanced(f64),
-    /// `work-stealing[:COST]`: like `rss`, but idle cores steal from the longest queue; a stolen request takes COST
-    /// longer
+    /// Does the same as `rss`, but lets idle cores steal from the longest queue (`work-stealing[:COST]`). A stolen
+    /// request takes COST longer.
     WorkStealing(f64),
-    /// `ps`: ideal processor sharing of all cores by all requests
+    /// Lets all requests share all cores equally, which is an ideal (`ps`, processor sharing).
     ProcessorSharing,
-    /// `dfcfs:X,Y`: X groups of Y cores, each with one ideal queue; requests are hashed to groups
+    /// Hashes requests to X groups of Y cores, each of which has one ideal queue (`dfcfs:X,Y`).
     GroupedFcfs {
-        /// X, the number of groups
+        /// Number of groups (X).
         groups: NonZeroU16,
-        /// Y, the number of cores of each group
+        /// Number of cores in each group (Y).
         cores_per_group: NonZeroU16,
     },
 }
 
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum PolicyError {
-    /// Unknown policy.
+    /// No policy has the given name.
     #[error(transparent)]
     Unknown(#[from] UnknownName),
-    /// Invalid parameters of a policy.
+    /// The parameters of a policy are invalid.
     #[error("policy {given:?}: expected {expected}")]
     Parameters { given: String, expected: String },
 }
 
-/// Syntax of all policies, with their parameters.
+/// Syntax of all policies with their parameters.
 pub const POLICY_SYNTAX: [&str; 13] = [
     "cfcfs",
     "random",
@@ -72,9 +73,9 @@ pub const POLICY_SYNTAX: [&str; 13] = [
     "dfcfs:X,Y",
 ];
 
-/// Default additional time of a stolen request. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 % of ideal with 5 us
-/// requests, and within 15 % from 20 us on. A cost of a few microseconds explains this; half a service time is the same
-/// order for requests of a few microseconds.
+/// Default for the additional time of a stolen request. ZygOS (SOSP'17, Sect. 6.1) is within 50-60 % of the ideal for 5
+/// us requests, and within 15 % from 20 us on. A cost of a few microseconds explains this. For requests that take a few
+/// microseconds, half a service time is about as long.
 const DEFAULT_STEALING_COST: f64 = 0.5;
 
 impl FromStr for Policy {
@@ -130,9 +131,9 @@ impl FromStr for Policy {
     }
 }
 
-/// Longest time that a policy's parameter can have, in units of service time.
+/// Longest time to which a policy's parameter can be set, in units of service time.
 const MAX_PARAMETER_TIME: f64 = 1e6;
-/// Shortest interval between two regroupings (units of service time); shorter ones would take hours.
+/// Shortest interval between two redistributions of buckets (units of service time). Shorter ones would take hours.
 const MIN_REGROUP_INTERVAL: f64 = 0.01;
 
 impl fmt::Display for Policy {
@@ -158,7 +159,7 @@ impl fmt::Display for Policy {
 }
 
 impl Policy {
-    /// Returns whether shorter classes of requests have priority.
+    /// Returns whether shorter classes have priority under this policy.
     pub fn priorities(&self) -> Priorities {
         match self {
             Self::RankedQueue(options) => options.priorities,
@@ -167,15 +168,16 @@ impl Policy {
         }
     }
 
-    /// Returns whether a connection's requests reach the core of its hash, so that a load balancer can predict it.
+    /// Returns whether requests reach the core of their connection's RSS hash, which load balancers can predict.
     pub fn follows_rss(&self) -> bool {
         matches!(self, Self::Rss | Self::RssRebalanced(_) | Self::WorkStealing(_))
     }
 
-    /// Returns the load below which the queues of this policy are stable, as a fraction of the cores' capacity.
-    /// `latency` is the one-way latency of the interface. A core whose slot is occupied until its response has passed
-    /// the NIC is idle for two crossings per request, unless it has more slots. Exact for `cfcfs`, an upper bound for
-    /// bounded queues with more than one slot.
+    /// Returns the load below which this policy's queues are stable, as a fraction of the cores' capacity.
+    ///
+    /// `latency` is the one-way latency between NIC and cores. A core's slot is occupied until the response has passed
+    /// the NIC. A core with one slot is therefore idle for two latencies per request. The result is exact for `cfcfs`,
+    /// and an upper bound for bounded queues with several slots.
     pub fn capacity(&self, mean_service_time: f64, latency: f64) -> f64 {
         let capacity_with_slots =
             |places: f64| (places * mean_service_time / (mean_service_time + 2.0 * latency)).min(1.0);

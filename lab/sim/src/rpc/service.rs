@@ -1,4 +1,4 @@
-//! Service times of requests.
+//! Distributions of the requests' service times.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,50 +9,45 @@ use super::ticks::{TICKS_PER_UNIT, Tick, to_ticks};
 use crate::names::UnknownName;
 use crate::random::{exponential, log_normal};
 
-/// Distribution of service times. The unit of time is the service time of the shortest class; without classes it is the
-/// mean.
+/// Distribution of service times. The unit of time is the service time of the shortest class, or the mean if there are
+/// no classes.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ServiceTimeDistribution {
-    /// `fixed`: every request takes 1
+    /// Every request takes 1 (`fixed`).
     Fixed,
-    /// `exp`: exponential with mean 1
+    /// Service times have an exponential distribution with mean 1 (`exp`).
     Exponential,
-    /// `lognormal:SIGMA`: mean 1; SIGMA is the standard deviation of the logarithm
+    /// Service times have a lognormal distribution with mean 1 (`lognormal:SIGMA`). SIGMA is the standard deviation of
+    /// the logarithm.
     LogNormal(f64),
-    /// `bimodal:FRACTION:FACTOR`, `trimodal:FRACTION:FACTOR:FRACTION:FACTOR`: these fractions of the requests take
-    /// FACTOR, the others 1
+    /// The given fractions of the requests take FACTOR and the others take 1 (`bimodal:FRACTION:FACTOR` or
+    /// `trimodal:FRACTION:FACTOR:FRACTION:FACTOR`).
     Classes(Vec<LongClass>),
 }
 
-/// Class of longer requests.
+/// Class of requests that take longer than the shortest class.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LongClass {
-    /// Share of this class in all requests, 0 to 1.
+    /// Fraction of all requests that belong to this class, from 0 to 1.
     pub fraction: f64,
-    /// Service time of the class in units of the shortest one, at least 1.
+    /// Service time of the class in multiples of the shortest class's, at least 1.
     pub factor: f64,
 }
 
-/// Text that is not a distribution of service times.
+/// Reason why a text does not describe a distribution of service times.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ServiceTimeError {
-    /// Unknown distribution.
+    /// No distribution has the given name.
     #[error(transparent)]
     Unknown(#[from] UnknownName),
-    /// Invalid parameters of a distribution.
+    /// The parameters of a distribution are invalid.
     #[error("service {given:?}: expected {expected}")]
-    Parameters {
-        given: String,
-        /// Expected parameters of the distribution.
-        expected: &'static str,
-    },
-    /// Share of a class that is not from 0 to 1.
+    Parameters { given: String, expected: &'static str },
     #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
     Fraction { given: String, fraction: f64 },
-    /// Shares whose sum is above 1.
     #[error("service {given:?}: the fractions add up to {sum}: expected at most 1")]
     Sum { given: String, sum: f64 },
-    /// Service time of a long class that is below 1, or not a number.
+    /// The service time of a long class is out of range, or is not a number.
     #[error("service {given:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)")]
     Factor { given: String, factor: f64 },
 }
@@ -62,9 +57,9 @@ const EXPONENTIAL: &str = "exp";
 const LOG_NORMAL: &str = "lognormal:SIGMA";
 const BIMODAL: &str = "bimodal:FRACTION:FACTOR";
 const TRIMODAL: &str = "trimodal:FRACTION:FACTOR:FRACTION:FACTOR";
-/// Maximum service time of a class in units, so that a run of any length fits into 64 bits of ticks.
+/// Maximum service time of a class in units. It ensures that the ticks of a run of any length fit into 64 bits.
 const MAX_CLASS_SERVICE_TIME: f64 = 1e6;
-/// Maximum sigma: with a larger one, the few longest requests of a run determine its mean.
+/// Maximum sigma. If it were larger, the few longest requests of a run would determine the run's mean.
 const MAX_SIGMA: f64 = 4.0;
 
 impl FromStr for ServiceTimeDistribution {
@@ -138,13 +133,12 @@ impl ServiceTimeDistribution {
         }
     }
 
-    /// Returns the service time of each class in units, the shortest first; only the mean without classes.
+    /// Returns the service time of each class in units, beginning with the shortest, or only the mean without classes.
     pub fn class_times(&self) -> Vec<f64> {
         let long_classes: &[LongClass] = if let Self::Classes(classes) = self { classes } else { &[] };
         std::iter::once(1.0).chain(long_classes.iter().map(|class| class.factor)).collect()
     }
 
-    /// Returns a sampler of the distribution.
     pub fn sampler(&self) -> ServiceTimeSampler {
         match self {
             Self::Fixed => ServiceTimeSampler::Classes(ServiceTimeClassSampler::new(&[])),
@@ -155,19 +149,18 @@ impl ServiceTimeDistribution {
     }
 }
 
-/// Sampler of service times.
 #[derive(Debug, Clone)]
 pub enum ServiceTimeSampler {
-    /// Exponential with mean 1.
+    /// Exponential distribution with mean 1.
     Exponential,
-    /// Lognormal with mean 1 and this sigma.
+    /// Lognormal distribution with mean 1 and this sigma.
     LogNormal(f64),
     Classes(ServiceTimeClassSampler),
 }
 
 const MAX_CLASSES: usize = 3;
 
-/// Sampler of classes: a random 32-bit number below `thresholds[i]`, and not below the previous one, selects class i.
+/// Sampler of classes. A random 32-bit number selects the first class i for which it is below `thresholds[i]`.
 #[derive(Debug, Clone)]
 pub struct ServiceTimeClassSampler {
     thresholds: [u64; MAX_CLASSES],
@@ -188,12 +181,12 @@ impl ServiceTimeClassSampler {
 }
 
 impl ServiceTimeSampler {
-    /// Draws a request, and returns its class and service time.
+    /// Draws a request, and returns its class and its service time.
     #[inline]
     pub fn sample(&self, rng: &mut impl Rng) -> (u8, Tick) {
         match self {
             Self::Exponential => (0, to_ticks(exponential(rng))),
-            // The mean of a lognormal, exp(mu + sigma^2 / 2), is then 1.
+            // The mean of a lognormal distribution is exp(mu + sigma^2 / 2), which this mu makes 1.
             Self::LogNormal(sigma) => (0, to_ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
             Self::Classes(draw) => {
                 let random_number = u64::from(rng.next_u32());
@@ -245,7 +238,7 @@ mod tests {
                 sum += to_units(time);
                 classes[usize::from(class)] += 1;
             }
-            // The standard deviations are at most 2.8, so the mean of 200,000 draws is within 0.02.
+            // The standard deviations are at most 2.8, so the mean of 200,000 draws is accurate to about 0.02.
             let mean = sum / f64::from(count);
             assert!((mean - service.mean()).abs() < 0.025, "{name}: {mean} against {}", service.mean());
             if name.starts_with("tri") {

@@ -1,12 +1,12 @@
-//! Simulated time in whole ticks, so that the order of events does not depend on rounding.
+//! Simulated time in whole ticks. The order of events therefore does not depend on rounding.
 
-/// Time or duration in ticks.
+/// Point in time or duration in ticks.
 pub type Tick = u64;
 
-/// Number of ticks per unit of service time. A tick is 6e-8 units; a run may last 1e12 units.
+/// Number of ticks per unit of service time. A tick is 6e-8 units, and a run may last 1e12 units.
 pub const TICKS_PER_UNIT: Tick = 1 << 24;
 
-/// Time after all events.
+/// Time that is later than all events.
 pub const NEVER: Tick = Tick::MAX;
 
 /// Converts units of service time to ticks, rounded to the nearest tick.

@@ -1,4 +1,4 @@
-//! Arriving requests: their times, service times and connections.
+//! Generator of requests, with their arrival times, service times and connections.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 use rand::Rng as _;
@@ -10,8 +10,9 @@ use super::ticks::{TICKS_PER_UNIT, Tick};
 use super::{Config, Priorities};
 use crate::random::exponential;
 
-/// Requests with Poisson arrivals. Each quantity has its own random stream: two policies, or two loads, get the same
-/// requests in the same order (common random numbers), so random differences do not affect comparisons.
+/// Generator of requests with Poisson arrivals. Each quantity is drawn from its own random stream, so two policies or
+/// two loads get the same requests in the same order. Comparisons are therefore not affected by random differences
+/// (common random numbers).
 #[derive(Debug)]
 pub struct Workload {
     mean_arrival_interval: f64,
@@ -30,7 +31,7 @@ const RNG_STREAM_HASHES: u64 = 0x7270_6303;
 const RNG_STREAM_CONNECTIONS: u64 = 0x7270_6304;
 
 impl Workload {
-    /// Creates requests that offer `load` times the capacity of the cores in `config`.
+    /// Creates a generator whose requests offer `load` times the capacity of the cores in `config`.
     pub fn new(config: &Config, load: f64) -> Self {
         let connection_sampler = config.connection_sampler.map(|count| {
             ConnectionSampler::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
@@ -67,16 +68,16 @@ impl Workload {
     }
 }
 
-/// Sampler of the requests' connections: the i-th most frequent has a share proportional to 1 / i^skew (Zipf).
+/// Sampler of the requests' connections. The i-th most frequent one has a share proportional to 1 / i^skew (Zipf).
 #[derive(Debug)]
 struct ConnectionSampler {
-    /// Entries of Walker's alias method (1977): a draw selects an entry, and then its connection or its alias.
+    /// Table for Walker's alias method (1977). A draw selects an entry, and then either its connection or its alias.
     entries: Vec<AliasEntry>,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct AliasEntry {
-    /// Random 32-bit numbers below this threshold select the connection, others its alias.
+    /// Threshold below which a random 32-bit number selects the entry's connection. Other numbers select the alias.
     threshold: u64,
     connection_hash: u32,
     alias_hash: u32,
@@ -125,7 +126,7 @@ mod tests {
         (0..100_000).for_each(|_| *counts.entry(sampler.draw_connection_hash(&mut rng)).or_default() += 1);
         let mut counts: Vec<u32> = counts.into_values().collect();
         counts.sort_unstable();
-        // 1 / (1 + 1/2 + 1/3 + 1/4) = 0.48 of all for the first.
+        // The first connection has 1 / (1 + 1/2 + 1/3 + 1/4) = 0.48 of all requests.
         let expected = [12_000, 16_000, 24_000, 48_000];
         assert!(counts.iter().zip(expected).all(|(count, expected)| count.abs_diff(expected) < 600), "{counts:?}");
     }

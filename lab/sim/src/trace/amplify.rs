@@ -1,9 +1,9 @@
-//! Overlay of several copies of a trace, for traces that are too thin to load a fleet.
+//! Overlay of several copies of a trace, for traces whose traffic is too thin to load a fleet.
 //!
 //! Copy k of n starts k/n of the trace's duration into the trace, and continues at its beginning after its end. All
-//! copies then last as long as the trace, and their busy times do not coincide. A flow that this cuts in two counts as
-//! two flows. Each copy has its own addresses. Every copy of a generator's trace is drawn from its own seed instead,
-//! which needs no cut.
+//! copies therefore last as long as the trace, and their busy times do not coincide. A flow that is cut in two counts
+//! as two flows. Each copy has its own addresses. If a generator draws the trace, each copy has its own seed instead,
+//! so no cut is needed.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -13,30 +13,29 @@ use coreward_model::FourTuple;
 
 use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, SkipCounts, Trace, TraceError};
 
-/// Maximum number of packets in a merged batch.
+/// Maximum number of packets in a batch merged from the copies.
 const MAX_BATCH_PACKETS: usize = 16_384;
 
-/// Part of a trace between two times, as a trace that starts at 0.
+/// Trace that consists of another trace's packets between two times, shifted so that it starts at 0.
 pub struct TraceSlice {
     trace: Box<dyn Trace>,
     from_ns: u64,
     until_ns: u64,
-    /// First packets of the flows that began before the part and have not sent in it yet, by flow number.
+    /// First packet of each flow that began before the slice but has not yet sent within it, by flow number.
     unsent_flows: HashMap<u32, FirstPacket>,
-    /// Numbers of the flows that have sent in the part and have not ended.
+    /// Numbers of the flows that have sent within the slice and have not ended.
     open_flows: HashMap<u32, ()>,
     has_ended: bool,
 }
 
 impl TraceSlice {
-    /// Creates the part from `from_ns` until `until_ns`. Panics when the trace has a history, which would have to be
-    /// cut too.
+    /// Creates the slice from `from_ns` to `until_ns`. Panics when the trace has a history, which cannot be cut.
     pub fn new(trace: Box<dyn Trace>, from_ns: u64, until_ns: u64) -> Self {
         assert_eq!(trace.history_ns(), 0, "a trace with a history is not cut");
         Self { trace, from_ns, until_ns, unsent_flows: HashMap::new(), open_flows: HashMap::new(), has_ended: false }
     }
 
-    /// Copies those packets of `whole` that are within the part, with adjusted times.
+    /// Copies the packets of `whole` that are within the slice, with shifted times.
     fn copy_packets_in_part(&mut self, whole: &Batch, part: &mut Batch) {
         let mut first_packets = whole.first_packets.iter();
         for packet in &whole.packets {
@@ -91,7 +90,7 @@ impl Trace for TraceSlice {
             self.copy_packets_in_part(&whole, batch);
         }
         if self.has_ended {
-            // Flows that are open at the end of the part send nothing more.
+            // Flows that are still open when the slice ends send nothing more.
             let mut open_flows: Vec<u32> = self.open_flows.drain().map(|(flow, ())| flow).collect();
             open_flows.sort_unstable();
             let time_ns = self.until_ns - self.from_ns;
@@ -132,7 +131,7 @@ struct TraceCopy {
 }
 
 impl TraceCopy {
-    /// Returns the next packet of the copy, with its time in the overlay; `None` at the end of the copy.
+    /// Returns the copy's next packet with its time in the overlay, or `None` at the end of the copy.
     fn peek(&mut self) -> Result<Option<Packet>, TraceError> {
         if self.next_packet_index == self.batch.packets.len() {
             self.trace.read(&mut self.batch)?;
@@ -143,16 +142,16 @@ impl TraceCopy {
     }
 }
 
-/// Overlay of several traces, which is a trace itself.
+/// Trace that merges the packets of several traces by time.
 pub struct TraceOverlay {
     copies: Vec<TraceCopy>,
-    /// Time of each copy's next packet, with the index of the copy.
+    /// Time of the next packet in each copy, with the copy's index.
     next_packet_times: BinaryHeap<Reverse<(u64, usize)>>,
     is_started: bool,
 }
 
 impl TraceOverlay {
-    /// Creates an overlay of traces, each with its start time (ns) and the number of its copy.
+    /// Creates an overlay of the given traces. Each is given with its start time (ns) and its copy number.
     pub fn new(traces: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
         let to_copy = |(trace, start_ns, copy)| TraceCopy {
             trace,
@@ -230,8 +229,9 @@ impl Trace for TraceOverlay {
     }
 }
 
-/// Returns the 4-tuple that a flow has in a copy, unchanged in copy 0. Addresses are mixed, because Toeplitz is linear:
-/// with a constant difference between copies, flows that share a bucket would share one in every copy.
+/// Returns the 4-tuple that a flow has in a copy, which is unchanged in copy 0. Addresses are mixed by a hash, because
+/// Toeplitz is linear. With a constant difference between copies, flows that share a bucket would share one in every
+/// copy.
 fn tuple_in_copy(tuple: &FourTuple, copy_number: u32) -> FourTuple {
     let socket_in_copy = |socket: SocketAddr| SocketAddr::new(address_in_copy(socket.ip(), copy_number), socket.port());
     FourTuple::new(socket_in_copy(tuple.client()), socket_in_copy(tuple.vip())).expect("families stay as they are")
@@ -243,14 +243,14 @@ fn address_in_copy(address: IpAddr, copy_number: u32) -> IpAddr {
     }
     match address {
         IpAddr::V4(v4) => {
-            // The finaliser of MurmurHash3 (32 bits) keeps different addresses different.
+            // The finaliser of MurmurHash3 (32 bits) maps different addresses to different addresses.
             let mut x = v4.to_bits() ^ copy_number.wrapping_mul(0x9e37_79b9);
             x = (x ^ x >> 16).wrapping_mul(0x85eb_ca6b);
             x = (x ^ x >> 13).wrapping_mul(0xc2b2_ae35);
             Ipv4Addr::from_bits(x ^ x >> 16).into()
         }
         IpAddr::V6(v6) => {
-            // The 64 interface bits, mixed with the network bits.
+            // The 64 interface bits are replaced, and the result also depends on the network bits.
             let (network, interface) = ((v6.to_bits() >> 64) as u64, v6.to_bits() as u64);
             let mut x =
                 interface ^ u64::from(copy_number).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ network.rotate_left(32);
@@ -265,7 +265,7 @@ fn address_in_copy(address: IpAddr, copy_number: u32) -> IpAddr {
 mod tests {
     use super::*;
 
-    /// A trace for tests: packets of flow 5 at 0, 10, .. 90 ns, of flow 6 at 35 and 65 ns.
+    /// Trace in which flow 5 sends at 0, 10, .. 90 ns, and flow 6 at 35 and 65 ns.
     struct SmallTrace(Vec<Batch>);
 
     fn small_trace() -> Box<dyn Trace> {
@@ -317,7 +317,7 @@ mod tests {
             ]
         );
         assert_eq!(openings.iter().map(|opening| opening.tuple.client().port()).collect::<Vec<_>>(), [1, 2]);
-        // From its beginning the part equals the trace, plus the ends of flows.
+        // From the beginning, the slice equals the trace, except that it also has the ends of flows.
         let (packets, _) = read_all_packets(TraceSlice::new(small_trace(), 0, 100));
         assert_eq!((packets.len(), packets[12]), (13, (100, 5, FlowEvent::EXPIRES)));
     }

@@ -1,23 +1,21 @@
-//! Arrival logs of the demo as a trace: each request is a packet.
+//! Trace that is read from an arrival log of the demo, in which each request is a packet.
 
 use coreward_model::arrivals::ArrivalLog;
 
 use super::{Batch, CoreServiceRate, FirstPacket, FlowEvent, Packet, Trace, TraceError};
 
-/// Maximum number of packets in a batch.
 const MAX_BATCH_PACKETS: usize = 16_384;
 
-/// Trace with the requests of an arrival log as packets.
 pub struct ArrivalTrace {
     log: ArrivalLog,
-    /// Time of each request (us), its connection, and its number on the connection.
+    /// Time (us) of each request, the number of its connection, and its own number on this connection.
     requests: Vec<(u64, u32, u32)>,
     next_request_index: usize,
     service_rate: CoreServiceRate,
 }
 
 impl ArrivalTrace {
-    /// Creates the trace of a log. Fails when the requests have different service times; the error names `path`.
+    /// Creates the trace of a log. Fails when the requests have different service times. The error then names `path`.
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
         let first_service_us = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
         if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first_service_us) {

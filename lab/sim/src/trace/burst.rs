@@ -1,8 +1,8 @@
-//! `burst`: connections that all open within 100 ms, faster than any report.
+//! Generator `burst`, whose connections all open within 100 ms, which is faster than any report.
 //!
-//! The fleet is idle for half a second before, and has reported this. Each connection sends evenly spaced packets until
-//! the end, at a rate with the distribution of [`super::campus`] (lognormal, median 150 packets/s, sigma 1.3, at most
-//! 4,000).
+//! The fleet is idle for the half second before, and its reports show this. Each connection sends evenly spaced packets
+//! until the trace ends. Its rate has the same distribution as in [`super::campus`] (lognormal, median 150 packets/s,
+//! sigma 1.3, at most 4,000).
 
 use std::str::FromStr;
 
@@ -10,21 +10,21 @@ use super::campus::{ActiveFlow, FlowGenerator, KeyedFirstPacket, append_packets,
 use super::settings::{SettingError, parse_settings};
 use super::{Batch, Trace, TraceError};
 
-/// Start of the burst (ns), within the first window, which is not measured.
+/// Start of the burst (ns). It is within the first window, which is not measured.
 const BURST_START_NS: u64 = 500_000_000;
 /// Duration of the burst (ns).
 const BURST_DURATION_NS: u64 = 100_000_000;
-/// Duration of the time slices in which packets are drawn and sorted (ns).
+/// Duration of each time slice, whose packets are drawn and sorted together (ns).
 const SLICE_NS: u64 = 20_000_000;
 
-/// Parameters of burst traffic.
+/// Parameters of the burst generator.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BurstSettings {
-    /// Seed of the traffic; `None`: each run draws its traffic from its own seed.
+    /// Seed of the traffic, or `None` if each run draws its traffic from the run's seed.
     pub seed: Option<u64>,
-    /// Number of connections, 1 to 1,000,000.
+    /// Number of connections, from 1 to 1,000,000.
     pub connections: u32,
-    /// Duration of the trace (s), 2 to 3,600.
+    /// Duration of the trace (s), from 2 to 3,600.
     pub seconds: u64,
 }
 
@@ -37,7 +37,7 @@ impl Default for BurstSettings {
 impl FromStr for BurstSettings {
     type Err = SettingError;
 
-    /// Parses `seed=1,connections=1000,seconds=5`; missing settings have their defaults.
+    /// Parses a text such as `seed=1,connections=1000,seconds=5`. Settings that are not given keep their defaults.
     fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut settings = Self::default();
         for setting in parse_settings("burst", text) {
@@ -53,7 +53,7 @@ impl FromStr for BurstSettings {
     }
 }
 
-/// Burst traffic of one seed.
+/// Burst of connections that is drawn from one seed.
 pub struct BurstTrace {
     active_flows: Vec<ActiveFlow>,
     slice_start_ns: u64,
@@ -61,14 +61,14 @@ pub struct BurstTrace {
 }
 
 impl BurstTrace {
-    /// Creates burst traffic with these settings, and with `seed` if they have none.
+    /// Creates burst traffic with these settings. `seed` is used if the settings contain none.
     pub fn new(settings: &BurstSettings, seed: u64) -> Self {
         let mut flow_generator = FlowGenerator::new(settings.seed.unwrap_or(seed));
         let end_ns = settings.seconds * 1_000_000_000;
         let active_flows = (0..settings.connections).map(|number| {
             let start_ns = BURST_START_NS as f64 + flow_generator.draw_uniform() * BURST_DURATION_NS as f64;
             let rate_pps = flow_generator.draw_rate();
-            // More packets than the connection can send until the end.
+            // The connection cannot send that many packets until the end.
             let packet_count = rate_pps * end_ns as f64 / 1e9 + 1.0;
             ActiveFlow::new(number, start_ns, rate_pps, packet_count as u32, flow_generator.draw_tuple())
         });

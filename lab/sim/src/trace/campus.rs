@@ -1,20 +1,21 @@
-//! `campus`: traffic of a university's uplink, drawn from a seed.
+//! Generator `campus`, which draws traffic like that of a university's uplink from a seed.
 //!
-//! Flows arrive as a Poisson process. Packets per flow are drawn from a mixture that was fitted to one hour of the
-//! uplink of AGH University (6.5 million flows, 681 million packets): flow-models, agh_2015061019_IPv4_anon, `length`
-//! of all flows; Jurkiewicz, "flow-models 2.0", SoftwareX 24 (2023) 101506. A flow sends evenly spaced packets, the
-//! first one at its arrival. Its rate is lognormal: median 150 packets/s, sigma 1.3, between length / 300 s and 4,000
-//! packets/s.
+//! Flows arrive as a Poisson process. The number of packets in a flow (its length) is drawn from a mixture. This
+//! mixture was fitted to one hour on AGH University's uplink (6.5 million flows, 681 million packets). The source is
+//! `length` of all flows in agh_2015061019_IPv4_anon (Jurkiewicz, "flow-models 2.0", SoftwareX 24 (2023) 101506). A
+//! flow sends evenly spaced packets, the first one at its arrival. Its rate is lognormal with median 150 packets/s and
+//! sigma 1.3, but at least length / 300 s and at most 4,000 packets/s.
 //!
-//! The limits of the rate allow lengths up to 1.2 million packets; longer ones (1 of 240,000 flows) are drawn again.
-//! The mean length is then 106 (data: 104.5; mixture without a limit: 116), and flows over 57,000 packets carry 47 % of
-//! all packets.
+//! With these limits of the rate, a flow has at most 1.2 million packets. Longer flows (1 of 240,000) are drawn again.
+//! The mean length is then 106 (in the data 104.5, in the mixture without a limit 116). Flows over 57,000 packets carry
+//! 47 % of all packets.
 //!
 //! A flow lasts at most 300 s. The arrivals of the 300 s before time 0 are therefore drawn too, and their remaining
-//! packets are part of the trace: the traffic is stationary from its first packet on. Half of all packets belong to
-//! flows of minutes, and a load balancer places a flow only once, so the time of placement matters. By default the load
-//! balancer placed these flows when they arrived, and the history (flows and rates, without packets) is part of the
-//! trace. With `history=0` it starts at time 0 and places them all at once, before any core has reported a load.
+//! packets are part of the trace. This makes the traffic stationary from its first packet on. Half of all packets
+//! belong to flows that last minutes. A load balancer places a flow only once, so the time of this placement matters.
+//! By default, the load balancer placed these flows when they arrived, and the history (flows and rates, without
+//! packets) is part of the trace. With `history=0`, the load balancer starts at time 0 and places all of them at once,
+//! before any core has reported a load.
 
 use std::net::Ipv4Addr;
 use std::str::FromStr;
@@ -28,20 +29,20 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use super::settings::{SettingError, parse_settings};
 use super::{Batch, FirstPacket, FlowEvent, Packet, Trace, TraceError};
 
-/// Component of the mixture that gives the packets per flow: weight and distribution (SciPy's parameters with `loc` 0).
+/// Component of the mixture for packets per flow, with its weight and distribution (parameters of SciPy with `loc` 0).
 struct MixtureComponent {
     weight: f64,
     length: LengthDistribution,
 }
 
 enum LengthDistribution {
-    /// Uniform between 0 and this value.
+    /// Uniform distribution between 0 and this value.
     Uniform(f64),
-    /// `scale` x exp(`s` x a standard normal number).
+    /// Lognormal distribution, that is `scale` x exp(`s` x a standard normal number).
     Lognormal { s: f64, scale: f64 },
 }
 
-/// Mixture of packets per flow: flow-models, agh_2015061019_IPv4_anon, mixtures/all/length (Jurkiewicz 2023).
+/// Mixture of packets per flow (flow-models, agh_2015061019_IPv4_anon, mixtures/all/length, Jurkiewicz 2023).
 const FLOW_LENGTH_MIXTURE: [MixtureComponent; 10] = [
     MixtureComponent { weight: 0.2667839375411922, length: LengthDistribution::Uniform(1.0) },
     MixtureComponent { weight: 0.2498173937170916, length: LengthDistribution::Uniform(2.0) },
@@ -71,31 +72,31 @@ const FLOW_LENGTH_MIXTURE: [MixtureComponent; 10] = [
 const MAX_FLOW_SECONDS: f64 = 300.0;
 /// Maximum rate of a flow (packets/s).
 const MAX_RATE_PPS: f64 = 4_000.0;
-/// Median rate of the flows (packets/s), followed by the standard deviation of its logarithm.
+/// Median of the flows' rates (packets/s), followed by the standard deviation of their logarithm.
 const MEDIAN_RATE_PPS: f64 = 150.0;
 const RATE_SIGMA: f64 = 1.3;
-/// Maximum number of packets of a flow, which follows from the limits of duration and rate.
+/// Maximum number of packets in a flow, which follows from the maximum duration and rate.
 const MAX_FLOW_PACKETS: f64 = MAX_FLOW_SECONDS * MAX_RATE_PPS;
-/// Mean size of the hour's packets (bytes): 547 GB in 681 million packets.
+/// Mean size of the packets in the measured hour (bytes), which has 547 GB in 681 million packets.
 const MEAN_PACKET_BYTES: u16 = 803;
-/// Duration of the time slices in which packets are drawn and sorted (ns).
+/// Duration of each time slice, whose packets are drawn and sorted together (ns).
 const SLICE_NS: u64 = 20_000_000;
-/// Duration of the time slices in the history (ns), longer because a flow has only two events there.
+/// Duration of each time slice in the history (ns). Slices are longer there because a flow has only two events.
 const HISTORY_SLICE_NS: u64 = 100_000_000;
 
-/// Stream of [`seeded_rng`] for this generator.
+/// Random stream of [`seeded_rng`] from which this generator draws.
 const RNG_STREAM_CAMPUS_TRAFFIC: u64 = 20;
 
-/// Parameters of campus traffic.
+/// Parameters of the campus generator.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CampusSettings {
-    /// Seed of the traffic; `None`: each run draws its traffic from its own seed.
+    /// Seed of the traffic, or `None` if each run draws its traffic from the run's seed.
     pub seed: Option<u64>,
-    /// Number of flows that arrive per second, 1 to 1,000,000.
+    /// Number of flows that arrive per second, from 1 to 1,000,000.
     pub flows_per_s: f64,
-    /// Duration of the trace after its history (s), 1 to 3,600.
+    /// Duration of the trace after its history (s), from 1 to 3,600.
     pub seconds: u64,
-    /// Time for which the load balancer ran before the first packet (s), 0 to 300.
+    /// Time for which the load balancer has run before the first packet (s), from 0 to 300.
     pub history_s: u64,
 }
 
@@ -108,7 +109,7 @@ impl Default for CampusSettings {
 impl FromStr for CampusSettings {
     type Err = SettingError;
 
-    /// Parses `seed=1,flows=3000,seconds=10,history=300`; missing settings have their defaults.
+    /// Parses a text such as `seed=1,flows=3000,seconds=10,history=300`. Missing settings have their defaults.
     fn from_str(text: &str) -> Result<Self, SettingError> {
         let mut settings = Self::default();
         for setting in parse_settings("campus", text) {
@@ -125,9 +126,8 @@ impl FromStr for CampusSettings {
     }
 }
 
-/// Flow with remaining packets. Times are in ns after the start of the history.
+/// Flow that has packets left to send. Its times are in ns after the start of the history.
 pub(super) struct ActiveFlow {
-    /// Time of the flow's next packet.
     next_packet_ns: f64,
     interval_ns: f64,
     remaining_packets: u32,
@@ -152,23 +152,23 @@ impl ActiveFlow {
         FirstPacket { tuple: self.tuple, rate_pps: Some(1e9 / self.interval_ns) }
     }
 
-    /// Returns the end of the flow: one interval after its last packet.
+    /// Returns the time at which the flow ends, which is one interval after its last packet.
     fn end_ns(&self) -> f64 {
         self.next_packet_ns + f64::from(self.remaining_packets) * self.interval_ns
     }
 }
 
-/// Campus traffic of one seed.
+/// Campus traffic that is drawn from one seed.
 pub struct CampusTrace {
     flow_generator: FlowGenerator,
-    /// Arrival of the next flow (s after the end of the history).
+    /// Time at which the next flow arrives (s after the end of the history).
     next_arrival_s: f64,
     mean_arrival_gap_s: f64,
     history_ns: u64,
     slice_start_ns: u64,
     end_ns: u64,
     active_flows: Vec<ActiveFlow>,
-    /// Reusable numbers of ended flows, and the first unused number.
+    /// Numbers of ended flows, which can be reused. The next field is the first number that was never used.
     free_flow_numbers: Vec<u32>,
     next_flow_number: u32,
 }
@@ -176,7 +176,7 @@ pub struct CampusTrace {
 pub(super) type KeyedFirstPacket = ((u64, u32), FirstPacket);
 
 impl CampusTrace {
-    /// Creates campus traffic with these settings, and with `seed` if they have none.
+    /// Creates campus traffic with these settings. `seed` is used if the settings contain none.
     pub fn new(settings: &CampusSettings, seed: u64) -> Self {
         let history_ns = settings.history_s * 1_000_000_000;
         let mut trace = Self {
@@ -194,7 +194,7 @@ impl CampusTrace {
         trace
     }
 
-    /// Draws the flows that arrive before `until_ns`, a time after the start of the history.
+    /// Draws the flows that arrive before `until_ns`, which is a time after the start of the history.
     fn add_arrivals_until(&mut self, until_ns: u64) {
         let history_s = self.history_ns as f64 / 1e9;
         let until_s = until_ns as f64 / 1e9 - history_s;
@@ -205,7 +205,7 @@ impl CampusTrace {
             let (length, rate) = (self.flow_generator.draw_packet_count(), self.flow_generator.draw_rate());
             let rate = rate.max(length / MAX_FLOW_SECONDS);
             let tuple = self.flow_generator.draw_tuple();
-            // Packets that were sent before the start of the trace and its history.
+            // These packets were sent before the trace and its history begin.
             let sent_packets = (-(arrival_s + history_s) * rate).ceil().max(0.0);
             if sent_packets >= length {
                 continue;
@@ -225,7 +225,7 @@ impl CampusTrace {
         }
     }
 
-    /// Reads the next slice of the history, in which flows begin and expire.
+    /// Reads the next slice of the history, which contains only the begins and ends of flows.
     fn read_history(&mut self, batch: &mut Batch) {
         let until_ns = (self.slice_start_ns + HISTORY_SLICE_NS).min(self.history_ns);
         self.add_arrivals_until(until_ns);
@@ -261,7 +261,7 @@ impl CampusTrace {
 impl Trace for CampusTrace {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        // Slices may be empty, but an empty batch would mean the end of the trace.
+        // A slice may be empty, but an empty batch would signal the end of the trace.
         while batch.packets.is_empty() && self.slice_start_ns < self.end_ns {
             if self.slice_start_ns < self.history_ns {
                 self.read_history(batch);
@@ -281,15 +281,15 @@ impl Trace for CampusTrace {
     }
 }
 
-/// Sorts the packets of a batch by time, and appends the first packets of flows in the same order.
+/// Sorts the packets of a batch by time, and appends the first packets of its flows in the same order.
 pub(super) fn sort_batch(batch: &mut Batch, mut first_packets: Vec<KeyedFirstPacket>) {
-    // A flow that begins and ends in the same ns begins first.
+    // If a flow begins and ends in the same nanosecond, its begin comes first.
     batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow, packet.event.closes()));
     first_packets.sort_unstable_by_key(|(key, _)| *key);
     batch.first_packets.extend(first_packets.into_iter().map(|(_, opening)| opening));
 }
 
-/// Appends the begin and the end of a flow, if they are in the history before `until_ns`.
+/// Appends the begin and the end of a flow to the batch, if they are in the history and before `until_ns`.
 fn append_history_events(
     flow: &mut ActiveFlow,
     until_ns: f64,
@@ -309,7 +309,7 @@ fn append_history_events(
     }
 }
 
-/// Skips the packets that the flow sent in the history, which has ended at `now_ns`.
+/// Skips the packets that the flow has sent during the history, which ends at `now_ns`.
 fn skip_packets_before(flow: &mut ActiveFlow, now_ns: f64) {
     let sent_packets =
         ((now_ns - flow.next_packet_ns) / flow.interval_ns).ceil().clamp(0.0, f64::from(flow.remaining_packets));
@@ -317,7 +317,7 @@ fn skip_packets_before(flow: &mut ActiveFlow, now_ns: f64) {
     flow.remaining_packets -= sent_packets as u32;
 }
 
-/// Appends the packets that a flow sends before `until_ns`.
+/// Appends the packets that a flow sends before `until_ns` to the batch.
 pub(super) fn append_packets(
     flow: &mut ActiveFlow,
     until_ns: f64,
@@ -342,11 +342,11 @@ pub(super) fn append_packets(
     }
 }
 
-/// Random generator of flows.
+/// Generator that draws the properties of random flows.
 pub(super) struct FlowGenerator {
     rng: Xoshiro256PlusPlus,
     rate_distribution: LogNormal<f64>,
-    /// Components of the mixture, each with its cumulative weight and its distribution.
+    /// Cumulative weight and distribution of each component of the mixture.
     mixture_components: Vec<(f64, FlowLengthSampler)>,
 }
 
@@ -373,7 +373,7 @@ impl FlowGenerator {
         Self { rng: seeded_rng(seed, RNG_STREAM_CAMPUS_TRAFFIC), rate_distribution, mixture_components }
     }
 
-    /// Draws the number of packets of a flow: an integer from 1 to [`MAX_FLOW_PACKETS`].
+    /// Draws a flow's number of packets, which is an integer from 1 to [`MAX_FLOW_PACKETS`].
     fn draw_packet_count(&mut self) -> f64 {
         loop {
             let (whole, _) = self.mixture_components[self.mixture_components.len() - 1];
@@ -392,17 +392,17 @@ impl FlowGenerator {
         }
     }
 
-    /// Draws the rate of a flow (packets/s), regardless of its number of packets.
+    /// Draws a flow's rate (packets/s), independently of its number of packets.
     pub fn draw_rate(&mut self) -> f64 {
         (MEDIAN_RATE_PPS * self.rate_distribution.sample(&mut self.rng)).min(MAX_RATE_PPS)
     }
 
-    /// Draws a uniform number from 0 to below 1.
+    /// Draws a uniformly distributed number from 0 to below 1.
     pub fn draw_uniform(&mut self) -> f64 {
         self.rng.random()
     }
 
-    /// Draws the 4-tuple of a random client and the only service.
+    /// Draws the 4-tuple of a random client that connects to the only service.
     pub fn draw_tuple(&mut self) -> FourTuple {
         let client = Ipv4Addr::from_bits(self.rng.next_u32());
         let port = 1_024 + uniform_below(&mut self.rng, 64_512) as u16;
@@ -422,7 +422,7 @@ mod tests {
         let mean = total_packets / lengths.len() as f64;
         let elephant_share = lengths.iter().filter(|length| **length > 57_000.0).sum::<f64>() / total_packets;
         let single_packet_share = lengths.iter().filter(|length| **length == 1.0).count() as f64 / lengths.len() as f64;
-        // The standard error of the mean is 2 %: 4 million draws of a distribution with a deviation of some 4,000.
+        // The 4 million draws have a deviation of about 4,000, so the standard error of the mean is 2 %.
         assert!((99.0..113.0).contains(&mean), "mean {mean}");
         assert!((0.42..0.53).contains(&elephant_share), "{elephant_share} of the packets in flows over 57,000");
         // 0.2668 + 0.2498 / 2 + 0.0789 / 3 + 0.0450 / 4 + 0.0174 / 5 + 0.0832 / 6, and a few of the lognormal ones.
@@ -448,15 +448,15 @@ mod tests {
                     .for_each(|packet| packets_per_second[(packet.time_ns / 1_000_000_000) as usize] += 1.0);
             }
         }
-        // 3,000 flows of 106 packets; elephants make the rate of one seed vary by 5 % from another's.
+        // 3,000 flows with 106 packets each arrive per second. Long flows make the seeds' rates differ by 5 %.
         for packets in packets_per_second.map(|packets| packets / f64::from(seeds as u32)) {
             assert!((290_000.0..350_000.0).contains(&packets), "{packets_per_second:?}");
         }
         assert!((packets_per_second[0] / packets_per_second[5] - 1.0).abs() < 0.05, "{packets_per_second:?}");
     }
 
-    /// Returns the numbers of packets, of started flows and of flows open at the first packet, and the highest flow
-    /// number.
+    /// Returns the numbers of packets, started flows, and flows that are open at the first packet, followed by the
+    /// highest flow number.
     fn check_trace(campus: CampusSettings) -> (u64, usize, usize, u32) {
         let mut trace = CampusTrace::new(&campus, 1);
         let (mut batch, mut last_ns, mut open) = (Batch::default(), 0, std::collections::HashSet::new());
@@ -497,7 +497,7 @@ mod tests {
         let (cold, begun, under_way, highest) = check_trace(campus);
         assert!(cold > 10_000 && (600..900).contains(&begun) && under_way == 0 && highest < 900, "{cold} {begun}");
         let (packets, begun, under_way, highest) = check_trace(CampusSettings { history_s: 300, ..campus });
-        // The flows are the same, only their placement differs. A packet at time 0 may be rounded to either side.
+        // The flows are the same, and only their placement differs. A packet at time 0 may be rounded to either side.
         assert!(packets.abs_diff(cold) <= 2, "{packets} and {cold} packets");
         assert!((58_000..63_000).contains(&begun) && (80..200).contains(&under_way) && highest < 900, "{under_way}");
     }

@@ -1,43 +1,31 @@
-//! Settings of a generator on the command line: `name=value,name=value`.
+//! Settings of a traffic generator, given on the command line as `name=value,name=value`.
 
 use std::ops::RangeInclusive;
 
 use crate::names::UnknownName;
 
-/// Error for invalid settings of a generator.
+/// Error for invalid settings of a traffic generator.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SettingError {
-    /// The text is not `name=value`.
+    /// The text does not have the form `name=value`.
     #[error("{generator}: {text:?}: expected name=value")]
     NotAPair { generator: &'static str, text: String },
     /// The generator does not have this setting.
     #[error("{generator}: {name}")]
-    Name {
-        generator: &'static str,
-        /// Error that lists the known names.
-        name: UnknownName,
-    },
-    /// The value is not an integer, or out of range.
+    Name { generator: &'static str, name: UnknownName },
+    /// The value is not an integer, or is out of range.
     #[error("{generator}: {name}={value}: expected a whole number from {low} to {high}")]
-    Value {
-        generator: &'static str,
-        name: String,
-        value: String,
-        /// Minimum allowed value.
-        low: u64,
-        /// Maximum allowed value.
-        high: u64,
-    },
+    Value { generator: &'static str, name: String, value: String, low: u64, high: u64 },
 }
 
-/// Setting of a generator, given as `name=value`.
+/// Setting of a traffic generator, given as `name=value`.
 pub struct Setting<'a> {
     generator: &'static str,
     pub name: &'a str,
     value: &'a str,
 }
 
-/// Parses the settings in `text`, in their order.
+/// Parses the settings in `text` and returns them in their order.
 pub fn parse_settings<'a>(
     generator: &'static str,
     text: &'a str,
@@ -49,7 +37,7 @@ pub fn parse_settings<'a>(
 }
 
 impl Setting<'_> {
-    /// Returns the value as an integer. Fails when it is not an integer, or out of range.
+    /// Returns the value as an integer. Fails when it is not an integer, or is not within `range`.
     pub fn to_integer_in(&self, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
         self.value.parse().ok().filter(|value| range.contains(value)).ok_or_else(|| SettingError::Value {
             generator: self.generator,

@@ -1,4 +1,4 @@
-//! Sources of traces.
+//! Sources from which a trace can be read or generated.
 
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -12,21 +12,19 @@ use super::capture::{CaptureTrace, FileFormat, ReadOptions, input};
 use super::settings::SettingError;
 use super::{Batch, Trace, TraceError};
 
-/// Source of a trace, as given by `--trace`.
+/// Source of a trace, as selected by `--trace`.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TraceSource {
-    /// Generator of campus traffic.
     Campus(CampusSettings),
-    /// Generator of a burst of connections.
     Burst(BurstSettings),
     /// File that contains a capture or an arrival log.
     File(PathBuf),
 }
 
-/// Error for a text that is not a source of a trace.
+/// Reason why a text does not name the source of a trace.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum SourceError {
-    /// A generator's settings are invalid.
+    /// The settings of a generator are invalid.
     #[error(transparent)]
     Setting(#[from] SettingError),
     /// The text is empty.
@@ -56,7 +54,7 @@ impl FromStr for TraceSource {
 }
 
 impl TraceSource {
-    /// Returns whether each seed has its own traffic.
+    /// Returns whether each seed draws its own traffic.
     pub fn varies_with_seed(&self) -> bool {
         matches!(
             self,
@@ -65,8 +63,8 @@ impl TraceSource {
         )
     }
 
-    /// Opens the traffic of `seed` (used only if [`TraceSource::varies_with_seed`]). Fails when the file cannot be read
-    /// or has an unknown format.
+    /// Opens the traffic, drawn from `seed` if [`TraceSource::varies_with_seed`]. Fails when the file cannot be read or
+    /// has an unknown format.
     pub fn open(&self, seed: u64, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         match self {
             TraceSource::Campus(campus) => Ok(Box::new(CampusTrace::new(campus, seed))),
@@ -75,8 +73,8 @@ impl TraceSource {
         }
     }
 
-    /// Opens an overlay of several copies of the traffic: see [`super::amplify`]. A file is read once to find its end,
-    /// then once for each copy (twice for a copy that starts in the middle).
+    /// Opens an overlay of several copies of the traffic (see [`super::amplify`]). A file is read once to find its end,
+    /// and then once for each copy, or twice for a copy that starts in its middle.
     pub fn open_overlay(&self, seed: u64, copies: u32, options: ReadOptions) -> Result<Box<dyn Trace>, TraceError> {
         if copies == 1 {
             return self.open(seed, options);
@@ -84,7 +82,7 @@ impl TraceSource {
         let mut trace_copies: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
         if let TraceSource::Campus(campus) = self {
             for copy in 0..copies {
-                // Seeds far from those that a user chooses.
+                // These seeds are far from those that a user chooses.
                 let seed = campus.seed.unwrap_or(seed).wrapping_add(u64::from(copy) << 32);
                 let campus = CampusSettings { seed: Some(seed), ..*campus };
                 trace_copies.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy));
@@ -106,7 +104,7 @@ impl TraceSource {
         Ok(Box::new(TraceOverlay::new(trace_copies)))
     }
 
-    /// Returns the time just after the last packet (ns after the trace's start).
+    /// Returns the time just after the last packet (ns after the start of the trace).
     fn duration_ns(&self, seed: u64, options: ReadOptions) -> Result<u64, TraceError> {
         let mut trace = self.open(seed, options)?;
         if let Some(end_ns) = trace.end_ns() {

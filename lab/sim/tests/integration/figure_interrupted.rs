@@ -1,4 +1,4 @@
-//! An interrupted `coreward-lab figure` leaves only complete files.
+//! Tests that an interrupted `coreward-lab figure` leaves only complete files.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::Path;
@@ -11,7 +11,7 @@ use clap::Parser as _;
 use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::live::LiveFigure;
 
-/// Environment variable with the arguments of the child process below.
+/// Environment variable that passes the command-line arguments to the child process below.
 const ARGUMENTS_VARIABLE: &str = "COREWARD_FIGURE_TEST_ARGUMENTS";
 
 #[derive(clap::Parser)]
@@ -42,7 +42,7 @@ const ENDLESS_FIGURE: LiveFigure = LiveFigure {
 };
 static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
-/// Runs `coreward-lab figure` as a separate process, to which the tests send signals. It is not a test.
+/// Runs `coreward-lab figure` as a separate process, to which the other tests send signals. It is not itself a test.
 #[test]
 #[ignore = "is started by the other tests of this file"]
 fn as_a_process() {
@@ -52,7 +52,7 @@ fn as_a_process() {
 }
 
 fn spawn_figure_command(arguments: &[&str]) -> Child {
-    // The test's name is its path without the executable's.
+    // The test's name is its module path without the name of the executable.
     let (_, module) = module_path!().split_once("::").unwrap();
     Command::new(std::env::current_exe().unwrap())
         // With one thread, libtest prints the test's name at the beginning of the first line.

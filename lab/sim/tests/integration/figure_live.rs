@@ -1,4 +1,4 @@
-//! A live figure, from its samples to the page.
+//! Tests of a live figure, from its measured samples to the page.
 
 use clap::Parser as _;
 use coreward_sim::figure::cli::{self, FigureArgs};
@@ -83,7 +83,7 @@ fn live_samples_give_table_verdict_and_page() {
 
 const LIVE_AND_SIMULATED_TOML: &str = include_str!("compared-live.toml");
 
-/// Live figure whose samples are 0, except in run 1, where they are the scenario's duration.
+/// Live figure whose samples are 0, except that those of run 1 are the scenario's duration.
 const FIGURE_WITH_SIMULATED_SERIES: LiveFigure = LiveFigure {
     embedded_scenario: EmbeddedScenario { name: "compared-live", toml_text: LIVE_AND_SIMULATED_TOML },
     measure: |scenario, _| {

@@ -1,4 +1,4 @@
-//! Every scenario of coreward, from its text to the page, with a fraction of its sample size.
+//! Tests that run every embedded scenario, from its text to the page, with a fraction of its sample size.
 
 use coreward_sim::figure::embedded::EmbeddedScenario;
 use coreward_sim::figure::library;

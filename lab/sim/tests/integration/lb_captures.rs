@@ -1,4 +1,4 @@
-//! Captures of every kind, and invalid captures.
+//! Tests that read valid captures of every kind and reject invalid ones.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -8,7 +8,6 @@ use coreward_sim::trace::{Batch, FirstPacket, FlowEvent, Packet, SkipCounts, Tra
 
 const SECOND_NS: u64 = 1_000_000_000;
 
-/// Temporary directory of a test.
 struct TestDirectory(tempfile::TempDir);
 
 impl TestDirectory {
@@ -23,7 +22,7 @@ impl TestDirectory {
     }
 }
 
-/// Contents of a trace that was read to its end.
+/// Contents of a trace that has been read to its end.
 #[derive(Debug, Default)]
 struct TraceContents {
     packets: Vec<Packet>,
@@ -60,7 +59,7 @@ fn read_trace(path: PathBuf) -> Result<TraceContents, String> {
     read_trace_with_options(path, ReadOptions::default())
 }
 
-/// Returns an IPv4 packet with a TCP header and `option_words` 32-bit words of IPv4 options.
+/// Returns an IPv4 packet that has a TCP header and `option_words` 32-bit words of IPv4 options.
 fn ipv4_packet(port: u16, tcp_flags: u8, option_words: usize) -> Vec<u8> {
     let mut packet = vec![0; 20 + option_words * 4];
     packet[0] = 0x45 + option_words as u8;
@@ -79,7 +78,7 @@ fn tcp_segment(port: u16, flags: u8) -> Vec<u8> {
     segment
 }
 
-/// Returns an IPv6 packet with extension headers (type, bytes), followed by `segment` of transport protocol `protocol`.
+/// Returns an IPv6 packet with extension headers (type, bytes), followed by `segment` of the transport `protocol`.
 fn ipv6_packet(headers: &[(u8, Vec<u8>)], protocol: u8, segment: &[u8]) -> Vec<u8> {
     let mut packet = vec![0; 40];
     packet[0] = 0x60;
@@ -131,7 +130,7 @@ fn pcapng_block(kind: u32, body: &[u8]) -> Vec<u8> {
     [&kind.to_le_bytes()[..], &length, &padded_body, &length].concat()
 }
 
-/// Returns a pcapng file, with interfaces as (link type, if_tsresol) and packets as (interface, ticks, frame).
+/// Returns a pcapng file. Interfaces are given as (link type, if_tsresol) and packets as (interface, ticks, frame).
 fn pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
     let mut file = pcapng_block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
     for (link, resolution) in interfaces {
@@ -151,7 +150,7 @@ fn pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]
     file
 }
 
-/// Returns three frames of two flows, with and without IPv4 options, and their times (ns).
+/// Returns three frames of two flows with their times (ns). Some have IPv4 options.
 fn three_frames(to_frame: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
     vec![
         (2_003_000_000, to_frame(&ipv4_packet(1_000, 0x02, 0))),
@@ -199,7 +198,7 @@ fn every_link_layer_is_read() {
         (101, Box::new(<[u8]>::to_vec)),
         (228, Box::new(<[u8]>::to_vec)),
         (0, Box::new(|packet| [&[2, 0, 0, 0], packet].concat())),
-        // Link type with the bits for a frame check sequence.
+        // This link type has the bits of a frame check sequence set.
         (0x1400_0001, Box::new(untagged_ethernet_frame)),
     ];
     for (number, link) in link_layers {
@@ -238,7 +237,7 @@ fn skipped_packets_are_counted_by_reason() {
         packet[at] = value;
         untagged_ethernet_frame(&packet)
     };
-    // First fragment of several, a later fragment, ICMP, and a header of 16 bytes.
+    // The frames have a first fragment, a later fragment, ICMP, and a header of 16 bytes.
     let mut frames =
         vec![frame_with_byte(6, 0x20), frame_with_byte(7, 9), frame_with_byte(9, 1), frame_with_byte(0, 0x44)];
     frames.push(untagged_ethernet_frame(&ipv4_packet(3_000, 0, 0)));
@@ -261,7 +260,7 @@ fn skipped_packets_are_counted_by_reason() {
 fn pcapng_with_several_interfaces_and_resolutions_is_read() {
     let directory = TestDirectory::new();
     let packets = [
-        // Microseconds by default, nanoseconds, and 2^-10 s.
+        // The units are microseconds (the default), nanoseconds, and 2^-10 s.
         (0, 5_000_000, untagged_ethernet_frame(&ipv4_packet(1_000, 0x02, 0))),
         (1, 5_000_000_500, ipv4_packet(2_000, 0x02, 0)),
         (2, 5 * 1_024 + 1, ipv4_packet(1_000, 0x10, 0)),
@@ -306,7 +305,7 @@ fn compressed_captures_are_read() {
     let directory = TestDirectory::new();
     let plain_capture = pcap_file(false, true, 1, &three_frames(untagged_ethernet_frame));
     let (start, rest) = plain_capture.split_at(100);
-    // Files of several members, as `cat` makes them.
+    // These files have several members, like those that `cat` creates.
     let skippable_frame = [&0x184d_2a50u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[1, 2, 3]].concat();
     let compressed_files = [
         ("a.gz", [gzip(start), gzip(rest)].concat()),
@@ -373,11 +372,11 @@ fn flows_end_by_idle_timeout_or_fin_and_numbers_are_reused() {
     let frames = [
         (0, frame(1_000, 0x02)),
         (SECOND_NS, frame(2_000, 0x02)),
-        // FIN, the last acknowledgement, and a SYN with the same ports.
+        // These are a FIN, the last acknowledgement, and a SYN with the same ports.
         (2 * SECOND_NS, frame(2_000, 0x11)),
         (2 * SECOND_NS + 1, frame(2_000, 0x10)),
         (3 * SECOND_NS, frame(2_000, 0x02)),
-        // Flow 1000 was idle for 11 s; flow 2000 continues.
+        // The flow from port 1000 was idle for 11 s, while that from port 2000 continues.
         (11 * SECOND_NS, frame(2_000, 0x10)),
         (12 * SECOND_NS, frame(3_000, 0x02)),
     ];
@@ -441,7 +440,7 @@ fn pause_of_any_length_is_simulated() {
         };
         let outcome = coreward_sim::lb::run(&config).unwrap_or_else(|error| panic!("{pause_ms} ms: {error}"));
         assert_eq!(outcome.packets, 100);
-        // All packets of a window are on one of 16 cores: x / mean is 16 once and 0 elsewhere.
+        // In each window, all packets are on one of 16 cores, so x / mean is 16 once and 0 elsewhere.
         assert_eq!(outcome.policies[0].core_variance_pct.median, 1500.0, "{pause_ms} ms");
     }
 }

@@ -1,5 +1,5 @@
-//! `coreward-lab sim lb` as a whole: the statements of the CrossRSS paper's Fig. 2, other ways to the same results,
-//! invalid input.
+//! Tests of `coreward-lab sim lb` as a whole, against the CrossRSS paper's Fig. 2, against other ways to the same
+//! results, and with invalid input.
 
 use coreward_model::arrivals::Workload;
 use coreward_model::policy::policy_by_name;
@@ -25,8 +25,8 @@ fn core_variance_pct(outcome: &Outcome, policy: &str) -> f64 {
     policy_outcome(outcome, policy).core_variance_pct.median
 }
 
-/// Published variances of cores (CrossRSS, CoNEXT'20, Fig. 2a): 0.26 against 7.2, 9.1 and 7.8; of servers 0.11 against
-/// rr's 0.31.
+/// In CrossRSS (CoNEXT'20, Fig. 2a), the variances of cores are 0.26 against 7.2, 9.1 and 7.8. Those of servers are
+/// 0.11 against rr's 0.31.
 #[test]
 fn core_awareness_removes_the_variance_between_cores() {
     let outcome = run(&build_config("campus", &["hash", "rr", "pow2", "crossrss", "crossrss-plus"], 1..=10)).unwrap();
@@ -44,7 +44,7 @@ fn core_awareness_removes_the_variance_between_cores() {
     assert!(outcome.policies.iter().all(|policy| policy.dropped_pct.high == 0.0));
 }
 
-/// The simulation starts amid the traffic, before any core has reported, with seeds that were not used for tuning.
+/// The simulation starts amid the traffic, before any core has reported. Its seeds were not used for tuning.
 #[test]
 fn crossrss_plus_closes_most_of_the_gap_to_the_oracle_after_a_cold_start() {
     let outcome =
@@ -60,11 +60,11 @@ fn crossrss_plus_spreads_a_burst_no_worse_than_round_robin() {
     assert!(core_variance_pct(&outcome, "crossrss-plus") <= 1.05 * core_variance_pct(&outcome, "rr"));
     let max_over_mean = |policy| policy_outcome(&outcome, policy).max_over_mean.median;
     assert!(max_over_mean("crossrss-plus") <= 1.05 * max_over_mean("rr"));
-    // The published policy sends the whole burst to one server: the reason for crossrss-plus.
+    // The published policy sends the whole burst to one server, which is the reason for crossrss-plus.
     assert!(core_variance_pct(&outcome, "crossrss") > 10.0 * core_variance_pct(&outcome, "rr"));
 }
 
-/// CrossRSS's Fig. 2b: a server with balanced cores drops fewer packets at the same load.
+/// In CrossRSS's Fig. 2b, a server with balanced cores drops fewer packets at the same load.
 #[test]
 fn balanced_cores_serve_more_near_saturation() {
     let loaded_config = Config {
@@ -76,15 +76,15 @@ fn balanced_cores_serve_more_near_saturation() {
     assert!(crossrss.throughput_pps.median > 1.02 * hash.throughput_pps.median);
     assert!(crossrss.dropped_pct.median < hash.dropped_pct.median);
     for (hash, crossrss) in hash.seeds.iter().zip(&crossrss.seeds) {
-        // Every packet is served or dropped; queues hold 128 packets of 16 cores at most.
+        // Every packet is served or dropped, except those in queues, of which each of 16 cores holds at most 128.
         let offered_pps = |seed: &coreward_sim::lb::SeedResult| seed.throughput_pps / (1.0 - seed.dropped_pct / 100.0);
         assert!((offered_pps(hash) - offered_pps(crossrss)).abs() < 2.0 * 128.0 * 16.0 / 3.0, "{hash:?} {crossrss:?}");
         assert!(crossrss.throughput_pps <= 16.0 * 19_500.0 * 1.001);
     }
 }
 
-/// Compares an arrival log in this simulation with the replay in `model`, which the demo uses: two ways of counting,
-/// one fleet.
+/// Compares this simulation of an arrival log with the replay in `model`, which the demo uses. Both simulate the same
+/// fleet but count in different ways.
 #[test]
 fn simulation_of_arrival_logs_agrees_with_their_replay() {
     let directory = tempfile::tempdir().unwrap();
@@ -105,7 +105,7 @@ fn simulation_of_arrival_logs_agrees_with_their_replay() {
             .core_pct
         }));
     }
-    // Keys, tables and warm-ups differ, so only magnitudes agree.
+    // Keys, tables and warm-ups differ, so the results agree only approximately.
     for policy in 0..2 {
         let mean_of_policy = |all: &[[f64; 2]]| all.iter().map(|both| both[policy]).sum::<f64>() / all.len() as f64;
         let ratio = mean_of_policy(&here) / mean_of_policy(&there);
@@ -131,7 +131,7 @@ fn capture_gives_the_results_of_its_trace() {
         let ratio = core_variance_pct(&captured_outcome, policy) / core_variance_pct(&generated_outcome, policy);
         assert!((0.9..1.1).contains(&ratio), "{policy}: {ratio}");
     }
-    // Copies are shifted in time, and the sum of several copies is smoother.
+    // Copies are shifted in time, so the sum of several copies is smoother.
     let overlaid_config = Config { trace_copies: 8, ..build_config(path.to_str().unwrap(), &["hash"], 1..=3) };
     let overlaid_outcome = run(&overlaid_config).unwrap();
     assert_eq!(overlaid_outcome.packets, 8 * captured_outcome.packets);
@@ -167,7 +167,7 @@ fn faster_replay_offers_a_higher_packet_rate() {
     assert!((1.8..2.2).contains(&ratio), "{ratio}");
 }
 
-/// The paper's policy needs one candidate of each rack for a bucket, crossrss-plus needs all eight.
+/// The paper's policy needs one candidate from each rack for a bucket, and crossrss-plus needs all eight.
 #[test]
 fn racks_with_enough_candidates_do_not_change_tables() {
     let config_without_racks =

@@ -1,4 +1,4 @@
-//! The complete path against theory, against the server alone, and against statements of Cheetah (NSDI'20, Sect. 5.2).
+//! Tests of the whole path against theory, the server alone, and statements of Cheetah (NSDI'20, Sect. 5.2).
 
 use coreward_sim::path::{CombinationOutcome, Config, run};
 use coreward_sim::rpc;
@@ -52,7 +52,7 @@ fn requests_per_connection_and_load_are_as_configured() {
         ..Config::default()
     };
     let outcome = run(&config).unwrap();
-    // 0.7 of 16 cores and requests of 100 us give 112,000 requests per second.
+    // At a load of 0.7, 16 cores and requests of 100 us yield 112,000 requests per second.
     let expected_requests = 112_000.0 * 30.0;
     assert!(
         (outcome.requests as f64 / expected_requests - 1.0).abs() < 0.03,
@@ -74,12 +74,12 @@ fn round_robin_beats_hashing_and_feedback_beats_round_robin() {
         ..config_of_single_requests()
     };
     let p99_of_policies = |config: &Config| run_combinations(config).iter().map(|c| c.p99.median).collect::<Vec<_>>();
-    // Cheetah, Fig. 6: all requests need the same work.
+    // In Cheetah's Fig. 6, all requests need the same work.
     let equal_work_config =
         Config { service: "fixed".parse().unwrap(), unit_us: 6_000.0, seconds: 10.0, ..pool_config.clone() };
     let [hash, rr, ..] = p99_of_policies(&equal_work_config)[..] else { panic!("four policies") };
     assert!(hash > 2.0 * rr, "hash {hash}, rr {rr}");
-    // Fig. 8: 10 % of the requests take 500 ms, the others 500 us.
+    // In Fig. 8, 10 % of the requests take 500 ms and the others 500 us.
     let skewed_work_config = Config {
         service: "bimodal:0.1:1000".parse().unwrap(),
         unit_us: 500.0,

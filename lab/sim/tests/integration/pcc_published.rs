@@ -1,4 +1,4 @@
-//! `coreward-lab sim pcc` against Cheetah's published figures (NSDI'20, Sect. 2.1 and 5.3), and against calculated
+//! Tests of `coreward-lab sim pcc` against Cheetah's published figures (NSDI'20, Sect. 2.1 and 5.3) and calculated
 //! values.
 
 use coreward_model::placement::BucketCount;
@@ -19,7 +19,7 @@ fn run_methods(config: &Config) -> Vec<MethodOutcome> {
     run(config).unwrap().methods
 }
 
-/// Returns how far the most loaded server is above the mean (%).
+/// Returns by how much the most loaded server exceeds the mean (%).
 fn imbalance_excess_pct(outcome: &MethodOutcome) -> f64 {
     100.0 * (outcome.imbalance.median - 1.0)
 }
@@ -29,10 +29,10 @@ fn broken_connections_are_as_in_cheetah_figure_2a() {
     let methods = ["hash", "consistent-hash", "beamer", "cheetah:rr"];
     let outcomes = run_methods(&Config { minutes: 4.0, ..build_config(&methods, 20_000.0, 80.0) });
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| outcomes[method].broken_pct);
-    // Published: almost 1 %.
+    // The published value is almost 1 %.
     assert!((0.7..1.2).contains(&beamer.median), "{beamer:?}");
-    // 1 - E[exp(-rate x duration)] over the mix. During a connection any update breaks it (hash), or one update in 468
-    // does (consistent hash).
+    // The share is 1 - E[exp(-rate x duration)] over the mix. A connection is broken by any update while it is open
+    // (hash), or by one update in 468 (consistent hash).
     assert!((49.0..54.0).contains(&hash.median), "{hash:?}");
     assert!((5.0..7.0).contains(&ring.median), "{ring:?}");
     assert_eq!(cheetah, SeedSummary { median: 0.0, mean: 0.0, low: 0.0, high: 0.0 });
@@ -43,15 +43,14 @@ fn imbalance_is_as_in_cheetah_figure_2b() {
     let methods = ["beamer", "consistent-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
     let outcomes = run_methods(&Config { minutes: 1.0, ..build_config(&methods, 70_000.0, 0.0) });
     let [beamer, ring, turns, pow2, least] = [0, 1, 2, 3, 4].map(|method| imbalance_excess_pct(&outcomes[method]));
-    // The largest of 468 Poisson counts of mean 150 is about 24 % above the mean.
+    // The largest of 468 Poisson counts with mean 150 is about 24 % above the mean.
     assert!((23.0..28.0).contains(&beamer), "{beamer}");
-    // Published ratios: 2, 1.2, 10 and 4.
+    // The published ratios are 2, 1.2, 10 and 4.
     assert!((1.5..2.4).contains(&(ring / beamer)), "{ring} / {beamer}");
     assert!((1.1..1.4).contains(&(beamer / turns)), "{beamer} / {turns}");
     assert!((8.0..14.0).contains(&(beamer / pow2)), "{beamer} / {pow2}");
     assert!(pow2 / least > 4.0, "{pow2} / {least}");
-    // If all servers have a whole number of connections, the fullest has on average half a connection more than the
-    // mean.
+    // Connections are whole, so the fullest server has on average half a connection more than the mean.
     let min_excess_pct = 100.0 * 0.5 * 468.0 / 70_000.0;
     assert!(least > 0.9 * min_excess_pct && least < 2.0 * min_excess_pct, "{least}");
 }
@@ -60,7 +59,7 @@ fn imbalance_is_as_in_cheetah_figure_2b() {
 fn threshold_trades_broken_connections_for_balance_as_in_cheetah_figure_2c() {
     let outcomes = run_methods(&build_config(&["beamer:0.1", "beamer:0.2", "beamer:0.4"], 70_000.0, 0.0));
     let [tenth, fifth, more] = [0, 1, 2].map(|method| &outcomes[method]);
-    // Published: 3 % at a threshold of 10 %.
+    // The published value is 3 % at a threshold of 10 %.
     assert!((2.0..6.0).contains(&tenth.broken_pct.median), "{:?}", tenth.broken_pct);
     assert!(fifth.broken_pct.median < 0.2 && more.broken_pct.median < 0.1);
     assert!(
@@ -82,12 +81,12 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
         (from..to).map(|second| median_over_seeds(method, second, SecondCounts::broken_pct)).fold(0.0, f64::max)
     };
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| &method_outcomes[method]);
-    // Published peaks: 11, 3, 0.5, 0; docs/figures.md has the reason why hash is higher here.
+    // The published peaks are 11, 3, 0.5 and 0. docs/figures.md explains why hash is higher here.
     assert!((40.0..90.0).contains(&peak_broken_pct(hash, 0, 45)));
     assert!((3.0..8.0).contains(&peak_broken_pct(ring, 0, 45)));
     assert!((0.2..0.8).contains(&peak_broken_pct(beamer, 0, 20)) && peak_broken_pct(beamer, 20, 45) < 2.5);
     assert_eq!(peak_broken_pct(cheetah, 0, 45), 0.0);
-    // Nothing breaks before the first change, and after the last change has taken effect.
+    // Nothing breaks before the first change or after the last change has taken effect.
     assert!(
         method_outcomes
             .iter()
@@ -95,7 +94,7 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
     );
     let pool_servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].second_counts[second].servers);
     assert_eq!(pool_servers, [24, 27, 30, 30, 28, 22]);
-    // No connection breaks, so all requests complete: 1,500 a second at first, up to 2,500.
+    // No connection breaks, so all requests complete, which are 1,500 a second at first and up to 2,500.
     let completed_connections =
         [0, 19, 42].map(|second| median_over_seeds(cheetah, second, |second| second.completed_connections as f64));
     assert!(
@@ -117,9 +116,9 @@ fn load_balancer_changes_break_connections_in_connection_tables() {
     let with_both_changes = broken_pcts(&config);
     config.updates = ClusterUpdates::PerMinute { servers: 0.0, load_balancers: 6.0 };
     let with_load_balancer_changes = broken_pcts(&config);
-    // The same load balancer's table keeps the server of a connection.
+    // A connection stays at one load balancer, whose table keeps the connection's server.
     assert_eq!(with_server_changes[2..], [0.0, 0.0, 0.0]);
-    // Any load balancer hashes to the same server while the set of servers does not change.
+    // While the set of servers does not change, all load balancers hash a connection to the same server.
     assert_eq!(with_load_balancer_changes, [0.0; 5]);
     assert!(
         with_both_changes[2] > 5.0
@@ -154,7 +153,7 @@ fn equal_seeds_give_equal_bytes_on_any_number_of_threads() {
     let (with_one, with_three) = (run_with_threads(1), run_with_threads(3));
     assert_eq!(with_one, with_three);
     assert_eq!(with_one.render(Format::Json), with_three.render(Format::Json));
-    // Results of a seed do not depend on the number of seeds, and seeds differ.
+    // The results for a seed do not depend on the number of seeds, and different seeds yield different results.
     let outcome_of_two_seeds = run(&Config { seeds: 2, ..config.clone() }).unwrap();
     assert_eq!(outcome_of_two_seeds.methods[0].runs, with_one.methods[0].runs[..2]);
     assert_ne!(with_one.methods[0].runs[0], with_one.methods[0].runs[1]);

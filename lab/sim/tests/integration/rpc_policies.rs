@@ -1,4 +1,4 @@
-//! Every policy by name, and the core assignments of RingLeader (NSDI'23, Sect. 4.4).
+//! Tests of every policy by name, and of RingLeader's core assignments (NSDI'23, Sect. 4.4).
 
 use coreward_model::rss::IndirectionTable;
 use coreward_sim::rpc::server::{Request, Response, ResponseSink, Server, ServerSpec, ServerVisitor};
@@ -14,7 +14,7 @@ impl ResponseSink for CollectedResponses {
     }
 }
 
-/// Visitor that serves the requests, and returns the responses and the busy time of each core.
+/// Visitor that lets the server serve the requests, and returns the responses and each core's busy time.
 struct RequestServingVisitor<'a>(&'a [Request]);
 
 impl ServerVisitor<CollectedResponses> for RequestServingVisitor<'_> {
@@ -34,7 +34,7 @@ impl ServerVisitor<CollectedResponses> for RequestServingVisitor<'_> {
     }
 }
 
-/// Policies without costs, so that cores are busy only with the work of requests.
+/// Policies that cost nothing, so that cores are busy only with the work of requests.
 const COST_FREE_POLICIES: [&str; 15] = [
     "cfcfs",
     "random",
@@ -53,7 +53,7 @@ const COST_FREE_POLICIES: [&str; 15] = [
     "dfcfs:2,2",
 ];
 
-/// A hundredth of the unit of time, which is small enough that quanta and intervals matter.
+/// A hundredth of the unit of time. Arrivals this close to each other test quanta and intervals.
 const STEP_TICKS: u64 = 1 << 17;
 
 proptest! {
@@ -88,7 +88,7 @@ proptest! {
                 prop_assert!(*departed_at >= request.arrived_at + request.work + 2 * latency, "{}", name);
             }
             let (busy, work) = (busy.iter().sum::<u64>(), requests.iter().map(|request| request.work).sum::<u64>());
-            // Shared cores divide the total time by the number of cores.
+            // If cores are shared, the total time is divided by the number of cores and rounded.
             prop_assert!(busy.abs_diff(work) < 4 * 80, "{}: busy for {}, work {}", name, busy, work);
         }
     }
@@ -99,7 +99,7 @@ fn simulate_policy(policy: &str, cores: u16, service: &str, load: f64) -> Outcom
     run(&Config { policy, cores, service, load, requests: 1_000_000, ..Config::default() }).unwrap()
 }
 
-/// Returns the mean latencies of the short and of the long requests.
+/// Returns the mean latency of the short requests, followed by that of the long ones.
 fn class_mean_latencies(policy: &str, service: &str, load: f64) -> [f64; 2] {
     let outcome = simulate_policy(policy, 16, service, load);
     [0, 1].map(|class| outcome.classes[class].quantiles.mean)
@@ -107,8 +107,8 @@ fn class_mean_latencies(policy: &str, service: &str, load: f64) -> [f64; 2] {
 
 #[test]
 fn cores_that_cannot_change_services_behave_like_two_servers() {
-    // All cores are reserved: 8 for each service. 90 % of the requests are short (1), 10 % are long (9); each class
-    // needs 0.5 of 8 cores.
+    // All cores are reserved, 8 for each service. 90 % of the requests are short (1) and 10 % are long (9). Each class
+    // therefore needs 0.5 of 8 cores.
     let class_means = class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", "bimodal:0.1:9", 0.5);
     let mean_of_separate_server = simulate_policy("jbsq:4", 8, "fixed", 0.5).all.mean;
     assert!(
@@ -123,7 +123,7 @@ fn cores_that_cannot_change_services_behave_like_two_servers() {
 
 #[test]
 fn allocator_on_a_core_does_not_change_the_other_cores() {
-    // All 16 worker cores are reserved, 8 for each service; core 17 is the allocator's.
+    // All 16 worker cores are reserved, 8 for each service. Core 17 belongs to the allocator.
     let without_allocator_core = simulate_policy("jbsrq:assignment=dedicated,reserved=8", 16, "bimodal:0.1:9", 0.5);
     let policy = "jbsrq:assignment=dedicated,reserved=8,allocator=core";
     let with_allocator_core = simulate_policy(policy, 17, "bimodal:0.1:9", 0.5 * 16.0 / 17.0);
@@ -140,7 +140,7 @@ fn allocator_on_a_core_does_not_change_the_other_cores() {
 
 #[test]
 fn load_hints_move_cores_to_the_loaded_service() {
-    // The long requests need 9.3 cores: more than half of 16.
+    // The long requests need 9.3 cores, which is more than half of 16.
     let service = "bimodal:0.2:20";
     let fixed_cores = class_mean_latencies("jbsrq:assignment=dedicated,reserved=8", service, 0.7);
     let [share, dedicated, hybrid] = ["share", "dedicated", "hybrid"]
@@ -153,7 +153,7 @@ fn load_hints_move_cores_to_the_loaded_service() {
 
 #[test]
 fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
-    // RingLeader's Bimodal(95-5, 5-100): both the unit and the quantum are 5 us.
+    // In RingLeader's Bimodal(95-5, 5-100), both the unit and the quantum are 5 us.
     let short_p99 = |policy| simulate_policy(policy, 16, "bimodal:0.05:20", 0.7).classes[0].quantiles.p99;
     let (jbsq, jbsrq) = (short_p99("jbsq:4"), short_p99("jbsrq:quantum=1"));
     assert!(jbsrq < 3.0 && jbsq > 3.0 * jbsrq, "jbsq {jbsq}, jbsrq {jbsrq}");
@@ -163,7 +163,7 @@ fn priorities_keep_short_requests_from_waiting_behind_long_ones() {
 fn bounded_queue_accepts_any_load_and_drops_excess_requests() {
     let policy: Policy = "jsq".parse().unwrap();
     let config = Config { policy, cores: 1, load: 2.0, queue_limit: Some(1), ..Config::default() };
-    // The server holds only the request in service: Erlang's B formula with one server, 2 / (1 + 2).
+    // The server holds only the request in service. Erlang's B formula for one server yields 2 / (1 + 2).
     let outcome = run(&config).unwrap();
     assert!((outcome.dropped_pct - 200.0 / 3.0).abs() < 0.3, "{}", outcome.dropped_pct);
     assert!((outcome.all.mean - 1.0).abs() < 0.01, "{:?}", outcome.all);
@@ -201,7 +201,7 @@ fn invalid_configurations_are_rejected() {
     );
     assert!(run_error(Config { requests: 5, ..config_with_policy("jsq") }).starts_with("5 requests: expected 10 to"));
     assert!(run_error(Config { window: Some(0.0), ..config_with_policy("jsq") }).starts_with("window 0: expected"));
-    // Most of the 300 cores have 2 of the 512 buckets, and so 1/256 of the requests each.
+    // Most of the 300 cores have 2 buckets out of 512, so each receives 1/256 of all requests.
     assert!(
         run_error(Config { cores: 300, load: 0.9, ..config_with_policy("rss") }).contains("expected less than 0.853")
     );

@@ -1,4 +1,4 @@
-//! The engine against a reference simulator without optimizations, response by response.
+//! Tests that compare the simulator with a reference simulator without optimizations, response by response.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -21,7 +21,7 @@ impl ResponseSink for CollectedDepartures {
     }
 }
 
-/// Simulates the requests in the engine. Returns their departures (time and number), sorted.
+/// Simulates the requests, and returns the time and number of each departure, sorted.
 fn simulate_departures(requests: &[Request], dispatcher: impl Dispatcher, cores: impl Cores) -> Vec<(u64, u32)> {
     let mut server = NicServer::new(dispatcher, cores, 2);
     let mut responses = CollectedDepartures::default();
@@ -35,11 +35,11 @@ fn simulate_departures(requests: &[Request], dispatcher: impl Dispatcher, cores:
     responses.0
 }
 
-/// Choice of a core by the reference, from (outstanding requests, work in progress) of each core.
+/// Function by which the reference chooses a core, from each core's outstanding requests and work in progress.
 type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
-/// Returns the departures in the reference simulator: every step is an event in one heap, every choice searches all
-/// cores.
+/// Returns the departures in the reference simulator, which has one heap of events and searches all cores for every
+/// choice.
 fn reference_departures(
     requests: &[Request],
     cores: usize,
@@ -106,7 +106,7 @@ fn choose_lightest_queue(core_loads: &[(u64, u64)], _bound: u64) -> Option<usize
     (0..core_loads.len()).min_by_key(|core| core_loads[*core].1)
 }
 
-/// Returns requests of two services in bursts and gaps; no two arrive at the same time.
+/// Returns requests of two services, in bursts with gaps between them. No two requests arrive at the same time.
 fn requests() -> impl Strategy<Value = Vec<Request>> {
     prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn| {
         let mut arrived_at = 0;
@@ -126,7 +126,7 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
     })
 }
 
-/// Returns the requests with service 0 for all of them.
+/// Returns the requests with all their services set to 0.
 fn with_one_service(requests: &[Request]) -> Vec<Request> {
     requests.iter().map(|request| Request { service: 0, ..*request }).collect()
 }
@@ -146,7 +146,7 @@ proptest! {
             expected(0, choose_lightest_queue));
     }
 
-    /// Without priorities JBSRQ equals JBSQ, and cores serve in order of arrival.
+    /// Without priorities, JBSRQ is the same as JBSQ, and cores serve in order of arrival.
     #[test]
     fn ranked_queues_of_one_service_are_bounded_queues(
         requests in requests(),
@@ -165,7 +165,7 @@ proptest! {
         );
     }
 
-    /// However often service is interrupted, every request is answered once, no earlier than its work allows.
+    /// However often service is interrupted, every request is answered once, and not before its work can be done.
     #[test]
     fn yielding_and_stealing_lose_no_request(
         requests in requests(),
@@ -191,8 +191,8 @@ proptest! {
         }
     }
 
-    /// With free stealing no core idles while a request is queued. Equally long requests leave at the times of one
-    /// ideal queue, though perhaps in another order.
+    /// If stealing costs no time, no core idles while a request is queued. Equally long requests then depart at the
+    /// same times as from one ideal queue, though perhaps in another order.
     #[test]
     fn free_stealing_conserves_work(requests in requests(), cores in 1u16..5) {
         let equal: Vec<Request> = requests.iter().map(|request| Request { work: 50, service: 0, ..*request }).collect();
@@ -217,7 +217,7 @@ fn busy_time_grows_continuously_during_service() {
             server.advance(request.arrived_at, &mut departures);
             Server::<CollectedDepartures>::offer(&mut server, *request);
         }
-        // The interface takes 5: the core works from 15 to 115 and then to 165.
+        // The interface delays requests by 5, so the core works from 15 to 115 and then until 165.
         for (now, busy) in [(40, 25), (120, 105), (165, 150), (200, 150)] {
             server.advance(now, &mut departures);
             assert_eq!(Server::<CollectedDepartures>::busy_times(&server, now), [busy], "at {now}");

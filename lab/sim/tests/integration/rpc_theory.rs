@@ -1,11 +1,11 @@
-//! Queues with known exact solutions. The theory must lie in the confidence interval of the simulated values, and the
-//! interval must be narrow enough to exclude a wrong model.
+//! Tests of queues whose exact solution is known. The theory must lie in the confidence interval of the simulated
+//! values, which must be narrow enough to exclude a wrong model.
 
 use coreward_sim::par_map_ordered;
 use coreward_sim::rpc::{Config, Outcome, Policy, ServiceTimeDistribution, run};
 
-/// The 99.95 % quantile of Student's t with 9 degrees of freedom: ten seeds, 99.9 % confidence. So all of the two dozen
-/// comparisons below hold with a probability of 97 %.
+/// 99.95 % quantile of Student's t distribution with 9 degrees of freedom, for ten seeds and 99.9 % confidence. With
+/// this confidence, the two dozen comparisons below all hold with a probability of 97 %.
 const STUDENT_T_QUANTILE_9: f64 = 4.781;
 
 fn simulate_seeds(policy: &str, cores: u16, service: &str, latency: f64, load: f64) -> Vec<Outcome> {
@@ -86,7 +86,7 @@ fn fixed_service_times_are_m_d_1() {
 
 #[test]
 fn fifo_is_m_g_1() {
-    // Pollaczek and Khinchine: mean wait = lambda E[S^2] / (2 (1 - rho)). Here E[S] = 1.4, E[S^2] = 0.9 + 2.5.
+    // By Pollaczek and Khinchine, the mean wait is lambda E[S^2] / (2 (1 - rho)). Here E[S] = 1.4, E[S^2] = 0.9 + 2.5.
     let mean_wait = 0.7 / 1.4 * 3.4 / (2.0 * 0.3);
     let outcomes = simulate_seeds("jlq", 1, "bimodal:0.1:5", 0.0, 0.7);
     assert_agrees(&outcomes, |o| o.classes[0].quantiles.mean, 1.0 + mean_wait, 0.03);
@@ -111,11 +111,11 @@ fn idle_time_of_cfcfs_acts_like_longer_service_in_m_d_1() {
 
 #[test]
 fn priorities_follow_theory_without_and_with_preemption() {
-    // Two classes in M/G/1: 90 % of requests take 1 and 10 % take 5 at rho 0.7; rho_1 = 0.45.
+    // In M/G/1 with two classes and rho 0.7, 90 % of requests take 1 and 10 % take 5. Class 1 has rho_1 = 0.45.
     let arrival_rate = 0.7 / 1.4;
     let (rho_1, rho) = (arrival_rate * 0.9, 0.7);
-    // Cobham (1954), without preemption: class 1 waits the residual work R over (1 - rho_1), class 2 waits R over (1 -
-    // rho_1)(1 - rho).
+    // By Cobham (1954), without preemption, class 1 waits for R / (1 - rho_1), where R is the residual work. Class 2
+    // waits for R / ((1 - rho_1)(1 - rho)).
     let residual_work = arrival_rate * 3.4 / 2.0;
     let without_preemption = simulate_seeds("jbsrq:depth=65535,quantum=1000000", 1, "bimodal:0.1:5", 0.0, 0.7);
     assert_agrees(&without_preemption, |o| o.classes[0].quantiles.mean, 1.0 + residual_work / (1.0 - rho_1), 0.02);
@@ -125,7 +125,7 @@ fn priorities_follow_theory_without_and_with_preemption() {
         5.0 + residual_work / ((1.0 - rho_1) * (1.0 - rho)),
         0.03,
     );
-    // Preemptive resume: class 1 behaves as in an M/D/1 alone; class 2: S / (1 - rho_1) + R / ((1 - rho_1)(1 - rho)).
+    // With preemption, class 1 is an M/D/1 alone, and class 2 takes S / (1 - rho_1) + R / ((1 - rho_1)(1 - rho)).
     let with_preemption = simulate_seeds("jbsrq:depth=65535,quantum=0.001", 1, "bimodal:0.1:5", 0.0, 0.7);
     assert_agrees(&with_preemption, |o| o.classes[0].quantiles.mean, 1.0 + rho_1 / (2.0 * (1.0 - rho_1)), 0.01);
     let long_class_mean = 5.0 / (1.0 - rho_1) + residual_work / ((1.0 - rho_1) * (1.0 - rho));

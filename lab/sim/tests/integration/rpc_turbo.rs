@@ -1,8 +1,8 @@
-//! Statements of Turbo (HPCA'23) that the simulator supports, with fewer requests than in the figures.
+//! Tests of Turbo's statements (HPCA'23) that the simulator supports, with fewer requests than in the figures.
 
 use coreward_sim::rpc::{Config, PeakConfig, find_peak_load, run};
 
-/// Latency between NIC and cores: 550 ns for requests of 2 us (Sect. VII-D).
+/// Latency between NIC and cores in service times, which is 550 ns for requests of 2 us (Sect. VII-D).
 const INTERFACE_LATENCY: f64 = 0.275;
 
 fn find_policy_peak_load(policy: &str, cores: u16, service: &str, latency: f64, slo: f64) -> f64 {
@@ -13,7 +13,7 @@ fn find_policy_peak_load(policy: &str, cores: u16, service: &str, latency: f64, 
 
 #[test]
 fn jsq_peak_load_exceeds_that_of_other_policies_as_in_turbo_figure_2b() {
-    // 16 cores; 10 % of the requests take 5 times as long; the interface takes 25 % of the mean service time of 1.4.
+    // There are 16 cores. 10 % of requests take 5 times as long. The latency is 25 % of the mean service time of 1.4.
     let peak_load = |policy, slo| find_policy_peak_load(policy, 16, "bimodal:0.1:5", 0.35, slo);
     for (slo, published) in [(30.0, [1.5, 1.2, 1.1]), (10.0, [1.5, 2.0, 1.4])] {
         let jsq = peak_load("jsq", slo);
@@ -35,7 +35,7 @@ fn rebalanced_rss_has_a_longer_tail_than_jsq_as_in_turbo_figure_11() {
             .p99
     };
     let [jsq, rr, random] = ["jsq", "rr", "random"].map(policy_p99);
-    // 100 us and 1 ms, in service times of 2 us.
+    // The intervals are 100 us and 1 ms, in service times of 2 us.
     let [often, rarely] = ["rss-rebalanced:50", "rss-rebalanced:500"].map(policy_p99);
     assert!((rarely / random - 1.0).abs() < 0.1, "1 ms is like random: {rarely} against {random}");
     assert!((2.5..3.0).contains(&(often / jsq)), "100 us has almost three times jsq's tail: {}", often / jsq);

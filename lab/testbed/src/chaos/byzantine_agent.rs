@@ -1,5 +1,5 @@
-//! Impostor that sends reports of a server in place of its agent, with false cores, NIC, time and identity. It also
-//! floods the controller with silent or malformed connections.
+//! Impostor that sends false reports in place of a server's agent. They contain false cores, NICs, times and
+//! identities. The impostor also floods the controller with silent or malformed connections.
 
 use std::io::Write as _;
 use std::net::{SocketAddr, TcpStream};
@@ -20,50 +20,46 @@ use tonic::transport::Endpoint;
 
 use crate::namespace::Namespace;
 
-/// Random number stream of [`seeded_rng`] for the false reports.
+/// Stream number of [`seeded_rng`] for the contents of false reports.
 const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
-/// Interval between false reports: a hundredth of an honest agent's interval.
+/// Interval between false reports, a hundredth of the interval of an honest agent.
 const FALSE_REPORT_INTERVAL: Duration = Duration::from_millis(1);
 const HONEST_INTERVAL: Duration = Duration::from_millis(100);
-/// Interval of attempts to register as the server. The controller rejects them until the real agent has been silent.
+/// Interval between attempts to register as the server. The controller rejects them while the real agent still reports.
 const REGISTRATION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
-/// Maximum duration of a stream, after which the impostor leaves it and registers again.
+/// Maximum duration of a stream to a controller, after which the impostor closes it and registers again.
 const STREAM_TIMEOUT: Duration = Duration::from_secs(2);
-/// Number of silent or malformed connections that are open at the same time.
+/// Number of silent or malformed connections that the flood keeps open at the same time.
 const FLOOD_CONNECTION_COUNT: usize = 64;
 
-/// Counters of what the impostors sent.
+/// Numbers of reports and connections that the impostors sent.
 #[derive(Debug, Default)]
 pub struct FalseReportCounters {
     pub reports: AtomicU64,
-    /// Number of silent or malformed connections.
     pub flood_connection_count: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FalseReportKind {
-    /// All kinds of false reports, for any server, together with a flood of connections.
+    /// All kinds of false reports in any server's name, together with a flood of connections.
     AllKinds,
-    /// Only a false load: reports of idle cores at an agent's usual interval, so that new connections arrive.
+    /// False loads only. Reports of idle cores at an honest agent's interval attract new connections to the server.
     Load,
 }
 
-/// Impostor that has the certificate of a server's agent.
+/// Impostor that uses the certificate of a server's real agent.
 #[derive(Debug)]
 pub struct ByzantineAgent {
     pub server: u16,
-    /// Certificate and key of the real agent.
     pub stolen_credentials: CredentialFiles,
-    /// Addresses of the controllers and of the rack controllers.
     pub controller_addresses: Vec<SocketAddr>,
-    /// Kind of the false reports.
     pub kind: FalseReportKind,
 }
 
 impl ByzantineAgent {
-    /// Sends false reports from the server's namespace until `done`; it blocks, so call it in its own thread. Fails
-    /// when the namespace cannot be entered, or a system call fails unexpectedly.
+    /// Sends false reports from the server's namespace until `done` is set. Call it in its own thread, because it
+    /// blocks. Fails when the namespace cannot be entered, or when a system call fails unexpectedly.
     pub fn run(
         self,
         machine: &Namespace,
@@ -86,7 +82,7 @@ impl ByzantineAgent {
         })
     }
 
-    /// Runs one stream to a controller. Impostors with all kinds of reports also register as other or unknown servers.
+    /// Runs one stream to a controller. Impostors of the kind `AllKinds` also register as other or unknown servers.
     async fn run_stream(
         &self,
         to: SocketAddr,
@@ -116,7 +112,7 @@ impl ByzantineAgent {
     }
 }
 
-/// Opens many connections, sends random bytes on some, and closes all once the last one is open.
+/// Opens many connections, sends up to 199 random bytes on each, and closes them all after the last one was opened.
 fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReportCounters) {
     let mut open_connections = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
     for _ in 0..FLOOD_CONNECTION_COUNT {
@@ -129,7 +125,7 @@ fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &Fals
     }
 }
 
-/// Sends reports at an interval on one stream, until the controller ends it or `done` is set.
+/// Sends a report at every interval on one stream, until the controller ends the stream or `done` is set.
 async fn send_reports(
     name: String,
     to: SocketAddr,
@@ -152,7 +148,7 @@ async fn send_reports(
             update = updates.message() => if update?.is_none() { return Ok(()) },
             () = tokio::time::sleep(interval) => {
                 let report = reports.next().expect("reports have no end");
-                // Reports are dropped when the controller does not read.
+                // A report is dropped when the controller does not read the stream fast enough.
                 if messages.try_send(message(Message::Report(report))).is_ok() {
                     false_reports.reports.fetch_add(1, Ordering::Relaxed);
                 }
@@ -162,7 +158,7 @@ async fn send_reports(
     Ok(())
 }
 
-/// Returns a report that is correct except for its idle cores, which attract new connections.
+/// Returns a report that is correct except that it claims idle cores, which attract new connections.
 fn idle_report(sequence: u64) -> v1::Report {
     let now_unix_ns = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     v1::Report {

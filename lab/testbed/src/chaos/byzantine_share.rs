@@ -1,4 +1,4 @@
-//! Share of new connections that a server gets while an impostor reports idle cores for it.
+//! Measurement of how many new connections a server gets while an impostor reports idle cores for it.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -10,31 +10,31 @@ use serde::Serialize;
 use crate::http::HttpConnection;
 use crate::interrupt;
 
-/// Time for which the impostor reports idle cores (s).
+/// Duration for which the impostor reports idle cores (s).
 const IMPOSTURE_SECONDS: usize = 30;
-/// Duration of the first measurement (s). The controller limits a server only after it has counted connections.
+/// Duration of the first measurement (s). The server's share is still unlimited then, because the controller must count
+/// connections before it limits a server.
 const INITIAL_MEASUREMENT_SECONDS: usize = 5;
-/// Duration of the last measurement (s), during which the controller's limit must be in force.
+/// Duration of the last measurement (s), during which the controller must limit the server's share.
 const FINAL_MEASUREMENT_SECONDS: usize = 10;
-/// Delay of the controller's connection counts (s), in which the share may exceed the limit. The controller counts four
-/// times a second, and load balancers report ten times a second.
+/// Delay of the controller's connection counts (s), during which the server's share may exceed the limit. The
+/// controller counts four times a second, and load balancers report ten times a second.
 const MAX_COUNT_DELAY_SECONDS: f64 = 0.35;
-/// Interval between connections.
 const CONNECTION_INTERVAL: Duration = Duration::from_millis(8);
-/// Number of standard deviations by which a random share may exceed the limit.
+/// Number of standard deviations by which a random share may exceed the limit before the test fails.
 const MAX_STANDARD_DEVIATIONS: f64 = 5.0;
 
-/// New connections that reached the server of an impostor.
+/// Shares of new connections that a server got while an impostor reported idle cores for it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ByzantineShare {
-    /// Share of all new connections (0 to 1) that the server would get without false reports.
+    /// Share of all new connections (0 to 1) that the server would get if its reports were true.
     pub fair_share: f64,
     pub seconds: Vec<[u64; 2]>,
 }
 
 impl ByzantineShare {
-    /// Opens connections while the impostor reports; call it in the client's namespace. `servers`: number of servers.
-    /// Fails when a connection breaks, or after a signal.
+    /// Opens connections while the impostor reports. Call it in the client's namespace. `servers` is the number of
+    /// servers in the fleet. Fails when a connection breaks, or after a signal.
     pub fn measure(service: SocketAddr, impostor: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
         let mut counts_by_second = vec![[0, 0]; IMPOSTURE_SECONDS];
@@ -65,7 +65,7 @@ impl ByzantineShare {
         MAX_FAIR_SHARE_MULTIPLE * self.fair_share
     }
 
-    /// Returns whether the server got significantly more connections than the controller allows.
+    /// Returns whether the server got significantly more connections than the controller's limit allows.
     pub fn is_over_limit(&self) -> bool {
         let (limit, (share, connections)) = (self.max_share(), self.final_share_and_count());
         share

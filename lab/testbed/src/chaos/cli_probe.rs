@@ -1,4 +1,4 @@
-//! Runs the operator's commands with a timeout for each controller, because a controller may be stopped.
+//! Runs the operator's commands against several controllers. Each controller has a timeout, because it may be stopped.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,23 +8,23 @@ use anyhow::Context as _;
 use crate::fleet::operator_command_for;
 use crate::topology::Testbed;
 
-/// Runs `coreward` commands as an operator of several controllers.
+/// Runner of `coreward` commands that tries the controllers in turn until one answers.
 #[derive(Debug)]
 pub struct OperatorCli<'a> {
     testbed: &'a Testbed,
     controller_count: u16,
-    /// Index of the controller that answered the last command, counted from 0.
     last_responder_index: AtomicUsize,
     timeout_s: &'static str,
 }
 
 impl<'a> OperatorCli<'a> {
-    /// Creates an operator for `controller_count` controllers; `timeout_s`: timeout of each controller (s).
+    /// Creates a runner for `controller_count` controllers, each of which has `timeout_s` seconds to answer.
     pub fn new(testbed: &'a Testbed, controller_count: u16, timeout_s: &'static str) -> Self {
         Self { testbed, controller_count, last_responder_index: AtomicUsize::new(0), timeout_s }
     }
 
-    /// Runs `coreward ARGUMENTS` and returns its output. Fails with the last error when no controller executes it.
+    /// Runs `coreward ARGUMENTS` and returns its output. Fails with the last error when no controller executes the
+    /// command.
     pub fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
         let (first, count) = (self.last_responder_index.load(Ordering::Relaxed), usize::from(self.controller_count));
         let mut last_result = None;

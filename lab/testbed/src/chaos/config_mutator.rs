@@ -1,7 +1,8 @@
 //! Thread that changes the configuration continuously, and records the controller's acknowledgements.
 //!
-//! The *acknowledged* document must be in force. Later attempts without an answer may be in force too, because the
-//! client of a failed controller cannot know. Any other document is a lost write.
+//! The active document must be the newest *acknowledged* one, or a later one for which the controller gave no answer.
+//! If a controller fails, its client cannot know whether it stored the document. Any other active document means that a
+//! write was lost.
 
 use std::fs;
 use std::path::PathBuf;
@@ -17,55 +18,53 @@ use super::document::DocumentGenerator;
 use super::drains::ExpectedDrains;
 use crate::topology::Testbed;
 
-/// Number of valid changes for each invalid change.
+/// Number of valid changes between two invalid changes, which the controller must reject.
 const CHANGES_PER_INVALID_CHANGE: u64 = 10;
-/// Number of changes for each requested rotation of the cookie keys.
+/// Number of changes between two requests to rotate the cookie keys.
 const CHANGES_PER_KEY_ROTATION: u64 = 50;
-/// Number of changes for each drain or undrain by command.
+/// Number of changes between two `drain` or `undrain` commands.
 const CHANGES_PER_DRAIN: u64 = 4;
-/// Number of changes for each comparison of the controller's state with the acknowledged changes.
+/// Number of changes between two comparisons of the controller's state with the acknowledged changes.
 const CHANGES_PER_STATE_CHECK: u64 = 10;
-/// Pause before a failed change is repeated.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// Maximum time until the last changes are acknowledged.
+/// Maximum time that the last changes may take to be acknowledged.
 const LAST_CHANGES_TIMEOUT: Duration = Duration::from_secs(20);
-/// Timeout of a command (s): longer than the command's own timeout for a silent controller.
+/// Timeout of a command (s). It is longer than the command's own timeout for a silent controller.
 const COMMAND_TIMEOUT_S: &str = "8";
 
 /// Numbers of attempted configuration changes, by outcome.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct WriteCounts {
-    /// Number of changes that the controller acknowledged.
     pub acknowledged: u64,
-    /// Number of changes that failed or were never answered.
+    /// Number of changes that failed or that the controller did not answer.
     pub unanswered: u64,
-    /// Number of unanswered changes that turned out to be in force.
+    /// Number of unanswered changes that the controller turned out to have applied.
     pub unanswered_in_force: u64,
-    /// Number of invalid documents, all of which must be rejected.
+    /// Number of invalid documents sent, all of which the controller must reject.
     pub invalid_documents: u64,
-    /// Number of requests to rotate young keys, all of which must be rejected.
+    /// Number of requests to rotate keys that are too young, all of which the controller must reject.
     pub rotations: u64,
-    /// Number of acknowledged drains and undrains by command.
+    /// Number of acknowledged `drain` and `undrain` commands.
     pub drains: u64,
-    /// Number of drains and undrains that were rejected or not answered.
+    /// Number of `drain` and `undrain` commands that were rejected or not answered.
     pub drains_unanswered: u64,
-    /// Number of queries for the configuration in force.
+    /// Number of queries for the active configuration.
     pub status_queries: u64,
-    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Configuration that should be in force, according to the acknowledged changes.
+/// Configuration that the controller should have applied, according to its acknowledgements.
 #[derive(Debug, Default)]
 pub struct ExpectedConfig {
     generation: u64,
     document_text: String,
-    /// Documents whose application was not answered; any of them may be in force.
+    /// Documents sent without an answer, any of which the controller may have applied.
     unanswered_documents: Vec<String>,
     expected_drains: ExpectedDrains,
 }
 
-/// Changes the configuration repeatedly. One thread makes the changes; others may read the counts.
+/// Thread-safe writer that changes the configuration repeatedly. One thread makes the changes, and others may read the
+/// counts.
 #[derive(Debug)]
 pub struct ConfigWriter<'a> {
     operator: OperatorCli<'a>,
@@ -74,20 +73,18 @@ pub struct ConfigWriter<'a> {
 }
 
 impl<'a> ConfigWriter<'a> {
-    /// Creates a writer that has not changed anything yet.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
         let operator = OperatorCli::new(testbed, controllers, COMMAND_TIMEOUT_S);
         Self { operator, document_path: testbed.directory().join("wanted.toml"), write_counts: Mutex::default() }
     }
 
-    /// Returns the numbers of changes made so far.
     pub fn write_counts(&self) -> WriteCounts {
         self.write_counts.lock().expect("no writer panics").clone()
     }
 
-    /// Makes `changes` changes, at most one per `interval`, until `done`; then activates all servers. The current
-    /// document of `documents` must be in force. Fails when the controller does not answer at the beginning or after
-    /// the end.
+    /// Makes `changes` changes, at most one per `interval`, and waits until `done` is set. Then it activates all
+    /// servers. The controller must already have applied the current document of `documents`. Fails when the controller
+    /// does not answer at the beginning or after the end.
     pub fn run(
         &self,
         mut documents: DocumentGenerator,
@@ -129,13 +126,13 @@ impl<'a> ConfigWriter<'a> {
             ensure!(Instant::now() < deadline, "the last change is not acknowledged");
             std::thread::sleep(RETRY_PAUSE);
         }
-        // One server stays drained while all controllers restart.
+        // One server stays drained, to show that drains outlive the restart of all controllers.
         self.undrain_all_but(&mut expected_config, 1)?;
         self.compare_final(&mut expected_config)?;
         Ok(expected_config)
     }
 
-    /// Compares the configuration in force with the expected one. Fails when the controller does not answer.
+    /// Compares the active configuration with the expected one. Fails when the controller does not answer.
     pub fn compare_final(&self, model: &mut ExpectedConfig) -> anyhow::Result<()> {
         ensure!(self.compare_with_controller(model), "the controller does not return what is in force");
         Ok(())
@@ -157,7 +154,7 @@ impl<'a> ConfigWriter<'a> {
     fn apply_document(&self, model: &mut ExpectedConfig, documents: &DocumentGenerator) -> anyhow::Result<bool> {
         let (text, present) = (documents.text(), documents.present_servers());
         fs::write(&self.document_path, &text)?;
-        // An unanswered attempt may be in force now.
+        // The controller may have applied an earlier document that it did not answer.
         if !model.unanswered_documents.is_empty() && !self.compare_with_controller(model) {
             return Ok(false);
         }
@@ -184,7 +181,7 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Drains another server if enough others remain; otherwise ends a drain.
+    /// Drains another server if enough others remain, or else ends a drain.
     fn drain_or_undrain(&self, model: &mut ExpectedConfig, documents: &mut DocumentGenerator) {
         let drained_servers = model.expected_drains.possibly_drained();
         let next_drain = documents.next_drain(&drained_servers).map(|server| (server, true));
@@ -193,7 +190,8 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Requests a drain (`drain`) or an undrain of a server. Returns whether the controller acknowledged it.
+    /// Requests that a server is drained, or undrained if `drain` is false. Returns whether the controller acknowledged
+    /// this.
     fn request_drain(&self, model: &mut ExpectedConfig, server: u16, drain: bool) -> bool {
         let command = if drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
@@ -215,8 +213,8 @@ impl<'a> ConfigWriter<'a> {
         Ok(())
     }
 
-    /// Requests a key rotation, which must be rejected: the keys are minutes old, and cookies are valid for a day,
-    /// whatever the clock.
+    /// Requests a key rotation. It must be rejected, because the keys are minutes old and cookies are valid for a day,
+    /// whatever the clock shows.
     fn try_key_rotation(&self) {
         self.update_counts(|writes| writes.rotations += 1);
         if let Ok(answer) = self.operator.run_coreward(&["keys", "rotate"]) {
@@ -224,7 +222,7 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Compares the configuration in force with the expected one. Returns false when the controller does not answer.
+    /// Compares the active configuration with the expected one. Returns false if the controller does not answer.
     fn compare_with_controller(&self, model: &mut ExpectedConfig) -> bool {
         let Ok((generation, text)) = self.query_document() else { return false };
         let Ok(status) = self.query_status() else { return false };
@@ -244,14 +242,14 @@ impl<'a> ConfigWriter<'a> {
                 first_line(&text)
             ));
         }
-        // Earlier attempts cannot be in force any more: each requires the generation that it replaces.
+        // Earlier attempts can no longer be applied, because each one requires the generation that it replaces.
         model.unanswered_documents =
             attempts_after_document_in_force(std::mem::take(&mut model.unanswered_documents), &text);
         (model.generation, model.document_text) = (generation, text);
         true
     }
 
-    /// Applies the document in the file. Returns the generation that is in force after the change.
+    /// Applies the document in the file. Returns the generation that the controller acknowledges as active.
     fn apply_document_file(&self) -> anyhow::Result<u64> {
         let document_path_text = self.document_path.display().to_string();
         let answer = self.operator.run_coreward(&["apply", "--yes", &document_path_text])?;
@@ -262,7 +260,7 @@ impl<'a> ConfigWriter<'a> {
         }
     }
 
-    /// Returns the generation and the text of the fleet's document that is in force.
+    /// Returns the generation and the text of the active fleet document.
     fn query_document(&self) -> anyhow::Result<(u64, String)> {
         let answer: serde_json::Value =
             serde_json::from_str(&self.operator.run_coreward(&["fleet", "show", "--format", "json"])?)?;

@@ -1,4 +1,4 @@
-//! Small disk for the controller's store, which can be filled.
+//! Small disk for the controller's store, which a fault can fill.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use anyhow::Context as _;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-/// Mount option for the size of the disk: many times the size of a store of a few servers.
+/// Mount option that sets the disk's size, many times what the store takes for a few servers.
 const TMPFS_SIZE_OPTION: &str = "size=8m";
 
-/// Mounted file system in memory, which emulates a small disk. It is unmounted when dropped.
+/// Mounted in-memory file system that emulates a small disk. Dropping it unmounts the file system.
 #[derive(Debug)]
 pub struct TmpfsDisk {
     mount_point: PathBuf,
@@ -36,7 +36,7 @@ impl TmpfsDisk {
         while !piece.is_empty() {
             match filler_file.write(&piece) {
                 Ok(written) if written == piece.len() => {}
-                // Smaller and smaller writes, so that no page stays free.
+                // Halve the writes until not even one byte fits, so that no page stays free.
                 Ok(_) => piece.truncate(piece.len() / 2),
                 Err(error) if error.kind() == io::ErrorKind::StorageFull => piece.truncate(piece.len() / 2),
                 Err(error) => return Err(error.into()),

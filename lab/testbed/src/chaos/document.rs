@@ -1,4 +1,4 @@
-//! Documents of the fleet, each with another change, and invalid documents.
+//! Random fleet documents, each of which differs from the previous one, and invalid documents.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -10,13 +10,13 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 use crate::addresses::{rack_controller_name, server_address};
 use crate::network_options::NetworkOptions;
 
-/// Random number stream of [`seeded_rng`] for the configuration changes.
+/// Stream number of [`seeded_rng`] for the configuration changes.
 const RNG_STREAM_CHANGES: u64 = 0x6368_6102;
-/// Minimum number of servers that take new connections.
+/// Minimum number of servers that must accept new connections in every document.
 const MIN_ACTIVE_SERVERS: usize = 2;
 const POLICY_NAMES: [&str; 6] = ["crossrss", "crossrss-plus", "rr", "hash", "least", "pow2"];
 
-/// State of a server's entry in the fleet's document.
+/// State of a server's entry in the fleet document.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ServerEntry {
     is_draining: bool,
@@ -25,10 +25,9 @@ struct ServerEntry {
     needs_controller: bool,
 }
 
-/// Initial state of every server's entry.
 const INITIAL_ENTRY: ServerEntry = ServerEntry { is_draining: false, weight: 1, needs_controller: false };
 
-/// Generator of random fleet documents; it holds the state of the newest one.
+/// Generator of random fleet documents, which holds the state of the newest one.
 #[derive(Debug, Clone)]
 pub struct DocumentGenerator {
     rng: Xoshiro256PlusPlus,
@@ -36,15 +35,15 @@ pub struct DocumentGenerator {
     service_policies: Vec<&'static str>,
     network: NetworkOptions,
     server_entries: BTreeMap<u16, Option<ServerEntry>>,
-    /// Rack controllers that the agent of each server may use.
+    /// Numbers of the rack controllers that each server's agent may use, by server number.
     server_rack_numbers: BTreeMap<u16, Vec<u16>>,
     report_interval_ms: u32,
     revision: u64,
 }
 
 impl DocumentGenerator {
-    /// Creates a generator whose document has all `servers` active. `services`: name, address, and further lines of
-    /// each. `server_rack_numbers`: rack controllers that the agent of each server may use; empty without racks.
+    /// Creates a generator whose document has all `servers` active. Each of `services` has a name, an address and
+    /// further lines. `server_rack_numbers` lists the rack controllers of each server, and is empty without racks.
     pub fn new(
         seed: u64,
         network: NetworkOptions,
@@ -64,7 +63,7 @@ impl DocumentGenerator {
         }
     }
 
-    /// Returns the text of the document, with a revision number that makes it unique.
+    /// Returns the document's text, with a revision number that makes it unique.
     pub fn text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.revision, self.report_interval_ms);
         let rack_numbers: BTreeSet<u16> = self.server_rack_numbers.values().flatten().copied().collect();
@@ -91,13 +90,12 @@ impl DocumentGenerator {
         text
     }
 
-    /// Returns the numbers of the servers in the document.
     pub fn present_servers(&self) -> BTreeSet<u16> {
         self.server_entries.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
 
-    /// Returns a server to drain next, if enough other servers take new connections. `drained`: servers that are or may
-    /// be drained.
+    /// Returns the server to drain next, or `None` if too few others would accept new connections. `drained` contains
+    /// servers that are or may be drained.
     pub fn next_drain(&mut self, drained: &BTreeSet<u16>) -> Option<u16> {
         let undrained_servers: Vec<u16> =
             self.present_servers().into_iter().filter(|number| !drained.contains(number)).collect();
@@ -105,7 +103,7 @@ impl DocumentGenerator {
         self.can_be_removed(number, drained).then_some(number)
     }
 
-    /// Returns whether enough other servers take new connections when server `number` leaves.
+    /// Returns whether enough other servers accept new connections after server `number` leaves.
     fn can_be_removed(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
         let takes_connections = |(other, entry): &(&u16, &Option<ServerEntry>)| {
             **other != number && entry.is_some_and(|entry| !entry.is_draining) && !drained.contains(other)
@@ -113,7 +111,7 @@ impl DocumentGenerator {
         self.server_entries.iter().filter(takes_connections).count() >= MIN_ACTIVE_SERVERS
     }
 
-    /// Makes one random change to the document. `drained`: servers that are or may be drained by command.
+    /// Makes one random change to the document. `drained` contains servers that are or may be drained by command.
     pub fn apply_random_change(&mut self, drained: &BTreeSet<u16>) {
         self.revision += 1;
         match self.random_below(8) {
@@ -123,7 +121,7 @@ impl DocumentGenerator {
                     POLICY_NAMES[self.random_below(POLICY_NAMES.len() as u32) as usize];
             }
             1 => self.report_interval_ms = [50, 100, 200][self.random_below(3) as usize],
-            // Only the comment with the number changes.
+            // Change only the comment that contains the revision number.
             2 => {}
             _ => self.change_random_server(drained),
         }
@@ -149,7 +147,6 @@ impl DocumentGenerator {
             0 => format!("{text}no_such_key = 1\n"),
             1 => text.replacen("[[service]]", "[[service]", 1),
             2 => text.replacen("policy = \"", "policy = \"no-such-", 1),
-            // A second server of the same name.
             3 => format!("{text}\n[[server]]\nname = \"s1\"\naddress = \"10.1.9.9\"\n\n[[server]]\nname = \"s1\"\n"),
             _ => text.replacen(":80\"", ":80000\"", 1),
         }

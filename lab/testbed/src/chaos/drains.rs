@@ -1,29 +1,29 @@
-//! Model of servers drained by command, by the controller's acknowledgements.
+//! Model of which servers are drained by command, according to the controller's acknowledgements.
 //!
-//! A drain is not part of the document: it outlives restarts, other leaders and other documents, but ends when its
-//! server leaves the document.
+//! A drain is not part of the document. It outlives restarts, changes of the leader and new documents, but it ends when
+//! its server leaves the document.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// Maximum time until an unanswered command is executed: a stopped controller may execute it after it resumes.
+/// Maximum time until an unanswered command takes effect. A stopped controller may execute it after it resumes.
 const MAX_EXECUTION_DELAY: Duration = Duration::from_secs(3);
 
-/// Expected drain state of each server, by number; absent servers are not drained.
+/// Expected drain state of each server, by number. Servers that are missing are not drained.
 #[derive(Debug, Default)]
 pub struct ExpectedDrains(BTreeMap<u16, DrainState>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum DrainState {
     Drained,
-    /// Drained or not, since a drain, an undrain, or a document without the server was not answered at this time.
+    /// The server may be drained or not, because a change at this time was not answered. That was a drain, an undrain,
+    /// or a document without the server.
     Uncertain(Instant),
 }
 
 impl ExpectedDrains {
-    /// Returns the servers that are drained or may be drained.
     pub fn possibly_drained(&self) -> BTreeSet<u16> {
         self.0.keys().copied().collect()
     }
@@ -32,7 +32,7 @@ impl ExpectedDrains {
         matches!(self.0.get(&server), Some(DrainState::Uncertain(_)))
     }
 
-    /// Records a request to drain or undrain a server; `acknowledged`: whether the controller acknowledged it.
+    /// Records a request to drain or undrain a server, and whether the controller acknowledged it.
     pub fn record_request(&mut self, server: u16, drain: bool, acknowledged: bool) {
         match (acknowledged, drain) {
             (false, _) => drop(self.0.insert(server, DrainState::Uncertain(Instant::now()))),
@@ -41,7 +41,7 @@ impl ExpectedDrains {
         }
     }
 
-    /// Records that a document with these servers was applied; `acknowledged`: whether the controller acknowledged it.
+    /// Records that a document with these servers was sent, and whether the controller acknowledged it.
     pub fn record_document(&mut self, servers: &BTreeSet<u16>, acknowledged: bool) {
         if acknowledged {
             self.0.retain(|server, _| servers.contains(server));
@@ -51,7 +51,8 @@ impl ExpectedDrains {
         }
     }
 
-    /// Returns the differences from the controller's status in words, and settles uncertain drains by the status.
+    /// Describes all differences between the controller's status and the model. Resolves uncertain drains by the
+    /// status.
     pub fn compare_with_status(&mut self, status: &Value) -> Vec<String> {
         let mut differences = Vec::new();
         for server in status["servers"].as_array().into_iter().flatten() {

@@ -1,4 +1,4 @@
-//! etcd of several controllers: three members, each of which can be killed or stopped.
+//! etcd cluster of several controllers. It has three members, each of which can be killed or stopped.
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::PathBuf;
@@ -13,26 +13,25 @@ use serde_json::Value;
 use crate::process::Process;
 use crate::topology::Testbed;
 
-/// Number of etcd members, of which one may fail.
+/// Number of etcd members. A majority remains when one of them fails.
 pub const MEMBER_COUNT: u16 = 3;
-/// First port of the etcd members in the controllers' namespace, where no other program uses it.
+/// First port of the etcd members in the controllers' namespace, where no other program uses these ports.
 const FIRST_ETCD_PORT: u16 = 2379;
 const LEADER_ELECTION_TIMEOUT: Duration = Duration::from_secs(20);
 const MEMBER_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Running etcd cluster, whose members are killed when it is dropped.
+/// Running etcd cluster. Dropping it kills all members.
 #[derive(Debug)]
 pub struct EtcdCluster<'a> {
     testbed: &'a Testbed,
     members: Vec<LocalMember>,
-    /// Process of member `number` at index `number - 1`.
     member_processes: Vec<Process>,
     data_directory: PathBuf,
 }
 
 impl<'a> EtcdCluster<'a> {
     /// Starts all members and waits for a leader. Fails when etcd (Debian package etcd-server) cannot be started, or
-    /// when no leader is elected in time.
+    /// when the members elect no leader in time.
     pub fn start(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let members = LocalMember::local_cluster(MEMBER_COUNT, IpAddr::V4(Ipv4Addr::LOCALHOST), FIRST_ETCD_PORT);
         let directory = testbed.directory();
@@ -49,7 +48,7 @@ impl<'a> EtcdCluster<'a> {
         Ok(cluster)
     }
 
-    /// Returns the members' endpoints, as in the controllers' configuration files.
+    /// Returns the members' endpoints in the form that the controllers' configuration files use.
     pub fn endpoints(&self) -> Vec<String> {
         self.members.iter().map(LocalMember::endpoint).collect()
     }
@@ -76,13 +75,13 @@ impl<'a> EtcdCluster<'a> {
         self.member_processes.get(usize::from(number) - 1).context("no such member")?.send_signal(signal)
     }
 
-    /// Kills the process of a member. Fails when the member does not exist.
+    /// Kills a member's process. Fails when the member does not exist.
     pub fn kill(&mut self, number: u16) -> anyhow::Result<()> {
         self.send_signal(number, Signal::SIGKILL)?;
         self.member_processes[usize::from(number) - 1].wait(MEMBER_EXIT_TIMEOUT).map(drop)
     }
 
-    /// Restarts a killed member with its data. Fails when it cannot be started.
+    /// Restarts a killed member with its old data. Fails when it cannot be started.
     pub fn restart_member(&mut self, number: u16) -> anyhow::Result<()> {
         self.member_processes[usize::from(number) - 1] = self.spawn_member(number)?;
         Ok(())

@@ -1,11 +1,11 @@
-//! Kinds of faults.
+//! Faults that the chaos test injects.
 
 use std::fmt;
 use std::ops::Range;
 
 use crate::fleet::agent_name;
 
-/// Kind of fault, with its name in `--faults`.
+/// Kind of fault. Its name is a value of the option `--faults`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub enum FaultKind {
     /// Kill a daemon (SIGKILL) and start it again
@@ -29,7 +29,6 @@ pub enum FaultKind {
 }
 
 impl FaultKind {
-    /// All kinds of fault.
     pub const ALL: [Self; 9] = [
         Self::Kill,
         Self::Stop,
@@ -42,7 +41,7 @@ impl FaultKind {
         Self::ByzantineAgent,
     ];
 
-    /// Returns the name of the kind on the command line.
+    /// Returns the name of the kind, as on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kill => "kill",
@@ -58,52 +57,53 @@ impl FaultKind {
     }
 }
 
-/// Fault and its target. Daemons are named as in [`crate::fleet`], machines as their switch ports.
+/// Fault and its target. A daemon has its name from [`crate::fleet`], and a machine the name of its switch port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Fault {
-    /// The process of this daemon is killed.
+    /// The process of the named daemon is killed.
     Kill(String),
-    /// The process of this daemon is stopped.
+    /// The process of the named daemon is stopped.
     Stop(String),
-    /// This daemon is upgraded.
+    /// The named daemon is upgraded.
     Upgrade(String),
-    /// Packets from one machine to another are dropped.
+    /// The switch drops packets from one machine to another.
     Partition {
         from: String,
-        /// Port of the machine to which the dropped packets are sent.
+        /// Switch port of the machine that no longer receives the packets.
         to: String,
         /// Whether packets in the other direction are dropped as well.
         is_bidirectional: bool,
     },
-    /// The link of this machine is down.
+    /// The link of the machine at the named switch port is down.
     Link(String),
-    /// The disk with the controller's store is full.
+    /// The disk that holds the controller's store is full.
     Disk {
-        /// Whether every write fails; otherwise, writes that need no further space succeed.
+        /// Whether every write fails. If false, writes that need no further space still succeed.
         fails_every_write: bool,
     },
     /// A member of the etcd cluster fails.
     Etcd {
-        /// Whether the leading member fails, whatever `number`.
+        /// Whether the leading member fails, whatever `member_number` is.
         is_leader: bool,
-        /// Number of the failing member, counted from 1, unless the leader fails.
+        /// Number of the failing member, counted from 1, if `is_leader` is false.
         member_number: u16,
-        /// Whether the member is stopped; otherwise it is killed.
+        /// Whether the member is stopped and not killed.
         is_stopped: bool,
     },
-    /// The wall clock of a daemon is wrong.
+    /// The wall clock of the named daemon is wrong.
     Clock {
         daemon: String,
-        /// Offset of the daemon's clock from the right time (s).
+        /// Difference between the daemon's clock and the correct time (s).
         offset_s: i64,
     },
     /// The agent of the server with this number sends false reports.
     ByzantineAgent(u16),
 }
 
-/// Range of the durations of faults that lose no packets of clients (ms).
+/// Range of durations of faults that do not drop clients' packets (ms).
 const LOSSLESS_DURATION_MS: Range<u32> = 300..6_000;
-/// Range of durations of faults that lose clients' packets (ms); TCP must retransmit within their timeout of 30 s.
+/// Range of durations of faults that drop clients' packets (ms). TCP must retransmit these before the clients' timeout
+/// of 30 s.
 const LOSS_DURATION_MS: Range<u32> = 200..2_500;
 
 impl Fault {
@@ -121,7 +121,7 @@ impl Fault {
         }
     }
 
-    /// Returns the range from which the fault's duration is drawn (ms).
+    /// Returns the range from which the schedule draws the fault's duration (ms).
     pub fn duration_range_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,
@@ -132,8 +132,9 @@ impl Fault {
         }
     }
 
-    /// Returns whether two faults must not overlap: they affect the same daemon, or both the network, which would blur
-    /// their effects. A clock fault overlaps only clock faults of the same daemon.
+    /// Returns whether two faults must not be active together. That is so if they affect the same daemon or if both
+    /// affect the network, because their effects could not be separated. A clock fault excludes only clock faults at
+    /// the same daemon.
     pub fn overlaps(&self, other: &Self) -> bool {
         let both_affect_network = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
         if both_affect_network(self) || both_affect_network(other) {
@@ -146,7 +147,7 @@ impl Fault {
         }
     }
 
-    /// Returns the name of the daemon whose process is affected.
+    /// Returns the name of the daemon whose process the fault kills, stops or replaces, or `None` if it affects none.
     fn affected_daemon(&self) -> Option<String> {
         match self {
             Self::Kill(daemon) | Self::Stop(daemon) | Self::Upgrade(daemon) => Some(daemon.clone()),
@@ -156,7 +157,7 @@ impl Fault {
     }
 }
 
-/// Returns whether a port belongs to a controller or rack controller, which get no packets of clients.
+/// Returns whether a switch port belongs to a controller or rack controller, which receive no packets from clients.
 fn is_control_port(port: &str) -> bool {
     port == "controller" || port.starts_with("rack")
 }

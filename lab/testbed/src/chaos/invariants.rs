@@ -1,5 +1,5 @@
-//! Invariants of the fleet under faults: generations and counters never decrease, ids stay, tables arrive, and daemons
-//! do not leak resources.
+//! Checks of the fleet's invariants under faults. Generations and counters never decrease, server ids never change,
+//! load balancers get new tables, and daemons do not leak resources.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -17,34 +17,32 @@ use super::cli_probe::OperatorCli;
 use crate::addresses::{load_balancer_name, rack_controller_name};
 use crate::topology::Testbed;
 
-/// Address of every load balancer's metrics, in the load balancer's own network namespace.
+/// Address where every load balancer serves its metrics, in its own network namespace.
 pub const METRICS_ADDRESS: &str = "127.0.0.1:9440";
-/// Interval between checks of the load balancers' tables.
+/// Interval between checks of the tables at the load balancers.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// Number of checks of the load balancers per check of the status, which costs a controller more time.
+/// Number of table checks between two status checks, which cost a controller more time.
 const POLLS_PER_STATUS_CHECK: u32 = 5;
 const SCRAPE_TIMEOUT: Duration = Duration::from_millis(300);
-/// Timeout of `coreward status` (s).
 const STATUS_TIMEOUT_S: &str = "3";
 
-/// Results of the checks during a run.
+/// Results of the invariant checks during a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Observations {
-    /// Number of checks of the controller's status.
+    /// Number of times that the controller's status was checked.
     pub statuses: u64,
-    /// Number of checks of a load balancer's tables.
+    /// Number of times that a load balancer's tables were checked.
     pub scrapes: u64,
-    /// Longest time without a new table at any load balancer (s).
+    /// Longest time that any load balancer went without a new table (s).
     pub longest_without_table_s: f64,
     /// End of the longest time without a new table (seconds since the start of the run).
     pub longest_without_table_at_s: f64,
-    /// Number of times that a load balancer's health check found a server down which was up before.
+    /// Number of times that a load balancer's health checks marked a server down that was up before.
     pub found_down: u64,
-    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Checks the invariants repeatedly. One thread runs the checks; others may read the observations.
+/// Checker that tests the invariants repeatedly. One thread runs the checks, and others may read the results.
 #[derive(Debug)]
 pub struct InvariantChecker<'a> {
     testbed: &'a Testbed,
@@ -57,29 +55,27 @@ pub struct InvariantChecker<'a> {
 struct ObservedState {
     observations: Observations,
     configuration_generation: u64,
-    /// Names of the servers by id.
+    /// Name of each server, by server id.
     server_names: BTreeMap<u64, String>,
-    /// Last values of the counters, by owner (load balancer or server) and name.
+    /// Last value of each counter, by owner (load balancer or server) and counter name.
     counter_values: BTreeMap<(String, String), u64>,
-    /// Servers that load balancers find down: names of load balancer, service and server.
+    /// Servers that load balancers consider down, as the names of load balancer, service and server.
     down_servers: BTreeSet<[String; 3]>,
-    /// Sum of the table generations of each load balancer, with the time of its last change.
+    /// Sum of each load balancer's table generations and the time when it last changed, by load balancer number.
     table_changes: BTreeMap<u16, (f64, Instant)>,
-    /// Stamping cookie key, its generation, and the phase of a rotation.
+    /// Cookie key that load balancers stamp with, its generation, and the phase of its rotation.
     cookie_keys: Option<[Value; 3]>,
 }
 
-/// Policies that make new tables whenever there is traffic, because they depend on loads.
+/// Policies that make new tables whenever there is traffic, because these tables depend on the servers' loads.
 const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 
 impl<'a> InvariantChecker<'a> {
-    /// Creates a checker without observations.
     pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
         let operator = OperatorCli::new(testbed, controllers, STATUS_TIMEOUT_S);
         Self { testbed, operator, run_start: Instant::now(), observed_state: Mutex::default() }
     }
 
-    /// Returns the observations made so far.
     pub fn observations(&self) -> Observations {
         self.lock_state().observations.clone()
     }
@@ -105,8 +101,9 @@ impl<'a> InvariantChecker<'a> {
         }
     }
 
-    /// Returns which load balancer has no new table since `since`; `None`: all have one. `status`: of the controller. A
-    /// policy that ignores loads makes no new tables without changes: then the controller's tables must be in force.
+    /// Returns which load balancer has no new table since `since`, or `None` if all have one. `status` is the
+    /// controller's status. If no policy depends on loads, new tables come only with changes, so having the
+    /// controller's newest tables suffices.
     pub fn missing_table_reason(&self, status: &Value, since: Instant) -> Option<String> {
         let services = array_or_empty(&status["services"]);
         let has_load_aware_policy =
@@ -129,7 +126,7 @@ impl<'a> InvariantChecker<'a> {
         self.testbed.load_balancer_numbers().into_iter().find_map(reason_without_table)
     }
 
-    /// Runs `coreward status` and returns its JSON. Fails when no controller answers in time.
+    /// Runs `coreward status` and returns its JSON output. Fails when no controller answers in time.
     pub fn status(&self) -> anyhow::Result<Value> {
         Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
@@ -138,7 +135,7 @@ impl<'a> InvariantChecker<'a> {
         self.observed_state.lock().expect("no watcher panics")
     }
 
-    /// Returns the sum of the generations of the tables that are in force at load balancer `number`.
+    /// Returns the sum of the generations of all tables that load balancer `number` uses.
     fn sum_table_generations_in_force(&self, number: u16) -> anyhow::Result<f64> {
         let metrics_page = self.testbed.load_balancer(number)?.run_within(scrape_load_balancer_metrics)?;
         let generation_samples =
@@ -151,7 +148,8 @@ impl<'a> InvariantChecker<'a> {
         known.observations.scrapes += 1;
         let previous_generations = known.table_changes.get(&number).copied();
         match previous_generations {
-            // A new controller restarts its generations: any other number means another table.
+            // Any different sum means a new table. It may be smaller, because a new controller restarts its
+            // generations.
             Some((before, _)) if before == generations => {}
             Some((_, since)) => {
                 let seconds_without_table = (now - since).as_secs_f64();
@@ -196,7 +194,7 @@ impl ObservedState {
         }
     }
 
-    /// Checks that an id belongs to the same server for the whole run, because cookies may contain it.
+    /// Checks that a server keeps its id for the whole run, because cookies may contain the id.
     fn check_server_id(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
         let other_id =
@@ -226,7 +224,7 @@ impl ObservedState {
         }
     }
 
-    /// Checks that the cookie keys do not change, because no rotation is allowed.
+    /// Checks that the cookie keys do not change, because the run never allows a rotation.
     fn check_cookie_keys(&mut self, keys: &Value) {
         let current_keys = ["current", "generation", "phase"].map(|key| keys[key].clone());
         let first_keys = self.cookie_keys.get_or_insert_with(|| current_keys.clone()).clone();
@@ -235,7 +233,7 @@ impl ObservedState {
         }
     }
 
-    /// Checks that no counter of the data plane decreases: counters outlive the daemons.
+    /// Checks that no counter of the data plane decreases. The counters must outlive restarts of the daemons.
     fn check_counters(&mut self, owner: &str, counters: &Value) {
         for (name, count) in counters.as_object().into_iter().flatten() {
             let current_count = count.as_u64().unwrap_or(0);
@@ -250,9 +248,9 @@ impl ObservedState {
     }
 }
 
-/// Returns why the fleet has not converged. `None`: all servers in the document report and are up, and all rack
-/// controllers are connected; all load balancers know all servers and the newest configuration. The load balancers must
-/// have confirmed this after `since`.
+/// Returns why the fleet has not converged, or `None` if it has. All servers in the document must report and be up, and
+/// all rack controllers must be connected. Each load balancer must know all servers and have sent its state after
+/// `since`.
 pub fn unconverged_reason(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
     for server in array_or_empty(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
@@ -291,7 +289,6 @@ fn array_or_empty(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Returns the metrics page of the load balancer in the current network namespace.
 fn scrape_load_balancer_metrics() -> anyhow::Result<String> {
     let address: SocketAddr = METRICS_ADDRESS.parse()?;
     let mut stream = TcpStream::connect_timeout(&address, SCRAPE_TIMEOUT)?;
@@ -302,10 +299,8 @@ fn scrape_load_balancer_metrics() -> anyhow::Result<String> {
     Ok(metrics_page)
 }
 
-/// Resource usage of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ResourceUsage {
-    /// Resident memory (kB).
     pub memory_kb: u64,
     pub files: u64,
 }

@@ -1,14 +1,14 @@
-//! `coreward-lab testbed chaos`: random faults, reproducible from a seed, while clients connect and the configuration
-//! changes. No connection may break, and every acknowledged change must be in force.
+//! `coreward-lab testbed chaos` injects random faults, reproducible from a seed, while clients connect and the
+//! configuration changes. No connection may break, and no acknowledged change may be lost.
 //!
-//! * [`schedule`], [`fault`]: the faults and their times; [`test_env`] causes them: [`network`], [`disk`], [`etcd`],
-//!   [`byzantine_agent`], [`crate::preload`]
-//! * [`traffic`]: the clients
-//! * [`config_mutator`]: changes the configuration ([`document`]), drains servers, and records acknowledgements
-//!   ([`drains`])
-//! * [`byzantine_share`]: share of connections of a server with false loads
-//! * [`invariants`]: checks of values that must grow or stay; [`cli_probe`]: the operator's commands
-//! * [`outcome`]: results of a run
+//! * [`schedule`] and [`fault`] choose the faults and their times. [`test_env`] injects them with [`network`],
+//!   [`disk`], [`etcd`], [`byzantine_agent`] and [`crate::preload`].
+//! * [`traffic`] contains the clients.
+//! * [`config_mutator`] changes the configuration (see [`document`]), drains servers, and records acknowledgements (see
+//!   [`drains`]).
+//! * [`byzantine_share`] measures how many connections a server attracts with false loads.
+//! * [`invariants`] checks values that must grow or stay equal. [`cli_probe`] runs the operator's commands.
+//! * [`outcome`] formats the results of a run.
 
 pub mod byzantine_agent;
 pub mod byzantine_share;
@@ -90,21 +90,22 @@ const SERVER_COUNT: u16 = 4;
 const CORE_COUNT: u16 = 2;
 /// Number of the server for which an impostor reports idle cores after the last round.
 const IMPERSONATED_SERVER: u16 = 1;
-/// Number of client addresses; the first one is for clients whose kernel chooses the port.
+/// Number of client addresses. The first one is for clients that let the kernel choose their port.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
-/// Maximum time until the fleet has converged after a round of faults.
+/// Maximum time that the fleet may take to converge after a round of faults.
 const CONVERGENCE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Configuration of the web service. Frequent health checks with short timeouts, so that faults make servers down.
+/// Configuration of the web service. Its health checks are frequent and have short timeouts, so that faults mark
+/// servers down.
 const WEB_SERVICE_CONFIG: &str =
     "[service.health]\ncheck = \"http\"\npath = \"/who\"\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const STREAM_SERVICE_CONFIG: &str =
     "consistency = \"stateful\"\n[service.health]\ninterval = \"200ms\"\ntimeout = \"200ms\"\nfall = 1\n";
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// Fraction of the run during which the configuration changes; the rest has only faults.
+/// Fraction of the run during which the configuration changes. The rest of the run has faults only.
 const CONFIG_CHANGES_FRACTION: f64 = 0.7;
-/// Maximum growth of a daemon's memory (kB), for work in progress and memory that an allocator keeps.
+/// Maximum growth of a daemon's memory (kB). It allows for work in progress and for memory that the allocator keeps.
 const MAX_MEMORY_GROWTH_KB: u64 = 32 << 10;
-/// Maximum growth of the number of a daemon's open files.
+/// Maximum growth in the number of files that a daemon has open.
 const MAX_FILE_GROWTH: u64 = 16;
 
 /// Runs the test and prints its results. Fails when the setup fails or an invariant is violated.
@@ -116,8 +117,8 @@ pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal; violations are part
-/// of the outcome.
+/// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal. Violated invariants
+/// are part of the outcome.
 pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> {
     let testbed = Testbed::create(TestbedOptions {
         instance: instance.to_owned(),
@@ -173,7 +174,6 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
     ChaosRun::new(&testbed, env, options)?.run_to_outcome(documents)
 }
 
-/// State of a run of the test.
 struct ChaosRun<'a> {
     testbed: &'a Testbed,
     env: TestEnv<'a>,
@@ -324,7 +324,7 @@ impl<'a> ChaosRun<'a> {
         Ok(())
     }
 
-    /// Measures the share of connections that a server gets while an impostor reports idle cores for it.
+    /// Measures the share of new connections that a server gets while an impostor reports idle cores for it.
     fn measure_byzantine_share(
         &mut self,
         writer: &ConfigWriter<'_>,
@@ -350,7 +350,7 @@ impl<'a> ChaosRun<'a> {
         Ok(Some(byzantine_share))
     }
 
-    /// Waits until all daemons report again and new tables are in force, and records the recovery time.
+    /// Waits until all daemons report again and all load balancers use new tables, and records how long that took.
     fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &InvariantChecker<'_>) -> anyhow::Result<()> {
         let recovery_start = Instant::now();
         let mut last_unmet_condition = None;
@@ -383,7 +383,8 @@ impl<'a> ChaosRun<'a> {
         Ok(())
     }
 
-    /// Compares pinned objects and resource usage with those before the run, and records violations.
+    /// Records a violation if the number of pinned objects differs from the start, or if a daemon's resource usage has
+    /// grown.
     fn check_resource_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
         let pin_count = count_files(&self.testbed.pin_directory());
         if pin_count != self.initial_pin_count {
@@ -406,7 +407,7 @@ impl<'a> ChaosRun<'a> {
     }
 }
 
-/// Returns the rack controllers that the agent of a server uses: the server's own one, then the next one.
+/// Returns the rack controllers that a server's agent uses, which are its own one and the next one.
 fn rack_numbers_of_server(server: u16, racks: u16) -> Vec<u16> {
     let (first, second) = (1 + (server - 1) % racks, 1 + server % racks);
     if first == second { vec![first] } else { vec![first, second] }

@@ -1,17 +1,17 @@
-//! Partitions: the switch drops packets from one of its ports to another.
+//! Network partitions, for which the switch drops packets from one of its ports to another.
 
 use std::process::Command;
 
 use crate::topology::Testbed;
 
-/// Packet filter rules of the switch, by which it drops packets; removed when dropped.
+/// Packet filter rules with which the switch drops packets.
 #[derive(Debug)]
 pub struct NetworkFaults<'a> {
     testbed: &'a Testbed,
 }
 
 impl<'a> NetworkFaults<'a> {
-    /// Creates the tables of the rules. Fails when nft (Debian package nftables) or the kernel rejects them.
+    /// Creates the packet filter's tables. Fails when nft (Debian package nftables) or the kernel rejects them.
     pub fn new(testbed: &'a Testbed) -> anyhow::Result<Self> {
         let network = Self { testbed };
         network
@@ -19,7 +19,8 @@ impl<'a> NetworkFaults<'a> {
         Ok(network)
     }
 
-    /// Drops all packets from port `from` to port `to`; `is_bidirectional`: also those in the other direction.
+    /// Drops all packets from port `from` to port `to`. If `is_bidirectional`, it also drops those in the other
+    /// direction.
     pub fn drop_packets(&self, from: &str, to: &str, is_bidirectional: bool) -> anyhow::Result<()> {
         let drop_rule =
             |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");

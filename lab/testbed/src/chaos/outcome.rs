@@ -1,4 +1,4 @@
-//! Results of a run, as text and JSON.
+//! Results of a chaos test run, as text and JSON.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use super::config_mutator::WriteCounts;
 use super::invariants::{Observations, ResourceUsage};
 use super::traffic::TrafficCounts;
 
-/// Results of a run of the chaos test.
+/// Results of one run of the chaos test.
 #[derive(Debug, Clone, Serialize)]
 pub struct ChaosOutcome {
     /// Duration of the run (s).
@@ -22,41 +22,37 @@ pub struct ChaosOutcome {
     pub faults: BTreeMap<String, u64>,
     /// Numbers of false reports and of connections that impostors sent.
     pub false_reports: FalseReportCounts,
-    /// Share of connections of a server whose agent reported idle cores; `None`: there were no false reports.
+    /// Share of new connections that a server got while an impostor reported idle cores, or `None` without impostors.
     pub byzantine_share: Option<ByzantineShare>,
-    /// Time of recovery after each round of faults.
+    /// How long the fleet took to recover after each round of faults.
     pub recoveries: Vec<Recovery>,
-    /// Numbers of configuration changes, by outcome.
     pub writes: WriteCounts,
-    /// Results of the invariant checks.
     pub observations: Observations,
-    /// Numbers of good and broken connections of the clients.
+    /// Numbers of good and broken client connections.
     pub traffic: TrafficCounts,
     /// Resource usage of each daemon at the start of the run.
     pub usage_before: BTreeMap<String, ResourceUsage>,
     /// Resource usage of each daemon at the end of the run.
     pub usage_after: BTreeMap<String, ResourceUsage>,
-    /// Descriptions of all violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Recovery of the fleet: time from the end of a round's last fault to convergence.
+/// Recovery of the fleet, from the end of a round's last fault until the fleet has converged.
 #[derive(Debug, Clone, Serialize)]
 pub struct Recovery {
     /// End of the round's last fault (seconds since the start of the run).
     pub at: f64,
-    /// Names of the round's kinds of fault.
+    /// Names of the kinds of fault that the round injected.
     pub faults: Vec<String>,
     pub seconds: f64,
-    /// Description of the condition of convergence that was met last.
+    /// Description of the last condition that the fleet met before it had converged.
     pub waited_for: Option<String>,
 }
 
-/// Numbers of what the impostors sent.
+/// Numbers of reports and connections that the impostors sent.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct FalseReportCounts {
     pub reports: u64,
-    /// Number of silent or malformed connections.
     pub connections: u64,
 }
 
@@ -70,7 +66,6 @@ impl From<&FalseReportCounters> for FalseReportCounts {
 }
 
 impl ChaosOutcome {
-    /// Returns whether no invariant was violated.
     pub fn has_passed(&self) -> bool {
         self.traffic.broken_count() == 0 && self.violations.is_empty()
     }

@@ -1,4 +1,4 @@
-//! Schedule of faults, reproducible from a seed.
+//! Schedule of faults, which is reproducible from a seed.
 //!
 //! A run is a sequence of rounds. In each round a few faults begin and end at random times. Then the fleet must
 //! converge before the next round begins, and the time until then is measured.
@@ -13,29 +13,29 @@ use super::fault::{Fault, FaultKind};
 use crate::addresses::{load_balancer_name, rack_controller_name};
 use crate::fleet::{FIRST_CONTROLLER_NAME, agent_name, controller_name};
 
-/// Random number stream of [`seeded_rng`] for the faults.
+/// Stream number of [`seeded_rng`] for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6368_6101;
 const MAX_FAULTS_PER_ROUND: u32 = 3;
-/// Latest start of a fault within its round (ms).
+/// Latest start of a fault after the start of its round (ms).
 const MAX_START_OFFSET_MS: u32 = 2_000;
 
-/// Fault with its times of start and end.
+/// Fault with its planned start and end.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlannedFault {
-    /// Start of the fault, counted from the start of the round.
+    /// Time from the start of the round to the start of the fault.
     pub start_offset: Duration,
-    /// End of the fault, counted from the start of the round.
+    /// Time from the start of the round to the end of the fault.
     pub end_offset: Duration,
     pub fault: Fault,
 }
 
-/// Numbers of the components that faults can affect.
+/// Numbers of the fleet's components, to which faults can happen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ComponentCounts {
-    /// Number of controllers; two or more use an etcd cluster.
+    /// Number of controllers, which store their records in an etcd cluster if there are two or more.
     pub controllers: u16,
     pub load_balancers: u16,
-    /// Number of rack controllers; 0 if agents connect to controllers directly.
+    /// Number of rack controllers, or 0 if agents connect to controllers directly.
     pub racks: u16,
     pub servers: u16,
 }
@@ -50,7 +50,7 @@ pub struct FaultSchedule {
 }
 
 impl FaultSchedule {
-    /// Creates a schedule of the faults in `kinds`, of which `component_counts` must allow at least one.
+    /// Creates a schedule of faults of these `kinds`. The fleet's components must allow at least one of the kinds.
     pub fn new(seed: u64, kinds: &[FaultKind], component_counts: ComponentCounts) -> Self {
         Self {
             rng: seeded_rng(seed, RNG_STREAM_FAULTS),
@@ -60,7 +60,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Returns the faults of the next round, at least one; no two faults overlap.
+    /// Returns the faults of the next round. It contains at least one fault, and no two faults that exclude each other.
     pub fn next_round(&mut self) -> Vec<PlannedFault> {
         let fault_count = 1 + self.random_below(MAX_FAULTS_PER_ROUND);
         let mut planned_faults: Vec<PlannedFault> = Vec::new();
@@ -130,7 +130,7 @@ impl FaultSchedule {
         if self.component_counts.racks > 0 { 4 } else { 3 }
     }
 
-    /// Returns the name of a random daemon; each role has the same probability.
+    /// Returns the name of a random daemon. Each role (controller, load balancer ...) has the same probability.
     fn random_daemon(&mut self) -> String {
         match self.random_below(self.daemon_role_count()) {
             0 => controller_name(1 + self.random_below(self.component_counts.controllers.into()) as u16),
@@ -149,7 +149,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Returns two different ports: packets from the first to the second will be dropped.
+    /// Returns two different switch ports, where packets from the first to the second will be dropped.
     fn random_switch_port_pair(&mut self) -> (String, String) {
         let source_port = self.random_switch_port();
         loop {
@@ -160,7 +160,7 @@ impl FaultSchedule {
         }
     }
 
-    /// Returns a random clock offset (s) of seconds, minutes, hours or days, positive or negative.
+    /// Returns a random clock offset (s), positive or negative, of 1 to 59 seconds, minutes, hours or days.
     fn random_clock_offset_s(&mut self) -> i64 {
         let unit_seconds = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
         let by = i64::from(1 + self.random_below(59)) * unit_seconds;

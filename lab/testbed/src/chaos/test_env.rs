@@ -1,4 +1,4 @@
-//! Test environment: starts and ends faults, and restarts daemons that ended, as systemd would.
+//! Environment of a chaos test. It starts and ends faults, and restarts daemons that ended, as systemd would.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -25,10 +25,10 @@ use crate::preload::PreloadedFaults;
 use crate::topology::Testbed;
 
 const NS_PER_SECOND: i64 = 1_000_000_000;
-/// Maximum time until a daemon ends after SIGTERM.
+/// Maximum time that a daemon may take to end after SIGTERM.
 const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Fleet of daemons, with the faults that affect it at present.
+/// Fleet of daemons, with the faults that currently affect it.
 #[derive(Debug)]
 pub struct TestEnv<'a> {
     testbed: &'a Testbed,
@@ -38,18 +38,17 @@ pub struct TestEnv<'a> {
     preloaded_faults: PreloadedFaults,
     etcd_cluster: Option<EtcdCluster<'a>>,
     failed_etcd_member: Option<u16>,
-    /// Executable with which upgrades alternate; `None`: upgrades restart the same executable.
+    /// Executable with which upgrades alternate, or `None` if upgrades restart the same executable.
     alternate_executable: Option<PathBuf>,
-    /// Names of the daemons that run the alternate executable.
+    /// Names of the daemons that currently run the alternate executable.
     alternate_daemons: BTreeSet<String>,
     stopped_daemons: BTreeSet<String>,
     impostors: BTreeMap<u16, RunningImpostor>,
     false_report_counters: Arc<FalseReportCounters>,
-    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Thread of an impostor, with the flag that ends it.
+/// Thread of an impostor, and the flag that ends it.
 #[derive(Debug)]
 struct RunningImpostor {
     done: Arc<AtomicBool>,
@@ -87,7 +86,6 @@ impl<'a> TestEnv<'a> {
         &self.false_report_counters
     }
 
-    /// Injects a fault. Fails when the fault cannot be injected.
     pub fn begin_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => self.kill_daemon(daemon),
@@ -110,7 +108,6 @@ impl<'a> TestEnv<'a> {
         .with_context(|| fault.to_string())
     }
 
-    /// Removes a fault. Fails when the fault cannot be removed.
     pub fn end_fault(&mut self, fault: &Fault) -> anyhow::Result<()> {
         match fault {
             Fault::Kill(daemon) => {
@@ -132,7 +129,7 @@ impl<'a> TestEnv<'a> {
         .with_context(|| format!("the end of: {fault}"))
     }
 
-    /// Restarts daemons that have ended unexpectedly. Fails when the kernel does not know one of the processes.
+    /// Restarts daemons that have ended unexpectedly. Fails when the kernel does not know a process.
     pub fn restart_ended_daemons(&mut self) -> anyhow::Result<()> {
         for daemon in self.fleet.daemon_names() {
             if self.stopped_daemons.contains(&daemon) {
@@ -154,7 +151,7 @@ impl<'a> TestEnv<'a> {
         Ok(())
     }
 
-    /// Returns the current resource usage of each daemon, by name. Fails when a daemon has ended.
+    /// Returns the current resource usage of each daemon, by daemon name. Fails when a daemon has ended.
     pub fn resource_usage(&mut self) -> anyhow::Result<BTreeMap<String, ResourceUsage>> {
         let daemons = self.fleet.daemon_names().into_iter();
         daemons.map(|name| Ok((name.clone(), read_resource_usage(self.fleet.daemon(&name)?.pid())?))).collect()
@@ -172,7 +169,7 @@ impl<'a> TestEnv<'a> {
         self.fleet.kill(daemon)
     }
 
-    /// Starts a daemon. If it ends immediately, [`TestEnv::restart_ended_daemons`] detects that.
+    /// Starts a daemon. If it ends immediately, [`TestEnv::restart_ended_daemons`] detects and restarts it later.
     fn start_daemon(&mut self, daemon: &str) {
         self.stopped_daemons.remove(daemon);
         if let Err(error) = self.fleet.restart_daemon(self.testbed, daemon) {
@@ -208,7 +205,7 @@ impl<'a> TestEnv<'a> {
         if stop { etcd.send_signal(number, Signal::SIGCONT) } else { etcd.restart_member(number) }
     }
 
-    /// Kills the server's agent and starts an impostor instead of it. Fails when the agent cannot be killed.
+    /// Kills the server's agent and starts an impostor in its place. Fails when the agent cannot be killed.
     pub fn start_false_reports(&mut self, server: u16, kind: FalseReportKind) -> anyhow::Result<()> {
         self.kill_daemon(&agent_name(server))?;
         let mut controller_addresses = Vec::new();

@@ -1,5 +1,5 @@
-//! Clients: downloads, keep-alive requests, short connections, persistent connections, and streams with checked bytes.
-//! No fault affects clients or servers, so no connection may break.
+//! Clients of the chaos test, which make downloads, keep-alive requests, short connections, persistent connections, and
+//! streams with checked bytes. No fault hits the clients or servers themselves, so no connection may break.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -20,27 +20,28 @@ use crate::nginx::WORKER_IDENTITY_PATH;
 use crate::stream::client::{StreamClient, StreamWorkload};
 use crate::topology::Testbed;
 
-/// Returns the address of the stream service; nginx has the address [`Testbed::service`].
+/// Returns the address of the stream service. The web service of nginx has the address [`Testbed::service`].
 pub fn stream_service_address(testbed: &Testbed) -> SocketAddr {
     SocketAddr::new(testbed.service().ip(), 9000)
 }
-/// Number of simultaneous downloads, each limited to [`DOWNLOAD_RATE`].
+/// Number of simultaneous downloads, each of which is limited to [`DOWNLOAD_RATE`].
 const DOWNLOADER_COUNT: u32 = 3;
-/// Rate of each download (bytes/s): a megabyte takes long enough to overlap with a fault.
+/// Rate limit of each download (bytes/s). At this rate a megabyte takes more than three seconds, so that faults happen
+/// during downloads.
 const DOWNLOAD_RATE: &str = "300k";
-/// Number of persistent connections, each with a request once per [`PERSISTENT_QUERY_INTERVAL`].
+/// Number of persistent connections. On each one a request is sent once per [`PERSISTENT_QUERY_INTERVAL`].
 const PERSISTENT_CONNECTION_COUNT: usize = 16;
 const PERSISTENT_QUERY_INTERVAL: Duration = Duration::from_millis(500);
-/// Interval between connections with one request.
+/// Interval between connections on which only one request is sent.
 const SHORT_CONNECTION_INTERVAL: Duration = Duration::from_millis(30);
-/// Duration of each run of wrk (s), which reports only at its end.
+/// Duration of each run of wrk (s). It is short because wrk reports only at its end.
 const WRK_SECONDS: u64 = 10;
-/// Pause between the requests on each of wrk's connections (ms), which limits the CPU time of wrk.
+/// Pause between requests on each of wrk's connections (ms), which limits the CPU time that wrk takes.
 const WRK_DELAY_MS: u32 = 20;
-/// Number of new streams per second; each client address has ports for 50,000 streams.
+/// Number of new streams per second. Each client address has ports for 50,000 streams.
 const STREAMS_PER_SECOND: f64 = 40.0;
 const MAX_RECORDED_FAILURES: usize = 20;
-/// Maximum time until the open streams end after the end of the run.
+/// Maximum time that open streams may last after the end of the run.
 const STREAMS_END_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Numbers of good and broken connections or requests, by kind of client.
@@ -48,21 +49,20 @@ const STREAMS_END_TIMEOUT: Duration = Duration::from_secs(60);
 pub struct TrafficCounts {
     /// Downloads of a megabyte by curl, each on its own connection.
     pub downloads: ClientCounts,
-    /// Requests of wrk, on keep-alive connections.
+    /// Requests of wrk on keep-alive connections.
     pub requests: ClientCounts,
-    /// Short connections, with one request each.
+    /// Short connections with one request each.
     pub short: ClientCounts,
-    /// Responses on connections that stay open for the whole run; all must come from the same worker.
+    /// Responses on connections that stay open for the whole run. All responses on one must come from the same worker.
     pub kept: ClientCounts,
-    /// Streams: connections that last up to minutes, and whose bytes are checked.
+    /// Streams, which are connections that last up to minutes and whose bytes are checked.
     pub streams: ClientCounts,
     /// Broken streams, by kind of error.
     pub streams_broken: BrokenConnections,
-    /// First failures in words, each with its time (seconds since the start of the run).
+    /// Descriptions of the first failures, each with its time (seconds since the start of the run).
     pub failures: Vec<String>,
 }
 
-/// Numbers of successes and failures of one kind of client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct ClientCounts {
     pub good: u64,
@@ -70,20 +70,17 @@ pub struct ClientCounts {
 }
 
 impl TrafficCounts {
-    /// Returns the number of failures of all kinds of client.
     pub fn broken_count(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.broken).sum()
     }
 
-    /// Returns the number of successes of all kinds of client.
     pub fn good_count(&self) -> u64 {
         let Self { downloads, requests, short, kept, streams, .. } = self;
         [downloads, requests, short, kept, streams].iter().map(|count| count.good).sum()
     }
 }
 
-/// Clients that send requests during a run.
 #[derive(Debug)]
 pub struct TrafficClients<'a> {
     testbed: &'a Testbed,
@@ -100,7 +97,7 @@ impl<'a> TrafficClients<'a> {
     pub fn start(testbed: &'a Testbed, seconds: u32, seed: u64) -> anyhow::Result<Self> {
         let delay_script_path = testbed.directory().join("delay.lua");
         fs::write(&delay_script_path, format!("function delay() return {WRK_DELAY_MS} end\n"))?;
-        // Address 0 is for the other clients, whose kernel chooses ports.
+        // Address 0 is for the other clients, which let the kernel choose their ports.
         let client_addresses = 1..testbed.options().client_addresses;
         let stream_workload = StreamWorkload { seed, ..StreamWorkload::steady(STREAMS_PER_SECOND, seconds) };
         let stream_client = testbed.start_stream_client_at_address(
@@ -118,7 +115,7 @@ impl<'a> TrafficClients<'a> {
         })
     }
 
-    /// Returns the counts so far, without streams: [`TrafficClients::finish`] counts them.
+    /// Returns the counts so far. Streams are missing, because only [`TrafficClients::finish`] counts them.
     pub fn counts(&self) -> TrafficCounts {
         self.counts.lock().expect("no client panics").clone()
     }
@@ -150,7 +147,7 @@ impl<'a> TrafficClients<'a> {
         scope.spawn(move || self.query_persistent_connections(is_running));
     }
 
-    /// Waits for the end of the streams and returns all counts. Fails when the stream client fails.
+    /// Waits for the end of all streams and returns the final counts. Fails when the stream client fails.
     pub fn finish(mut self) -> anyhow::Result<TrafficCounts> {
         let mut traffic_counts = self.counts();
         if let Some(streams) = self.stream_client.take() {

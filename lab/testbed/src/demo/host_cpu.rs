@@ -1,8 +1,8 @@
-//! CPU load of the machine: without spare CPU time, latencies and paced cores are meaningless.
+//! CPU load of the machine. Without spare CPU time, measured latencies and paced cores are meaningless.
 
 use anyhow::Context as _;
 
-/// Meter of the share of CPU time that the host was not idle, summed over several periods.
+/// Meter of the machine's busy CPU time as a share of all CPU time, summed over several measured periods.
 #[derive(Debug, Default)]
 pub struct CpuMeter {
     period_start: CpuTicks,
@@ -35,7 +35,7 @@ impl CpuMeter {
         Ok(())
     }
 
-    /// Returns the busy share of CPU time over all measured periods (%).
+    /// Returns the busy share of the CPU time over all measured periods (%).
     pub fn busy_pct(&self) -> f64 {
         100.0 * self.measured_ticks.busy_ticks as f64
             / (self.measured_ticks.busy_ticks + self.measured_ticks.idle_ticks).max(1) as f64
@@ -47,12 +47,12 @@ fn read_cpu_ticks() -> anyhow::Result<CpuTicks> {
     parse_cpu_ticks(&text).context("the first line of /proc/stat is not as in proc(5)")
 }
 
-/// Parses the first line of /proc/stat, `cpu user nice system idle iowait irq softirq steal ...`: proc(5).
+/// Parses the first line of /proc/stat, which is `cpu user nice system idle iowait irq softirq steal ...` (proc(5)).
 fn parse_cpu_ticks(text: &str) -> Option<CpuTicks> {
     let tick_fields = text.lines().next()?.strip_prefix("cpu ")?;
     let ticks: Vec<u64> = tick_fields.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
     let idle_ticks = ticks.get(3)? + ticks.get(4)?;
-    // `user` includes the guests' times, which follow the eighth field.
+    // Guests' times follow the eighth field, and must not be added because `user` includes them.
     let total_ticks: u64 = ticks.iter().take(8).sum();
     Some(CpuTicks { busy_ticks: total_ticks - idle_ticks, idle_ticks })
 }

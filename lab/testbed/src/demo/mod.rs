@@ -1,15 +1,16 @@
-//! `coreward-lab demo`: runs the same connections under every policy at the same time.
+//! `coreward-lab demo` sends the same connections to testbeds of every policy at the same time.
 //!
 //! Each policy has its own testbed with the real controller, load balancer and agents, and the same arrival logs and
 //! start times. In each seed's run one server joins the pool after a third of the time, and another drains after two
-//! thirds. Emulated are RSS (veth has none) and the cores (paced workers).
+//! thirds. Only RSS, which veth lacks, and the cores are emulated. Each core is a paced worker.
 //!
 //! * [`options`]: command line
 //! * [`policy_run`]: testbed of one policy
-//! * [`timeline`]: changes of the pool, and the counted windows
-//! * [`samples`]: variances from busy times
-//! * [`simulated`]: the same logs in the simulator
-//! * [`results`]: the JSON and the table; [`picture`]: the SVG
+//! * [`timeline`]: times of the pool's changes, and seconds that count in the results
+//! * [`samples`]: variances computed from busy times
+//! * [`simulated`]: the same arrival logs in the simulator
+//! * [`results`]: the JSON and the table
+//! * [`picture`]: the SVG
 //! * [`host_cpu`]: CPU load of the machine
 
 pub mod host_cpu;
@@ -43,13 +44,13 @@ use samples::SeedMeasures;
 use simulated::SimulatedVariances;
 use timeline::Timeline;
 
-/// Time from the start of the load generators to time 0 of the arrival log, which they must read first.
+/// Time between the start of the load generators and time 0 of the arrival log, in which they read the log.
 const START_DELAY: Duration = Duration::from_millis(700);
-/// Pause between two seeds, after which the load of the previous seed has no effect any more.
+/// Pause between two seeds, so that the load of one seed does not affect the next one.
 const SEED_PAUSE: Duration = Duration::from_secs(1);
 
 /// Runs the demo and prints its results. Fails without root, when a testbed or a daemon does not start, or when
-/// interrupted. It leaves nothing behind.
+/// interrupted. It leaves no processes or network namespaces behind.
 pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     if !options.simulated
         && let Some(missing) = missing_privilege()
@@ -75,7 +76,6 @@ pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Arrival log, and the path of the file that contains it.
 struct LogFile {
     arrival_log: ArrivalLog,
     path: PathBuf,
@@ -104,7 +104,7 @@ fn run_simulation_and_testbeds(
 ) -> anyhow::Result<DemoResults> {
     let timeline = Timeline::new(options.seconds);
     let noise_floors: Vec<f64> = logs.iter().map(|log| noise_floor_pct(options, &log.arrival_log)).collect();
-    // The simulation runs first, because it would disturb measurements.
+    // Simulate before the testbeds run, because the simulation's CPU load would disturb the measurements.
     announce_step(progress, "simulating the same logs under the same policies".to_owned());
     let simulated_variances = simulate_logs(options, logs);
     interrupt::ensure_not_interrupted()?;
@@ -145,8 +145,8 @@ fn simulate_logs(options: &DemoOptions, logs: &[LogFile]) -> Vec<SimulatedVarian
     simulated::simulate_policies(options, &options.policies(), &arrival_logs, &Timeline::new(options.seconds))
 }
 
-/// Returns the per-core variance of a placement that knows all future requests. No load balancer can do better, because
-/// requests are indivisible.
+/// Returns the per-core variance (%) of a placement that knows all future requests. No load balancer can do better. The
+/// variance is not 0, because requests are indivisible.
 fn noise_floor_pct(options: &DemoOptions, log: &ArrivalLog) -> f64 {
     let warm_up_us = timeline::SETTLE_SECONDS * 1_000_000;
     let replay_settings = ReplaySettings {
@@ -196,7 +196,7 @@ fn run_seed(
     seed_measures
 }
 
-/// Prints the current step in the progress bar, or as a line if there is no bar.
+/// Shows the current step in the progress bar, or prints it as a line if there is no bar.
 fn announce_step(progress: &ProgressBar, message: String) {
     if progress.is_hidden() {
         eprintln!("{message}");

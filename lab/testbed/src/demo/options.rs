@@ -67,7 +67,7 @@ pub enum Format {
 }
 
 impl DemoOptions {
-    /// Returns the names of the policies to run, each once, in the order of the registry.
+    /// Returns the names of the policies to run, each once, in the order in which the model lists them.
     pub fn policies(&self) -> Vec<&'static str> {
         let is_requested = |name: &&str| self.only.iter().any(|only| only == name);
         policy::names().into_iter().filter(is_requested).collect()

@@ -1,4 +1,4 @@
-//! Picture of the demo: per-core variance by second for every policy, and the medians.
+//! Picture of the demo's results, with each policy's per-core variance in every second, and the medians.
 
 use std::path::Path;
 
@@ -11,13 +11,13 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 use super::results::{DemoResults, PolicyRuns};
 
 const PICTURE_SIZE: (u32, u32) = (1200, 560);
-/// Width of the panel that shows the variance by second (pixels).
+/// Width of the panel that shows the variance in every second (pixels).
 const TIME_PANEL_WIDTH: u32 = 740;
 const FONT: (&str, u32) = ("sans-serif", 14);
 const SMALL_FONT: (&str, u32) = ("sans-serif", 12);
-/// Height of a line of a label, as a fraction of the panel's height.
+/// Height of a label's line, as a fraction of the panel's height.
 const LABEL_LINE_HEIGHT: f64 = 0.032;
-/// Colours of the policies, by Okabe and Ito: distinguishable with colour-blindness.
+/// Colours of the policies, chosen by Okabe and Ito to be distinguishable with colour-blindness.
 const POLICY_COLORS: [RGBColor; 6] = [
     RGBColor(213, 94, 0),
     RGBColor(230, 159, 0),
@@ -53,7 +53,8 @@ fn policy_color(index: usize) -> RGBColor {
     POLICY_COLORS[index % POLICY_COLORS.len()]
 }
 
-/// Returns the range of the logarithmic variance scale that both panels share. Policies differ by orders of magnitude.
+/// Returns the variances that the axes of both panels show. The scale is logarithmic, because policies differ by orders
+/// of magnitude.
 fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
     let live_variances = results.policy_runs.iter().map(|runs| runs.core_variance_pct());
     let simulated_variances = results.simulated_variances.iter().map(|simulated| simulated.core_variance_pct);

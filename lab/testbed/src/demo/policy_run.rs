@@ -1,4 +1,4 @@
-//! Testbed of one policy, from its start to the measures of each seed's run.
+//! Testbed of one policy, from its start to the measured results of each seed's run.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -18,24 +18,24 @@ use super::options::{DemoOptions, TableTrigger};
 use super::samples::{BusyTimeSample, SeedMeasures};
 use super::timeline::{PoolEvent, Timeline};
 
-/// Testbed of one policy, with all its daemons. The fields are dropped in this order, the testbed last.
+/// Testbed of one policy, with all its daemons. The fields are dropped in this order, so that processes end before the
+/// testbed is removed.
 #[derive(Debug)]
 pub struct PolicyTestbed {
     policy: &'static str,
     load_generator: Option<Process>,
     fleet: Fleet,
     paced_servers: BTreeMap<u16, PacedServer>,
-    /// Number of the server that is not in the pool and will join next.
+    /// Number of the server that is outside of the pool and will join next.
     waiting_server: u16,
     busy_time_samples: Vec<BusyTimeSample>,
-    /// Number of client addresses that one arrival log uses.
     addresses_per_log: u16,
     testbed: Testbed,
 }
 
 impl PolicyTestbed {
-    /// Starts all processes, with one more server that waits to join the pool. Fails when a testbed or a daemon does
-    /// not start.
+    /// Starts the testbed and all its daemons, with one additional server that waits to join the pool. Fails when the
+    /// testbed or a daemon does not start.
     pub fn start(policy: &'static str, options: &DemoOptions, addresses_per_log: u16) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name(&instance_prefix(policy))?,
@@ -87,7 +87,7 @@ impl PolicyTestbed {
         self.testbed.directory().join("load.json")
     }
 
-    /// Starts the load generator with the arrival log of index `position`. Fails when it cannot be started.
+    /// Starts the load generator with the arrival log at index `position`. Fails when it cannot be started.
     pub fn start_load_generator(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
         let first_address = self.testbed.client_address(self.addresses_per_log * position as u16);
         let mut command = Command::new(lab_command()?);
@@ -121,12 +121,13 @@ impl PolicyTestbed {
         self.fleet.set_pool(&self.testbed, pool)
     }
 
-    /// Returns the longest member of the pool: servers join in a cyclic order, so it follows the waiting server.
+    /// Returns the server that has been in the pool longest. It follows the waiting server, because servers join in a
+    /// cyclic order.
     fn oldest_server_in_pool(&self) -> u16 {
         self.waiting_server % self.paced_servers.len() as u16 + 1
     }
 
-    /// Waits for the load generator, removes the drained server from the pool, and returns the measures of this seed's
+    /// Waits for the load generator, removes the drained server from the pool, and returns the results of this seed's
     /// run. Fails when the load generator fails or does not end in time.
     pub fn finish_seed(&mut self, seed: u64, timeline: &Timeline) -> anyhow::Result<SeedMeasures> {
         let mut load_generator = self.load_generator.take().context("no load generator was started")?;
@@ -143,7 +144,7 @@ impl PolicyTestbed {
     }
 }
 
-/// Returns the prefix of an instance's name for a policy: only its lower-case letters and digits.
+/// Returns the prefix of instance names for a policy, which keeps only the policy's ASCII letters and digits.
 fn instance_prefix(policy: &str) -> String {
     "demo".chars().chain(policy.chars().filter(char::is_ascii_alphanumeric).take(20)).collect()
 }

@@ -10,7 +10,7 @@ use super::seed_summary::SeedSummary;
 use super::simulated::{SIMULATION_DRAW_COUNT, SimulatedVariances};
 use super::timeline::{SETTLE_SECONDS, Timeline};
 
-/// Busy share of the machine's CPU time (%) above which its results are unreliable.
+/// Share of the machine's CPU time that is busy (%) above which measured results are unreliable.
 const MAX_MACHINE_BUSY_PCT: f64 = 50.0;
 
 #[derive(Debug, Clone)]
@@ -43,7 +43,7 @@ impl PolicyRuns {
         self.summarize_seeds(|seed| seed.load.latency_us.p50 as f64 / 1_000.0)
     }
 
-    /// Returns the 99th percentile of the latency of requests (ms), summarized over the seeds.
+    /// Returns the 99th percentile of the request latency (ms), summarized over the seeds.
     pub fn latency_p99_ms(&self) -> SeedSummary {
         self.summarize_seeds(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
     }
@@ -56,7 +56,7 @@ impl PolicyRuns {
         self.seed_measures.iter().map(|seed| seed.load.broken.total_count()).sum()
     }
 
-    /// Returns the kinds and numbers of broken connections in words; empty if none broke.
+    /// Describes the numbers of broken connections by kind, or returns an empty string if none broke.
     fn describe_broken_connections(&self) -> String {
         let sum_over_seeds = |kind: fn(&crate::connection_errors::BrokenConnections) -> u64| {
             self.seed_measures.iter().map(|seed| kind(&seed.load.broken)).sum()
@@ -78,22 +78,21 @@ impl PolicyRuns {
     }
 }
 
-/// Results of a run of the demo.
 #[derive(Debug, Clone)]
 pub struct DemoResults {
-    /// Results of each policy, in the order of the registry of policies.
+    /// Results of each policy, in the order in which the model lists the policies.
     pub policy_runs: Vec<PolicyRuns>,
     /// Results of the simulator under the same policies, in the same order.
     pub simulated_variances: Vec<SimulatedVariances>,
     /// Per-core variance of the best possible placement (%), as the median over the seeds.
     pub noise_floor_pct: f64,
-    /// Duration of the run of each seed (s).
+    /// Duration of each seed's run (s).
     pub seconds: u64,
     pub servers: u16,
     pub cores: u16,
-    /// Changes of the pool during the run of each seed.
+    /// Changes of the pool during each seed's run.
     pub timeline: Timeline,
-    /// Busy share of the machine's CPU time during the runs (%).
+    /// Share of the machine's CPU time that was busy during the runs (%).
     pub machine_busy_pct: f64,
 }
 
@@ -175,7 +174,7 @@ impl DemoResults {
         })?)
     }
 
-    /// Returns the tables of the results with their explanation. `out`: directory of the picture and the logs.
+    /// Returns the tables of the results with explanations. `out` is the directory of the picture and the logs.
     pub fn text(&self, out: &Path) -> String {
         let mut lines = vec![self.live_table().to_string(), String::new()];
         let seed_numbers: Vec<String> =

@@ -1,4 +1,4 @@
-//! Variances of a run, from the busy times of cores.
+//! Variances of the load during a run, computed from the cores' busy times.
 
 use std::collections::BTreeMap;
 
@@ -8,37 +8,34 @@ use crate::load::LoadReport;
 
 use super::timeline::Timeline;
 
-/// Busy time of every core since its start (ns), by server of the pool, at one time.
+/// Busy times of all cores since their start (ns) at one moment, by number of the server in the pool.
 pub type BusyTimeSample = BTreeMap<u16, Vec<u64>>;
 
-/// Variances in one second of a run, among servers that were in the pool for the whole second.
+/// Variances of the load in one second, among the servers that were in the pool during the whole second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct VarianceWindow {
-    /// Number of the window's second, counted from the start of the run.
+    /// Number of this second, counted from the start of the run.
     pub second: u64,
-    /// Variance of the work served by the servers (%); `None` when nothing was served.
+    /// Variance of the work that each server did (%), or `None` if none did any.
     pub server_variance_pct: Option<f64>,
-    /// Variance of the work served by the cores (%); `None` when nothing was served.
+    /// Variance of the work that each core did (%), or `None` if none did any.
     pub core_variance_pct: Option<f64>,
 }
 
-/// Results of the run of one seed under one policy.
+/// Results of one seed's run under one policy.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SeedMeasures {
-    /// Seed of the arrival log.
     pub seed: u64,
-    /// Variances in each second of the run.
     pub windows: Vec<VarianceWindow>,
-    /// Mean variance of the servers' work over the counted windows (%).
+    /// Variance of the servers' work (%), as the mean over the counted windows.
     pub server_variance_pct: f64,
-    /// Mean variance of the cores' work over the counted windows (%).
+    /// Variance of the cores' work (%), as the mean over the counted windows.
     pub core_variance_pct: f64,
-    /// Report of the load generator.
     pub load: LoadReport,
 }
 
 impl SeedMeasures {
-    /// Computes the results from samples at the start of each second of the run and at its end.
+    /// Computes the results from samples, of which one was taken at the start of each second and one at the run's end.
     pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load: LoadReport) -> Self {
         let variance_windows = windows(samples);
         let MeanVariances { server_variance_pct, core_variance_pct } = MeanVariances::of(&variance_windows, timeline);
@@ -46,17 +43,17 @@ impl SeedMeasures {
     }
 }
 
-/// Variances of a run, as means over the counted windows.
+/// Variances during a run, as means over the windows that count.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MeanVariances {
-    /// Mean variance of the work served by the servers (%).
+    /// Mean variance of the work that each server did (%).
     pub server_variance_pct: f64,
-    /// Mean variance of the work served by the cores (%).
+    /// Mean variance of the work that each core did (%).
     pub core_variance_pct: f64,
 }
 
 impl MeanVariances {
-    /// Computes the means over the windows of a run that `timeline` counts.
+    /// Computes the means over those windows that `timeline` counts.
     pub fn of(windows: &[VarianceWindow], timeline: &Timeline) -> Self {
         let mean_over_counted_windows = |value: fn(&VarianceWindow) -> Option<f64>| {
             let counted_values = windows.iter().filter(|window| timeline.is_counted(window.second));
@@ -97,7 +94,7 @@ mod tests {
         let sample_before = BusyTimeSample::from([(1, vec![10, 10]), (2, vec![0, 0]), (3, vec![5, 5])]);
         let sample_after = BusyTimeSample::from([(1, vec![11, 13]), (2, vec![1, 3]), (4, vec![900, 900])]);
         let window = window_between_samples(7, &sample_before, &sample_after);
-        // Cores served 1, 3, 1, 3: 0.5 and 1.5 of the mean; servers 4 and 4.
+        // The cores served 1, 3, 1 and 3, which is 0.5 or 1.5 times the mean. The servers served 4 and 4.
         assert_eq!(window, VarianceWindow { second: 7, server_variance_pct: Some(0.0), core_variance_pct: Some(25.0) });
     }
 

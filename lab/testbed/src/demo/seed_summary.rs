@@ -1,9 +1,9 @@
-//! Median and range of a value over seeds or draws.
+//! Median and range of a value over several seeds or random draws.
 
 use coreward_model::statistics::median;
 use serde::Serialize;
 
-/// Median and range of a value, over the seeds or over the draws of a simulation.
+/// Median and range of a value, over the seeds or over the simulation's random draws.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct SeedSummary {
     pub median: f64,

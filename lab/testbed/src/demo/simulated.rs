@@ -1,9 +1,9 @@
 //! Simulation of the demo's arrival logs under the same policies, for comparison with the live measurement.
 //!
-//! A live run is one random draw: the controller draws server ids and the RSS key, which decide which connections share
-//! a core. The phases of the agents' reports are random too. The simulator therefore replays the same logs with many
-//! draws, the same changes of the pool and the same windows. The compared value is the median over the seeds; its range
-//! over the draws is the noise.
+//! A live run is one random draw, because the controller draws server ids and the RSS key, which decide which
+//! connections share a core. The phases of the agents' reports are random too. The simulator therefore replays the same
+//! logs with many draws, the same pool changes and the same windows. Each draw gives a median over the seeds, and the
+//! range of these medians is the noise.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,8 +17,8 @@ use super::samples::{BusyTimeSample, MeanVariances, windows};
 use super::seed_summary::SeedSummary;
 use super::timeline::{PoolEvent, Timeline};
 
-/// Number of random draws of the simulation. If the simulator is right, a live median is outside their range once in 10
-/// times. Each of the 20 values is the lowest or the highest with equal probability.
+/// Number of random draws in the simulation. If the simulator is right, a live median is outside the draws' range once
+/// in 10 times. The reason is that each of the 20 values is equally likely to be the lowest or the highest.
 pub const SIMULATION_DRAW_COUNT: usize = 19;
 
 #[derive(Debug, Clone, PartialEq)]
@@ -50,7 +50,7 @@ pub fn simulate_policies(
     draw_medians.chunks(SIMULATION_DRAW_COUNT).map(policy_variances).collect()
 }
 
-/// Replays all logs on the same fleet, as in the live run. Returns the medians of the variances over the logs.
+/// Replays all logs on the same fleet, as in the live run. Returns the variances' medians over the logs.
 fn simulate_draw(
     options: &DemoOptions,
     policy: &str,
@@ -87,7 +87,7 @@ fn simulate_draw(
     }
 }
 
-/// Returns the changes of the pool during the arrival log of index `position`. Servers join in a cyclic order, and the
+/// Returns the pool's changes during the arrival log at index `position`. Servers join in a cyclic order, and the
 /// server that has been in the pool longest drains.
 fn planned_pool_changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
     let waiting_server = (servers + position) % (servers + 1);
@@ -102,7 +102,7 @@ fn planned_pool_changes(servers: u16, position: u16, timeline: &Timeline) -> Vec
     pool_changes
 }
 
-/// Returns the sample at the start of `second`, before any change at that time.
+/// Returns the sample at the start of `second`, which excludes pool changes at that moment.
 fn busy_time_sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second: u64) -> BusyTimeSample {
     let is_made_before = |change: &&PoolChange| change.time_us == 0 || change.time_us < second * 1_000_000;
     let is_eligible = |server: u16| {

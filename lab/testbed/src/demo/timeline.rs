@@ -1,21 +1,20 @@
-//! Changes of the pool during a seed's run, and the counted seconds.
+//! Changes of the pool during a seed's run, and the seconds that count in the results.
 
-/// Number of seconds that the variances exclude after the start and after every change of the pool.
+/// Number of seconds that do not count after the start and after every change of the pool.
 pub const SETTLE_SECONDS: u64 = 5;
-/// Minimum duration of a run (s): with a shorter one, no second would count between two changes.
+/// Minimum duration of a run (s). In a shorter one, no second would count between two changes.
 pub const MIN_RUN_SECONDS: u64 = 3 * (SETTLE_SECONDS + 1);
 
-/// Change of the server pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolEvent {
-    /// The waiting server joins the pool.
+    /// The server that waits outside of the pool joins it.
     Join,
     /// The server that has been in the pool longest is drained.
     Drain,
 }
 
 impl PoolEvent {
-    /// Returns the action of the server as a verb.
+    /// Returns what the server does, as a verb.
     pub fn action(self) -> &'static str {
         match self {
             Self::Join => "joins",
@@ -37,7 +36,6 @@ impl Timeline {
         Self { seconds }
     }
 
-    /// Returns the duration of the run (s).
     pub fn seconds(&self) -> u64 {
         self.seconds
     }
@@ -51,7 +49,7 @@ impl Timeline {
         self.pool_changes().into_iter().find(|(at, _)| *at == second).map(|(_, event)| event)
     }
 
-    /// Returns whether the variance in the second after `second` counts.
+    /// Returns whether the variance in the second that begins at `second` counts.
     pub fn is_counted(&self, second: u64) -> bool {
         let is_unsettled_after = |change: u64| (change..change + SETTLE_SECONDS).contains(&second);
         !is_unsettled_after(0) && !self.pool_changes().into_iter().any(|(change, _)| is_unsettled_after(change))

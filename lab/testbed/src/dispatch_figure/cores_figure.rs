@@ -1,5 +1,5 @@
-//! `coreward-lab figure ringleader-cores-live`: a latency-sensitive service with bursts, and a batch service that
-//! always has requests, on the cores of `coreward orchestrate`.
+//! `coreward-lab figure ringleader-cores-live` measures two services on the cores of `coreward orchestrate`. One is
+//! sensitive to latency and has bursts, and the other is a batch that always has requests.
 
 use std::collections::HashMap;
 use std::process::Stdio;
@@ -27,23 +27,22 @@ use crate::topology::{Testbed, missing_privilege};
 /// Load that a burst adds, as a fraction of the capacity of all cores.
 const BURST_LOAD: f64 = 0.5;
 const BURST_SECONDS: f64 = 0.1;
-/// Interval between the starts of bursts (ns).
+/// Interval between the starts of two bursts (ns).
 const BURST_INTERVAL_NS: u64 = 1_000_000_000;
-/// Number of source ports of the bursts; they differ from the ports of the measured requests.
+/// Number of source ports that bursts use. They differ from the ports of the measured requests.
 const BURST_FLOW_COUNT: u16 = 64;
 const BURST_FIRST_PORT: u16 = 40_000;
 const BATCH_SERVICE_INDEX: usize = 1;
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Results of one measured run.
 struct CoresRun {
     short_requests: Measurement,
-    /// Share of the time of all cores that the batch got (%).
+    /// Share of all cores' time that the batch got (%).
     batch_cpu_pct: f64,
 }
 
-/// Measures every series of `scenario`: requests of the short class, bursts, and a batch of the long class. Fails
-/// without root, when a start fails, when requests are lost, when the machine is too busy, or when interrupted.
+/// Measures every series of `scenario`, which has short requests, bursts, and a batch of long requests. Fails without
+/// root, when a start fails, when requests are lost, when the machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         bail!(missing);
@@ -54,7 +53,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
         live_settings.unit_us.zip(live_settings.seconds).context("[live]: expected `unit_us` and `seconds`")?;
     let run_plan = points::plan_runs(scenario)?;
     let mut configs: Vec<&Config> = run_plan.jobs.iter().filter_map(rpc_config).collect();
-    // Ordered by run, so that disturbances of the machine affect all series.
+    // Sort by run, so that disturbances of the machine affect all series alike.
     configs.sort_by_key(|config| config.seed);
     let mut runs_by_key: HashMap<String, CoresRun> = HashMap::new();
     let mut env = None;

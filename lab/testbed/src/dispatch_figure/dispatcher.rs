@@ -1,4 +1,4 @@
-//! `coreward dispatch` on a server: the real command, with a file like a user's.
+//! `coreward dispatch` on a server of the testbed, run as the real command with a configuration file like a user's.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -17,7 +17,7 @@ use crate::fleet::coreward_command;
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
-/// Running `coreward dispatch` for one service on one server. Dropping it detaches the dispatch.
+/// Running `coreward dispatch` for one service on one server. Dropping it detaches the dispatch program.
 #[derive(Debug)]
 pub struct Dispatcher<'a> {
     testbed: &'a Testbed,
@@ -26,9 +26,9 @@ pub struct Dispatcher<'a> {
     dispatch_daemon: Process,
 }
 
-/// Returns the dispatch configuration for a key-value server: the simulator's policy in the terms of docs/dispatch.md.
-/// Requests of class K have the type WORKK. `unit_us`: unit of service time (us). Fails when `coreward dispatch` has no
-/// such policy.
+/// Returns the dispatch configuration for a key-value server, which is the simulator's policy in the terms of
+/// docs/dispatch.md. Requests of class K have the type WORKK. `unit_us` is the unit of service times (us). Fails when
+/// `coreward dispatch` has no such policy.
 pub fn key_value_service_config(
     policy: &Policy,
     service: &ServiceTimeDistribution,
@@ -56,9 +56,9 @@ pub fn key_value_service_config(
 }
 
 impl<'a> Dispatcher<'a> {
-    /// Starts `coreward dispatch` on a server and waits until it has found all `workers`. `service`: configuration of
-    /// the one service, without the heading. Fails when it does not start, or does not find all workers in time; the
-    /// error contains its log.
+    /// Starts `coreward dispatch` on a server and waits until it has found all `workers`. `service` contains the
+    /// configuration of the only service, without its heading. Fails with the command's log when it does not start, or
+    /// does not find all workers in time.
     pub fn start(testbed: &'a Testbed, server: u16, service: &str, workers: u16) -> anyhow::Result<Self> {
         let pin_directory = testbed.pin_directory().join(format!("dispatch-s{server}"));
         let config_path = testbed.directory().join(format!("dispatch-s{server}.toml"));
@@ -109,8 +109,8 @@ impl<'a> Dispatcher<'a> {
         self.query_workers()?.iter().map(|worker| worker["dispatched"].as_u64().context("dispatched")).sum()
     }
 
-    /// Stops the daemon and detaches the dispatch, so that the kernel selects workers again. Fails when either step
-    /// fails.
+    /// Stops the daemon and detaches the dispatch program, so that the kernel selects workers again. Fails when either
+    /// step fails.
     pub fn stop(mut self) -> anyhow::Result<()> {
         let exit_status = self.dispatch_daemon.terminate(*TIMEOUT)?;
         ensure!(exit_status.success(), "coreward dispatch ended with {exit_status}");
@@ -120,7 +120,7 @@ impl<'a> Dispatcher<'a> {
 
 impl Drop for Dispatcher<'_> {
     fn drop(&mut self) {
-        // After a failure or `stop`; remaining pins are removed with the testbed.
+        // This cleans up after a failure, and does nothing after `stop`. Remaining pins are removed with the testbed.
         let _ = self.dispatch_daemon.terminate(Duration::from_secs(1));
         let _ = self.run_dispatch_command(&["--detach"]);
     }

@@ -1,9 +1,12 @@
-//! Requests at the cores of real servers under `coreward dispatch` and `coreward orchestrate`, as figures such as
-//! `turbo-9-live` and `ringleader-bimodal-live`, next to the simulator's results for the same scenario.
+//! Figures measured at the cores of real servers under `coreward dispatch` and `coreward orchestrate`, such as
+//! `turbo-9-live` and `ringleader-bimodal-live`. They show the simulator's results for the same scenario next to them.
 //!
-//! * [`dispatcher`]: `coreward dispatch` on a server of a testbed; [`orchestrator`]: `coreward orchestrate`
+//! * [`dispatcher`]: `coreward dispatch` on a server of a testbed
+//! * [`orchestrator`]: `coreward orchestrate` on a server of a testbed
 //! * [`requests`]: one measurement by `coreward-lab load`
-//! * [`server_figure`]: one server; [`cores_figure`]: with a batch; [`path_figure`]: several behind the load balancer
+//! * [`server_figure`]: figures of one server
+//! * [`cores_figure`]: figures of one server with a batch
+//! * [`path_figure`]: figures of several servers behind the load balancer
 //! * [`points`]: measurements that a scenario needs, and their order
 
 pub mod cores_figure;
@@ -24,7 +27,8 @@ pub fn interrupt_measurement() {
     interrupt::request();
 }
 
-/// Returns a command that runs with real-time priority: it represents another machine, or CPUs that this one lacks.
+/// Returns a command that runs with real-time priority, because it represents another machine or CPUs that this one
+/// lacks.
 fn real_time_command(program: PathBuf) -> Command {
     let mut command = Command::new("chrt");
     command.args(["--fifo", "1"]).arg(program);

@@ -21,10 +21,11 @@ use crate::fleet::{coreward_command, lab_command};
 use crate::process::{Process, TIMEOUT};
 use crate::topology::Testbed;
 
-/// Length of the values (bytes): 46 of them, with their keys, fit the one datagram that a core can answer with.
+/// Length of each value (bytes). A core answers with one datagram, into which 46 values of this length fit with their
+/// keys.
 const VALUE_BYTES: u16 = 10;
 
-/// Running `coreward orchestrate` of one service, with its server. Both are killed when dropped.
+/// Running `coreward orchestrate` for the services of one server, with that server. Both are killed when dropped.
 #[derive(Debug)]
 pub struct Orchestrator {
     server: Process,
@@ -32,20 +33,21 @@ pub struct Orchestrator {
     busy_file: PathBuf,
 }
 
-/// Requests to the server of a figure.
+/// Kind of requests to the server in a figure.
 #[derive(Debug, Clone, Copy)]
 pub enum Workload<'a> {
-    /// They only take time.
+    /// Requests only take time.
     Time,
-    /// They only take time; a batch of the second service always has requests of this service time (in units).
+    /// Requests only take time. In addition, a second service is a batch that always has requests of this service time
+    /// (in units).
     TimeWithBatch(f64),
-    /// They read and write a RocksDB database.
+    /// Requests read and write a RocksDB database.
     RocksDb(&'a RequestMix),
 }
 
-/// Returns the configuration of `coreward orchestrate` (docs/orchestrate.md) for a simulated server. `latency_us`:
-/// longest time for which the daemon sleeps while cores have requests (us). Fails when the service has more classes
-/// than the protocol.
+/// Returns the configuration of `coreward orchestrate` (docs/orchestrate.md) for a simulated server. `latency_us` is
+/// the longest time for which the daemon sleeps while cores have requests (us). Fails when the service has more classes
+/// than the protocol allows.
 pub fn configuration(
     config: &Config,
     options: &JbsrqOptions,
@@ -71,7 +73,7 @@ pub fn configuration(
     for service in 0..services {
         let (priority, lambda) = (service, options.lambda.get());
         writeln!(text, "[[service]]\nlisten = \"{SERVICE_ADDRESS}\"\npriority = {priority}\nlambda = {lambda:?}")?;
-        // The last service has all other requests.
+        // The last service gets all requests that match no other service.
         if service + 1 < services {
             let request_type = match workload {
                 Workload::RocksDb(mix) => mix.shares().get(usize::from(service)).map(|(request_type, _)| *request_type),
@@ -85,9 +87,9 @@ pub fn configuration(
 }
 
 impl Orchestrator {
-    /// Starts orchestrator and server on server 1 for the one service of `config`, and waits until all cores are
-    /// connected. `unit_us`: unit of service time (us). Idle cores and the waiting daemon sleep for the simulated
-    /// latency of the interface. Fails when one of the two does not start.
+    /// Starts orchestrator and server on server 1 for the simulated service of `config`, and waits until all cores are
+    /// connected. `unit_us` is the unit of service times (us). Idle cores and the waiting daemon sleep for the
+    /// simulated latency of the interface. Fails when one of the two does not start.
     pub fn start(
         testbed: &Testbed,
         config: &Config,
@@ -98,7 +100,7 @@ impl Orchestrator {
         let path = |name: &str| testbed.directory().join(name);
         let (memory, busy_file, file) = (path("cores"), path("cores-busy"), path("orchestrate.toml"));
         for left in [&memory, &busy_file] {
-            // Files of an earlier orchestrator.
+            // Remove the files of an earlier orchestrator, if any.
             let _ = fs::remove_file(left);
         }
         let latency_us = units_to_us(config.latency, unit_us);

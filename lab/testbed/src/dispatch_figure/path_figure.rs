@@ -1,5 +1,5 @@
-//! `coreward-lab figure path-live`: datagrams through the load balancer to several servers, each with `coreward
-//! dispatch`. Every policy of the load balancer is combined with every policy of the dispatch.
+//! `coreward-lab figure path-live` sends datagrams through the load balancer to several servers, each of which runs
+//! `coreward dispatch`. Every policy of the load balancer is combined with every policy of the dispatch.
 
 use std::collections::HashMap;
 
@@ -21,9 +21,10 @@ use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 /// Size of the receive buffer of each worker's socket (bytes).
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
-/// Measures every series of `scenario`, which `coreward-lab sim path` could simulate, with connections of one request:
-/// the load balancer decides by datagram. Fails without root, with unsupported metrics, or when a start fails. Also
-/// fails when requests are lost or bypass the dispatchers, when the machine is too busy, or when interrupted.
+/// Measures every series of `scenario`, which `coreward-lab sim path` could simulate with one request per connection,
+/// because the load balancer places each datagram separately. Fails without root, with unsupported metrics, or when a
+/// start fails. Also fails when requests are lost or bypass the dispatchers, when the machine is too busy, or when
+/// interrupted.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     if let Some(missing) = missing_privilege() {
         anyhow::bail!(missing);
@@ -32,7 +33,8 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     let seconds = scenario.live.as_ref().and_then(|live| live.seconds).context("[live]: expected `seconds`")?;
     let run_plan = points::plan_runs(scenario)?;
     let mut configs: Vec<&path::Config> = run_plan.jobs.iter().filter_map(|job| path_config(job)).collect();
-    // Ordered by run, so that disturbances of the machine affect all series; then by the restarts that they need.
+    // Sort by run first, so that disturbances of the machine affect all series alike, and then by policy to save
+    // restarts.
     configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
     let mut measurements_by_key: HashMap<String, Measurement> = HashMap::new();
     progress(0, configs.len());
@@ -79,7 +81,7 @@ impl TestEnv {
         Ok(Self { _key_value_servers: key_value_servers, testbed })
     }
 
-    /// Starts controller, load balancer and agents; the load balancer places each datagram by these policies.
+    /// Starts controller, load balancer and agents. The load balancer places each datagram by the given policy.
     fn start_fleet(&self, policies: &[String]) -> anyhow::Result<Fleet> {
         let [policy] = policies else { anyhow::bail!("policies of one run: expected one") };
         let service_lines = format!(

@@ -1,4 +1,4 @@
-//! Measurements of a scenario, their order, and the position of each value.
+//! Measurements that a scenario needs, their order, and where each value belongs in the figure.
 
 use std::collections::HashMap;
 
@@ -14,7 +14,7 @@ pub fn plan_runs(scenario: &Scenario) -> anyhow::Result<RunPlan> {
     scenario.plan_runs().map_err(|failed| anyhow::anyhow!("{}", failed.cause))
 }
 
-/// Returns the samples of all plot points of a plan. `value` returns the y value of a point.
+/// Returns the samples for all points of a plan. `value` returns the y value of a point.
 pub fn plot_samples(
     scenario: &Scenario,
     plan: &RunPlan,
@@ -31,7 +31,7 @@ pub fn plot_samples(
     plan.plot_points.iter().map(plot_sample).collect()
 }
 
-/// Returns the key by which the measurement of a configuration is stored.
+/// Returns the key under which a configuration's measurement is stored.
 pub fn measurement_key(config: &impl std::fmt::Debug) -> String {
     format!("{config:?}")
 }
@@ -44,13 +44,12 @@ pub fn find_measurement<'a, T>(
     measured.get(&measurement_key(config)).with_context(|| format!("not measured: {config:?}"))
 }
 
-/// Returns whether two configurations differ only in their load.
 pub fn differ_only_in_load(a: &rpc::Config, b: &rpc::Config) -> bool {
     let without_load = |config: &rpc::Config| rpc::Config { load: 0.0, ..config.clone() };
     without_load(a) == without_load(b)
 }
 
-/// Returns the highest load at which a curve (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it.
+/// Returns the highest load at which a curve of (load, p99) is within `slo`, as `coreward-lab sim capacity` defines it.
 /// The crossing is interpolated on the logarithm of the p99. Returns 0 when the first point exceeds `slo`, and the last
 /// load when no point does. Fails without points.
 pub fn max_load_within_slo(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Result<f64> {

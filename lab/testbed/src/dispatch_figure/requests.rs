@@ -1,4 +1,4 @@
-//! One measurement with `coreward-lab load` from the testbed's client.
+//! One measurement with `coreward-lab load`, which sends requests from the testbed's client.
 
 use std::net::SocketAddrV4;
 use std::process::Stdio;
@@ -18,22 +18,22 @@ use crate::fleet::lab_command;
 use crate::process::TIMEOUT;
 use crate::topology::Testbed;
 
-/// Number of source ports: enough for hashes to give 4 workers equal shares within a few percent, as if each request
-/// were hashed.
+/// Number of source ports that requests come from. It is large enough that a hash of the port gives 4 workers equal
+/// shares within a few percent, as if each request were hashed.
 const FLOW_COUNT: u16 = 8192;
 /// First source port of the requests, the same in every run.
 const FIRST_PORT: u16 = 20_000;
-/// Number of the keys of a key-value store.
+/// Number of keys in a key-value store.
 pub const KEY_COUNT: u32 = 10_000;
 const WARM_UP_S: f64 = 0.3;
 const TIMEOUT_S: f64 = 2.0;
-/// Maximum 99th percentile of the generator's lateness (us). Above it the machine was busy: the measurement is invalid
-/// and is repeated. A tenth of it is normal.
+/// Maximum 99th percentile of how late the generator sends requests (us). If it is higher, the machine was too busy,
+/// and the measurement is invalid and repeated. A tenth of this limit is normal.
 const MAX_LATENESS_US: f64 = 500.0;
 /// Environment variable that replaces [`MAX_LATENESS_US`], for tests that count requests on a busy machine.
 const MAX_LATENESS_VARIABLE: &str = "COREWARD_MAX_LATENESS_US";
-/// Maximum number of attempts, with growing pauses, in total four minutes. A figure that takes many minutes should
-/// survive a busy one.
+/// Maximum number of attempts. The pauses between them grow to a total of four minutes, because a figure that takes
+/// many minutes should survive a few busy ones.
 const MAX_ATTEMPTS: u32 = 12;
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
@@ -43,9 +43,9 @@ const MAX_RETRY_PAUSE: Duration = Duration::from_secs(30);
 pub struct RequestLoad {
     /// Distribution of the service times, in units.
     pub service: ServiceTimeDistribution,
-    /// Requests to a key-value store with the classes of `service`; `None`: requests only take time.
+    /// Requests to a key-value store with the classes of `service`, or `None` if requests only take time.
     pub mix: Option<RequestMix>,
-    /// Unit of service time (us).
+    /// Unit of service times (us).
     pub unit_us: f64,
     /// Mean number of requests per second.
     pub rate_rps: f64,
@@ -61,7 +61,8 @@ pub struct Measurement {
     unit_us: f64,
 }
 
-/// Raises the limit of open files, because every source port needs a socket. Fails when the limit may be too low.
+/// Raises the limit of open files, because every source port needs a socket. Fails when the limit cannot be raised
+/// enough.
 pub fn raise_socket_limit() -> anyhow::Result<()> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     let needed = u64::from(FLOW_COUNT) + 100;
@@ -70,12 +71,12 @@ pub fn raise_socket_limit() -> anyhow::Result<()> {
 }
 
 impl RequestLoad {
-    /// Sends all requests and waits for the responses; repeats this while the machine is busy. Fails when the generator
+    /// Sends all requests and waits for the responses. Repeats this while the machine is busy. Fails when the generator
     /// fails, the machine stays busy, or no request was answered.
     pub fn send(&self, testbed: &Testbed) -> anyhow::Result<Measurement> {
         let (workload, multiplier) = match &self.mix {
             None => (("--service", self.service.to_string()), self.unit_us),
-            // The unit is the shortest request's time in Turbo's table.
+            // The unit is the time of the shortest request in Turbo's table.
             Some(mix) => (("--mix", mix.to_string()), self.unit_us / mix.unit_us().context("a mix without times")?),
         };
         let options = [workload, ("--multiplier", multiplier.to_string()), ("--keys", KEY_COUNT.to_string())];
@@ -84,8 +85,8 @@ impl RequestLoad {
     }
 }
 
-/// Runs `coreward-lab load TARGET` on the testbed's client at a rate for a duration, with further options. Repeats this
-/// while the machine is busy. Fails when the generator fails, or the machine stays busy.
+/// Runs `coreward-lab load TARGET` on the testbed's client at a rate for a duration, with additional options. Repeats
+/// this while the machine is busy. Fails when the generator fails, or the machine stays busy.
 pub fn measure_undisturbed(
     testbed: &Testbed,
     target: SocketAddrV4,
@@ -142,8 +143,8 @@ fn run_load_generator(
 }
 
 impl Measurement {
-    /// Returns the value of a metric; times are in units of service time. Fails when the generator does not measure the
-    /// metric, or no request was answered.
+    /// Returns the value of a metric, where times are in units of service time. Fails when the generator does not
+    /// measure the metric, or when no request was answered.
     pub fn value(&self, measure: Metric) -> anyhow::Result<f64> {
         let (first, last) = (self.report.classes.first(), self.report.classes.last());
         let latency_percentiles = match measure {
@@ -160,7 +161,7 @@ impl Measurement {
         Ok(p99_us / self.unit_us)
     }
 
-    /// Returns the number of requests that were due in the measured time, and the number of them that were lost.
+    /// Returns the number of requests that were due in the measured time, and how many of them were lost.
     pub fn requests_and_lost(&self) -> (u64, u64) {
         (self.report.requests, self.report.lost)
     }

@@ -1,5 +1,5 @@
-//! `coreward-lab figure turbo-9-live`, `ringleader-bimodal-live` and others: one server with paced cores, and every
-//! policy in turn. `jbsrq` runs on `coreward orchestrate`, the other policies on `coreward dispatch`.
+//! `coreward-lab figure turbo-9-live`, `ringleader-bimodal-live` and others measure every policy in turn on one server
+//! with paced cores. The policy `jbsrq` runs on `coreward orchestrate`, and the others on `coreward dispatch`.
 
 use std::collections::HashMap;
 
@@ -19,7 +19,7 @@ use crate::instance;
 use crate::key_value::handle::KeyValueServer;
 use crate::topology::{Testbed, missing_privilege};
 
-/// Size of the receive buffer of each worker's socket (bytes), enough for the longest run.
+/// Size of the receive buffer of each worker's socket (bytes), which is enough for the longest run.
 const RECEIVE_BUFFER_BYTES: &str = "16000000";
 
 /// Measures every series of `scenario`, which the simulator could simulate. Fails without root, when the scenario has
@@ -37,7 +37,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     let run = Run { unit_us, seconds, mix };
     let plan = points::plan_runs(scenario)?;
     let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| as_rpc(job)).collect();
-    // Ordered by run, so that disturbances of the machine affect all series.
+    // Sort by run, so that disturbances of the machine affect all series alike.
     configs.sort_by_key(|config| config.seed);
     let mut measured: HashMap<String, Measurement> = HashMap::new();
     let mut env = None;
@@ -71,14 +71,14 @@ fn as_rpc(job: &Job) -> Option<&rpc::Config> {
 
 /// Parameters that all points of a figure share.
 struct Run {
-    /// Unit of service time (us).
+    /// Unit of service times (us).
     unit_us: f64,
     seconds: f64,
-    /// Requests to a key-value store; `None`: requests only take time.
+    /// Requests to a key-value store, or `None` if requests only take time.
     mix: Option<RequestMix>,
 }
 
-/// Running command of coreward that distributes requests to the cores of the server.
+/// Running coreward command that distributes requests to the server's cores.
 enum RequestDistributor<'a> {
     Dispatcher(Dispatcher<'a>),
     Orchestrator(Orchestrator),
@@ -111,18 +111,18 @@ impl<'a> RequestDistributor<'a> {
 /// Client and server of the measurements. The fields are dropped in this order.
 pub(super) struct TestEnv {
     workers: u16,
-    /// Key-value server; `None`: `coreward orchestrate` starts its own server.
+    /// Key-value server, or `None` because `coreward orchestrate` starts its own server.
     server: Option<KeyValueServer>,
     pub(super) testbed: Testbed,
 }
 
 impl TestEnv {
-    /// Returns the present environment if it has the right server and number of workers, otherwise a new one.
+    /// Returns the existing environment if it has the right server and number of workers, or else a new one.
     pub(super) fn reuse_or_start<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
         let (worker_count, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
         let is_suited = |env: &Self| env.workers == worker_count && env.server.is_some() == has_server;
         if !present.as_ref().is_some_and(is_suited) {
-            // Drops the old environment first: its dispatcher must be gone.
+            // Drop the old environment first, because its dispatcher must be gone.
             *present = None;
             *present = Some(Self::start(worker_count, has_server)?);
         }

@@ -1,8 +1,8 @@
-//! Audit of the dispatch's ledger by the kernel's counters.
+//! Comparison of the request counters (the ledger) of `coreward dispatch` with the kernel's counters.
 //!
-//! The kernel's counters of both network namespaces (RFC 4113) and of closed sockets account for every datagram: read
-//! by a worker, dropped at a full receive buffer, received without a listener, or queued at a killed worker. A request
-//! cannot be lost in any other way.
+//! The kernel counts datagrams in both network namespaces (RFC 4113) and those at closed sockets. Together these
+//! counters account for every datagram. It was read by a worker, dropped at a full receive buffer, received without a
+//! listener, or queued at a killed worker. A request cannot be lost in any other way.
 
 use coreward_load::report::Report;
 use serde::Serialize;
@@ -12,19 +12,17 @@ use super::fault_injector::FaultCounts;
 use super::test_env::{TestEnv, WORKER_COUNT, count_eligible_workers};
 use crate::counters::{self, KernelCounters};
 
-/// Values of all counters at one time.
 #[derive(Debug)]
 pub struct CounterReading {
     dispatch_status: Value,
     client_counters: KernelCounters,
     server_counters: KernelCounters,
     purged_datagrams: u64,
-    /// Number of datagrams that workers read and did not answer.
+    /// Number of datagrams that workers read but did not answer.
     refused_datagrams: u64,
 }
 
 impl CounterReading {
-    /// Reads all counters. Fails when a counter cannot be read.
     pub fn read_all(env: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             dispatch_status: env.query_dispatch_status()?,
@@ -35,7 +33,7 @@ impl CounterReading {
         })
     }
 
-    /// Returns, in words, signs that requests are still pending or that a worker gets no requests.
+    /// Describes all signs that requests are still pending, or that a worker gets no requests.
     pub fn signs_of_pending_requests(&self) -> Vec<String> {
         let mut signs = Vec::new();
         let (outstanding, queued) = (self.sum_over_workers("outstanding"), self.sum_over_workers("queued"));
@@ -74,12 +72,11 @@ impl CounterReading {
     }
 }
 
-/// Results of a segment of the soak test, from the growth of the counters during it.
+/// Results of one soak test segment, computed from the growth of the counters.
 #[derive(Debug, Serialize)]
 pub struct SoakSegment {
     /// Number of the segment, counted from 0.
     pub number: u32,
-    /// Numbers of injected faults.
     pub faults: FaultCounts,
     /// Number of datagrams that the client sent to the service.
     pub sent: u64,
@@ -91,37 +88,36 @@ pub struct SoakSegment {
     pub without_listener: u64,
     /// Number of requests that were queued at workers when these were killed.
     pub purged: u64,
-    /// Number of requests that workers had read and not answered when they were killed.
+    /// Number of requests that workers had read, but not answered, when they were killed.
     pub killed_in_service: i64,
     /// Number of responses that workers sent.
     pub responses: u64,
-    /// Counters of the dispatch; `None` when the dispatch restarted, which resets them.
+    /// Request counters of the dispatch, or `None` if the dispatch restarted, which resets them.
     pub ledger: Option<RequestLedger>,
     pub load_requests: u64,
-    /// Number of requests of the load that got no response.
+    /// Number of requests from the load generator that got no response.
     pub load_lost: u64,
-    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
-/// Counters of the dispatch, by which every request of a segment is accounted for.
+/// Counters of the dispatch that account for every request in a segment.
 #[derive(Debug, Serialize)]
 pub struct RequestLedger {
-    /// Number of requests sent to workers.
+    /// Number of requests that the dispatch sent to workers.
     pub dispatched: u64,
-    /// Number of requests with a response.
+    /// Number of requests that got a response.
     pub completed: u64,
-    /// Number of requests for whose response the dispatch no longer waits.
+    /// Number of requests whose response the dispatch no longer waits for.
     pub abandoned: u64,
     /// Number of datagrams from the service's port that match no request.
     pub unmatched: u64,
-    /// Number of responses to abandoned requests.
+    /// Number of responses that arrived after the dispatch had abandoned their request.
     pub late: i64,
 }
 
 impl SoakSegment {
-    /// Creates the results of a segment. `before` and `after`: readings a second after the last request, when none is
-    /// pending. `at_once`: reading after the last request, but earlier than `after`.
+    /// Creates the results of a segment. `before` and `after` are readings at least a second after a segment's last
+    /// request, when no request is pending. `at_once` is an earlier reading after the segment's last request.
     pub fn new(
         number: u32,
         before: &CounterReading,
@@ -181,7 +177,7 @@ impl SoakSegment {
         let (sent, made) = (self.sent, self.faults.clone());
         let (dropped, without_listener, purged) = (self.dropped, self.without_listener, self.purged);
         let killed_workers = made.kills + made.restarts * WORKER_COUNT;
-        // A datagram may arrive while the socket is being closed.
+        // One more datagram per killed worker may be missing, because it arrived while the socket was being closed.
         let is_accounted_for = (accounted_datagrams..=accounted_datagrams + killed_workers).contains(&sent);
         self.require_or_record(is_accounted_for, || {
             format!("{sent} datagrams were sent, {accounted_datagrams} are accounted for")
@@ -193,7 +189,7 @@ impl SoakSegment {
             format!("{without_listener} reached no worker without a restart")
         });
         self.require_or_record(purged == 0 || killed_workers > 0, || format!("{purged} were purged without a kill"));
-        // A worker counts after a read and after a response: a kill may come in between.
+        // A worker counts a request after reading it and again after answering it. A kill may come before either count.
         let killed_in_service = self.killed_in_service;
         let possible_range = -(killed_workers as i64)..=killed_workers as i64;
         self.require_or_record(possible_range.contains(&killed_in_service), || {

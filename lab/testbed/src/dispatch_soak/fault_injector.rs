@@ -1,4 +1,4 @@
-//! Random faults, reproducible from a seed.
+//! Random faults of the dispatch soak test, reproducible from a seed.
 
 use std::time::{Duration, Instant};
 
@@ -13,32 +13,32 @@ use super::spoof::{FIRST_UNANSWERED_ID, ResponseSpoofer, UnansweredClient};
 use super::test_env::{FIRST_LOAD_PORT, LOAD_FLOW_COUNT, TestEnv, WORKER_COUNT};
 use crate::interrupt;
 
-/// Range of the pauses between two faults (ms).
+/// Range of the pause between two faults (ms).
 const FAULT_PAUSE_RANGE_MS: std::ops::Range<u32> = 100..600;
-/// Range of the times for which a worker is stopped (ms).
+/// Range of the time for which a worker is stopped (ms).
 const STOP_DURATION_RANGE_MS: std::ops::Range<u32> = 1_000..3_000;
-/// Number of datagrams in a flood: several times the capacity of the workers' receive buffers.
+/// Number of datagrams in a flood. It is several times what the workers' receive buffers hold.
 const FLOOD_DATAGRAM_COUNT: u32 = 3_000;
-/// Number of a flood's datagrams sent without a pause: a CPU's backlog holds 1,000 (net.core.netdev_max_backlog).
+/// Number of flood datagrams that are sent without a pause. It stays below a CPU's backlog of 1,000 packets
+/// (net.core.netdev_max_backlog), so that the flood is dropped only at the receive buffers.
 const FLOOD_BURST_DATAGRAM_COUNT: u32 = 100;
 /// Time after which a sent request has certainly arrived at its worker.
 const MAX_DELIVERY_TIME: Duration = Duration::from_millis(20);
 
-/// Numbers of injected faults.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize)]
 pub struct FaultCounts {
-    /// Number of killed workers; the server replaces each of them.
+    /// Number of killed workers, each of which the server replaces.
     pub kills: u64,
     /// Number of workers that were stopped for one to three seconds.
     pub stops: u64,
     /// Number of times that all workers were killed at once.
     pub restarts: u64,
-    /// Number of detachments of the dispatch, each followed by an attachment.
+    /// Number of times that the dispatch was detached and attached again.
     pub detachments: u64,
     /// Number of times that the daemon was killed and started again.
     pub upgrades: u64,
     pub floods: u64,
-    /// Number of requests that no worker answers, including floods.
+    /// Number of requests that no worker answers. Floods consist of such requests.
     pub without_response: u64,
     /// Number of requests that another process answered instead of a worker.
     pub answered_by_others: u64,
@@ -62,23 +62,22 @@ impl FaultCounts {
     }
 }
 
-/// Injects the faults of one segment.
 #[derive(Debug)]
 pub struct FaultInjector<'a> {
     env: &'a mut TestEnv,
     rng: &'a mut Xoshiro256PlusPlus,
-    /// Whether faults may restart the dispatch and thereby its counters.
+    /// Whether faults may restart the dispatch, which resets its counters.
     may_restart: bool,
     unanswered_client: UnansweredClient,
     spoofer: ResponseSpoofer,
-    /// Pids of stopped workers, and the times at which SIGCONT is due.
+    /// Process ids of stopped workers, each with the time to resume it by SIGCONT.
     stopped_workers: Vec<(u32, Instant)>,
     fault_counts: FaultCounts,
 }
 
 impl<'a> FaultInjector<'a> {
-    /// Creates an injector. `may_restart`: the dispatch may be detached, and all workers killed. Fails when sockets
-    /// cannot be opened.
+    /// Creates an injector. If `may_restart` is true, it may detach the dispatch and kill all workers at once. Fails
+    /// when sockets cannot be opened.
     pub fn new(env: &'a mut TestEnv, rng: &'a mut Xoshiro256PlusPlus, may_restart: bool) -> anyhow::Result<Self> {
         let unanswered_client = UnansweredClient::open(env.testbed().client())?;
         let spoofer = ResponseSpoofer::open(env.testbed().server(1)?)?;
@@ -157,11 +156,11 @@ impl<'a> FaultInjector<'a> {
 
     fn random_worker_pid(&mut self) -> Option<u32> {
         let worker_number = uniform_below(self.rng, WORKER_COUNT as u32) as u8;
-        // A killed worker may not have been replaced yet.
+        // The worker may be missing, because a killed worker may not have been replaced yet.
         self.env.server().worker_pid(worker_number).ok()
     }
 
-    /// Sends a signal to a process, unless it has ended.
+    /// Sends a signal to a worker process, unless it has ended.
     fn send_signal(&self, pid: u32, signal: Signal) {
         if self.env.server().worker_pids().contains(&pid) {
             let _ = kill(Pid::from_raw(pid as i32), signal);
@@ -177,7 +176,7 @@ impl<'a> FaultInjector<'a> {
     fn stop_worker(&mut self) {
         let Some(pid) = self.random_worker_pid() else { return };
         let resume_at = Instant::now() + self.random_duration(STOP_DURATION_RANGE_MS);
-        // At most two at a time: half of the workers can serve the load.
+        // Stop at most two workers at a time, because the other half can serve the load.
         if self.stopped_workers.len() < 2 && self.stopped_workers.iter().all(|(stopped, _)| *stopped != pid) {
             self.send_signal(pid, Signal::SIGSTOP);
             self.stopped_workers.push((pid, resume_at));
@@ -185,7 +184,7 @@ impl<'a> FaultInjector<'a> {
         }
     }
 
-    /// Sends requests that no worker answers; another process answers every second one.
+    /// Sends requests that no worker answers. Another process answers every second one.
     fn send_unanswered_requests(&mut self) {
         let request_count = 1 + uniform_below(self.rng, 20);
         let request_ids: Vec<u32> = (0..request_count).filter_map(|_| self.unanswered_client.send()).collect();

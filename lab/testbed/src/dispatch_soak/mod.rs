@@ -1,10 +1,10 @@
-//! `coreward-lab testbed dispatch-soak`: `coreward dispatch` under load while workers are killed, stopped and
-//! restarted, the dispatch is detached and attached, and spoofed responses arrive. At the end the ledger must be exact,
-//! and each lost request must have been queued or dropped by the kernel.
+//! `coreward-lab testbed dispatch-soak` runs `coreward dispatch` under load and faults. Workers are killed, stopped and
+//! restarted, the dispatch is detached and attached, and spoofed responses arrive. At the end the dispatch's request
+//! counters (its ledger) must be exact, and each lost request must have been queued or dropped by the kernel.
 //!
 //! A run consists of segments. In each one `coreward-lab load` sends continuously while [`fault_injector`] runs. One
-//! second after the last request the ledger is compared with the kernel's counters ([`counter_audit`]). In every second
-//! segment the dispatch is also detached and attached, and the server restarted; the ledger then restarts too.
+//! second after the last request [`counter_audit`] compares the ledger with the kernel's counters. In every second
+//! segment the dispatch is also detached and attached, and the server restarted, which resets the ledger.
 
 pub mod counter_audit;
 pub mod fault_injector;
@@ -23,10 +23,10 @@ use counter_audit::{CounterReading, SoakSegment};
 use fault_injector::{FaultCounts, FaultInjector};
 use test_env::TestEnv;
 
-/// Random number stream of [`seeded_rng`] for the faults.
+/// Stream number of [`seeded_rng`] for the faults.
 const RNG_STREAM_FAULTS: u64 = 0x6469_7301;
 const SEGMENT_DURATION: Duration = Duration::from_secs(50);
-/// Minimum time after the last request until counters are compared, so that late responses have arrived.
+/// Minimum time between the last request and the comparison of the counters, so that late responses have arrived.
 const MIN_SETTLE_TIME: Duration = Duration::from_secs(1);
 /// Minimum duration of a segment, so that some faults occur in it.
 const MIN_SEGMENT_DURATION: Duration = Duration::from_secs(4);
@@ -48,17 +48,14 @@ pub struct DispatchSoakArgs {
 /// Results of a run of the soak test.
 #[derive(Debug, Serialize)]
 pub struct DispatchSoakOutcome {
-    /// Results of each segment of the run.
     pub segments: Vec<SoakSegment>,
-    /// Numbers of injected faults in all segments.
     pub faults: FaultCounts,
     /// Number of requests and other datagrams that were sent to the service.
     pub sent: u64,
-    /// Number of requests of the load.
+    /// Number of requests that the load generator sent.
     pub load_requests: u64,
-    /// Number of requests of the load that got no response.
+    /// Number of requests from the load generator that got no response.
     pub load_lost: u64,
-    /// Descriptions of the violated invariants.
     pub violations: Vec<String>,
 }
 
@@ -71,8 +68,8 @@ pub fn main(options: DispatchSoakArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal; violations are part
-/// of the outcome.
+/// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal. Violated invariants
+/// are part of the outcome.
 pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<DispatchSoakOutcome> {
     let mut env = TestEnv::start(instance)?;
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);

@@ -1,4 +1,4 @@
-//! Datagrams to the service that are not part of the load, and spoofed responses of the service.
+//! Datagrams to the service that are not part of the load, and spoofed responses from the service's address.
 
 use std::net::{Ipv4Addr, SocketAddrV4, UdpSocket};
 
@@ -8,10 +8,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::addresses::SERVICE_ADDRESS;
 use crate::namespace::Namespace;
 
-/// First id of datagrams that are not part of the load, whose ids count from 0.
+/// First id of datagrams that are not part of the load. The ids of the load count from 0.
 pub const FIRST_UNANSWERED_ID: u32 = 1 << 31;
 
-/// Client whose requests the key-value server never answers; each request has a different id.
+/// Client whose requests the key-value server never answers. Each request has a different id.
 #[derive(Debug)]
 pub struct UnansweredClient {
     socket: UdpSocket,
@@ -19,7 +19,7 @@ pub struct UnansweredClient {
 }
 
 impl UnansweredClient {
-    /// Opens the client's socket in the namespace of the client's host. Fails when the socket cannot be opened.
+    /// Opens the client's socket in the network namespace of the client's host. Fails when the socket cannot be opened.
     pub fn open(client: &Namespace) -> anyhow::Result<Self> {
         let socket = client.run_within(|| {
             let socket = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))?;
@@ -29,14 +29,15 @@ impl UnansweredClient {
         Ok(Self { socket, next_id: FIRST_UNANSWERED_ID })
     }
 
-    /// Sends a request and returns its id; `None`: the kernel rejected it.
+    /// Sends a request and returns its id, or `None` if the kernel rejected it.
     pub fn send(&mut self) -> Option<u32> {
         let id = self.next_id;
         self.next_id = id.checked_add(1).unwrap_or(FIRST_UNANSWERED_ID);
         let mut datagram = [0; 12];
-        // Type 0 is invalid, so the server does not answer.
+        // The server does not answer, because request type 0 is invalid.
         datagram[4..8].copy_from_slice(&id.to_le_bytes());
-        // The first call may only return the ICMP error of an earlier datagram (udp(7)); the second call then sends.
+        // The first call may only return the ICMP error of an earlier datagram (udp(7)). The second call sends in that
+        // case.
         (self.socket.send(&datagram).is_ok() || self.socket.send(&datagram).is_ok()).then_some(id)
     }
 
@@ -49,14 +50,14 @@ impl UnansweredClient {
     }
 }
 
-/// Sends forged responses of the service, from a raw socket on the server's host.
+/// Sender of forged responses, which a raw socket on the server's host sends from the service's address.
 #[derive(Debug)]
 pub struct ResponseSpoofer {
     raw_socket: Socket,
 }
 
 impl ResponseSpoofer {
-    /// Opens the raw socket in the namespace of the server's host. Fails without root.
+    /// Opens the raw socket in the network namespace of the server's host. Fails without root.
     pub fn open(server: &Namespace) -> anyhow::Result<Self> {
         let open_socket = || {
             let socket = Socket::new(Domain::IPV4, Type::RAW, Some(Protocol::UDP)).context("a raw socket")?;
@@ -66,7 +67,7 @@ impl ResponseSpoofer {
         Ok(Self { raw_socket: server.run_within(open_socket)? })
     }
 
-    /// Sends a forged response to the request `id` of a client. Fails when the kernel does not send it.
+    /// Sends a client a forged response to the request `id`. Fails when the kernel does not send it.
     pub fn send_response(&self, client: SocketAddrV4, id: u32) -> anyhow::Result<()> {
         const IP_HEADER_BYTES: usize = 20;
         const UDP_HEADER_BYTES: usize = 8;
@@ -76,11 +77,11 @@ impl ResponseSpoofer {
         (packet[0], packet[8], packet[9]) = (0x45, 64, 17);
         packet[12..16].copy_from_slice(&SERVICE_ADDRESS.ip().octets());
         packet[16..20].copy_from_slice(&client.ip().octets());
-        // RFC 768: ports, length; without a checksum.
+        // RFC 768: ports, length. The checksum is omitted.
         packet[20..22].copy_from_slice(&SERVICE_ADDRESS.port().to_be_bytes());
         packet[22..24].copy_from_slice(&client.port().to_be_bytes());
         packet[24..26].copy_from_slice(&(length - IP_HEADER_BYTES as u16).to_be_bytes());
-        // The key-value protocol: type GET, id, one part.
+        // Key-value protocol: type GET, id, one part.
         packet[28] = 1;
         packet[32..36].copy_from_slice(&id.to_le_bytes());
         packet[37] = 1;

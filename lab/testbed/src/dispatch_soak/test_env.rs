@@ -1,4 +1,4 @@
-//! Server, dispatch and load, each a process of the real command.
+//! Environment of the soak test. Server, dispatch and load generator are each a process of the real command.
 
 use std::fs;
 use std::mem::MaybeUninit;
@@ -30,13 +30,15 @@ pub const WORKER_COUNT: u64 = 4;
 /// First source port of the load, to which spoofed responses are sent.
 pub const FIRST_LOAD_PORT: u16 = 20_000;
 pub const LOAD_FLOW_COUNT: u16 = 64;
-/// Requests per second of the load: a third of the capacity of all workers, with [`SERVICE_TIME_ARGUMENT`] each. Even
-/// without one worker, queues stay short.
+/// Number of requests per second that the load generator sends. With [`SERVICE_TIME_ARGUMENT`] each, it is a third of
+/// all workers' capacity. Even without one worker, queues stay short.
 const LOAD_RATE_RPS: &str = "1200";
 const SERVICE_TIME_ARGUMENT: &str = "GET=1000";
-/// Size of each receive buffer (bytes): small enough to be flooded, large enough for the requests of a stopped worker.
+/// Size of each receive buffer (bytes). A flood can fill it, but it holds the requests that arrive while a worker is
+/// stopped.
 const RECEIVE_BUFFER_BYTES: &str = "65536";
-/// Timeout of the load's requests (s): longer than a worker is stopped, so that only unanswered requests are lost.
+/// Timeout of the load's requests (s). It is longer than a worker is stopped, so that only unanswered requests count as
+/// lost.
 const LOAD_TIMEOUT_S: &str = "6";
 
 #[derive(Debug)]
@@ -58,7 +60,7 @@ impl TestEnv {
         let server =
             testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", RECEIVE_BUFFER_BYTES]].concat())?;
         let config = testbed.directory().join("dispatch.toml");
-        // Half of the time after which the ledger must be exact.
+        // The response timeout is half of the time after which the ledger must be exact.
         let text = format!(
             "pin_directory = \"{}\"\n[[service]]\nlisten = \"{SERVICE_ADDRESS}\"\nresponse_timeout = \"500ms\"\n\
              request_id = {{ offset = 4, bytes = 4 }}\n",
@@ -101,7 +103,7 @@ impl TestEnv {
         let attach_start = Instant::now();
         loop {
             let dispatch_status = self.query_dispatch_status().unwrap_or_default();
-            // Another process may have read an older ledger.
+            // The status may still come from an older poll by the previous process.
             let ms_since_last_poll = dispatch_status["since_last_poll_ms"].as_u64();
             let is_polled_by_new_daemon =
                 ms_since_last_poll.is_some_and(|polled| u128::from(polled) < attach_start.elapsed().as_millis());
@@ -116,7 +118,8 @@ impl TestEnv {
         }
     }
 
-    /// Kills `coreward dispatch`; the kernel continues to dispatch requests. Fails when it does not run.
+    /// Kills `coreward dispatch`. Its program in the kernel continues to dispatch requests. Fails when the daemon does
+    /// not run.
     pub fn kill_daemon(&mut self) -> anyhow::Result<()> {
         let mut daemon = self.dispatch_daemon.take().context("no daemon")?;
         daemon.send_signal(Signal::SIGKILL)?;
@@ -141,7 +144,7 @@ impl TestEnv {
         Ok(status["services"][0].take())
     }
 
-    /// Returns the number of datagrams that were queued at sockets when these were closed. Fails when the program's
+    /// Returns the number of datagrams that were queued at sockets when these were closed. Fails when the BPF program's
     /// counter cannot be read.
     pub fn read_purged_datagram_count(&self) -> anyhow::Result<u64> {
         let counter_bytes = self.purged_counter.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("no counter")?;
@@ -198,7 +201,7 @@ fn attach_drop_counter(testbed: &Testbed) -> anyhow::Result<(MapHandle, Link)> {
     Ok(((&loaded_skeleton.maps.bss).try_into()?, link))
 }
 
-/// Returns the cookie of this thread's network namespace, by which BPF programs identify it.
+/// Returns the cookie of this thread's network namespace, by which BPF programs identify the namespace.
 fn namespace_cookie() -> anyhow::Result<u64> {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
     let mut cookie = 0u64;

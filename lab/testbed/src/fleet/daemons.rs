@@ -1,4 +1,4 @@
-//! Processes of coreward's daemons.
+//! Starting coreward's daemons in a testbed, with the commands and capabilities that they need.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -27,19 +27,19 @@ pub fn lab_command() -> anyhow::Result<PathBuf> {
 
 fn find_command(name: &str) -> anyhow::Result<PathBuf> {
     let own_path = std::env::current_exe()?;
-    // Test executables are in a subdirectory.
+    // Search the parent directory too, because test executables are in a subdirectory.
     let found_path =
         own_path.ancestors().skip(1).take(2).map(|directory| directory.join(name)).find(|path| path.is_file());
     found_path.with_context(|| format!("no {name} in the directory of {}: `make build` makes it", own_path.display()))
 }
 
-/// Returns the command `coreward ARGUMENTS` with the operator's token, for the machine of the only controller. Fails
-/// when `coreward` does not exist.
+/// Returns the command `coreward ARGUMENTS` with the operator's token, to be run on the machine of the only controller.
+/// Fails when `coreward` does not exist.
 pub fn operator_command(testbed: &Testbed, arguments: &[&str]) -> anyhow::Result<Command> {
     operator_command_for(testbed, [1], arguments)
 }
 
-/// Returns a command for the leader of these controllers. Fails when `coreward` does not exist.
+/// Returns a `coreward` command that addresses the leader of these controllers. Fails when `coreward` does not exist.
 pub fn operator_command_for(
     testbed: &Testbed,
     controllers: impl IntoIterator<Item = u16>,
@@ -52,7 +52,7 @@ pub fn operator_command_for(
     Ok(command)
 }
 
-/// Returns the last lines of the log of every daemon.
+/// Returns the last lines of every daemon's log.
 pub(crate) fn read_log_tails(testbed: &Testbed) -> String {
     let mut log_tails = String::new();
     let directory_files = fs::read_dir(testbed.directory()).into_iter().flatten().flatten().map(|entry| entry.path());
@@ -80,7 +80,8 @@ pub fn unit_capabilities(daemon: &str) -> anyhow::Result<Vec<&'static str>> {
     Ok(capability_line.context("a unit without CapabilityBoundingSet")?.split_whitespace().collect())
 }
 
-/// Returns a command with the capability bounding set of the daemon's unit; setpriv(1) sets it as systemd does.
+/// Returns a command with the capability bounding set of the daemon's unit. It uses setpriv(1), which has the same
+/// effect as systemd.
 fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     let mut bounding_set = "-all".to_owned();
     for capability in unit_capabilities(daemon)? {
@@ -92,7 +93,7 @@ fn confined_command(daemon: &str, coreward: &Path) -> anyhow::Result<Command> {
     Ok(command)
 }
 
-/// Starts a daemon. `daemon`: sub-command of coreward; `name`: base name of the daemon's files.
+/// Starts a daemon. `daemon` is the sub-command of coreward, and `name` is the base name of the daemon's files.
 pub(super) fn start_daemon(
     testbed: &Testbed,
     namespace: &Namespace,
@@ -114,7 +115,7 @@ pub(super) fn start_daemon(
     command.arg(daemon).arg("--config").arg(config_path(testbed, name));
     command.stdin(Stdio::null()).stdout(log_file.try_clone()?).stderr(log_file);
     let mut daemon_process = testbed.spawn(namespace, command)?;
-    // An invalid configuration ends the daemon soon.
+    // Wait, because a daemon with an invalid configuration ends soon after its start.
     std::thread::sleep(Duration::from_millis(20));
     let exit_status = daemon_process.try_wait()?;
     ensure!(exit_status.is_none(), "{name} ended: {}", fs::read_to_string(&log_path).unwrap_or_default().trim());

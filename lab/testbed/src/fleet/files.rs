@@ -1,4 +1,4 @@
-//! Files of the daemons: configurations and certificates.
+//! Configuration files and certificates of the daemons.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -22,7 +22,7 @@ use crate::addresses::{
 };
 use crate::topology::Testbed;
 
-/// Returns the path of the core load file, in which a paced server publishes the busy times of its workers.
+/// Returns the path of the core load file, in which a paced server publishes its workers' busy times.
 pub fn core_load_file_path(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("busy-s{number}"))
 }
@@ -45,7 +45,7 @@ pub(super) fn write_controller_files(
             if !options.etcd_endpoints.is_empty() {
                 let (listen, endpoints, lease) =
                     (controller_address_of(number), &options.etcd_endpoints, options.lease_s);
-                // All controllers are on one machine.
+                // All controllers are on one machine, so each needs another port for its API.
                 let api_address = api_address_of(number);
                 text = format!(
                     "listen = \"{listen}\"\napi = \"{api_address}\"\ntoken_directory = {token_directory:?}\n\n[etcd]\n\
@@ -126,8 +126,8 @@ pub(super) fn write_rack_controller_file(testbed: &Testbed, options: &FleetOptio
     write_file(&config_path(testbed, &name), &(text + &tls_table_or_empty(options.tls, testbed, Role::Rack, &name)))
 }
 
-/// Returns the line of agents' files that lists the load balancers whose packets are decapsulated; empty without
-/// encapsulation.
+/// Returns the line in agents' files that lists the load balancers whose packets are decapsulated, or an empty text
+/// without encapsulation.
 fn decapsulation_line(testbed: &Testbed, options: &FleetOptions) -> String {
     if !options.forwarding.encapsulates() {
         return String::new();
@@ -162,18 +162,17 @@ pub(super) fn testbed_fleet_name() -> anyhow::Result<Name> {
     "testbed".parse().map_err(anyhow::Error::msg)
 }
 
-/// Returns the directory of the testbed's certificate authority.
 pub fn certificate_directory(testbed: &Testbed) -> PathBuf {
     testbed.directory().join("certs")
 }
 
-/// Returns the directory of a daemon's certificate and private key.
+/// Returns the directory that contains a daemon's certificate and private key.
 pub fn credential_directory(testbed: &Testbed, role: Role, name: &str) -> PathBuf {
     certificate_directory(testbed).join(format!("{role}-{name}"))
 }
 
-/// Issues ca.crt, own.crt and own.key of a daemon, signed by the testbed's authority. Returns their directory. Fails
-/// when there is no authority, or files cannot be written.
+/// Issues a daemon's ca.crt, own.crt and own.key, signed by the testbed's authority. Returns their directory. Fails
+/// when there is no authority, or when files cannot be written.
 pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
     let authority = Authority::open(&certificate_directory(testbed))?;
     let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
@@ -182,13 +181,13 @@ pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: 
     Ok(directory)
 }
 
-/// Returns the table `[tls]` of a daemon's configuration file; empty without TLS.
+/// Returns the table `[tls]` for a daemon's configuration file, or an empty text without TLS.
 fn tls_table_or_empty(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
     let CredentialFiles { ca, certificate, key } = certificate_files(testbed, role, name);
     if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
-/// Returns the paths of the certificate and key files of a daemon, in its [`credential_directory`].
+/// Returns the paths of a daemon's certificate and key files, in its [`credential_directory`].
 pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
     let file_path = |file: &str| credential_directory(testbed, role, name).join(file);
     CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }

@@ -7,7 +7,8 @@ use anyhow::Context as _;
 use crate::addresses::{AddressFamily, CONTROLLER_ADDRESS, rack_controller_address};
 
 pub const CONTROLLER_PORT: u16 = 7400;
-/// Port of the HTTP API of the first controller, on its own host only; other controllers use the following ports.
+/// Port of the first controller's HTTP API, which only its own host can reach. Other controllers use the following
+/// ports.
 const FIRST_API_PORT: u16 = 7401;
 
 pub fn first_controller_address() -> String {
@@ -19,7 +20,7 @@ pub fn controller_address_of(number: u16) -> String {
     controller_address_in(AddressFamily::Ipv4, number)
 }
 
-/// Returns the address and port of controller `number` in an address family.
+/// Returns the address and port of controller `number` in the given address family.
 pub fn controller_address_in(family: AddressFamily, number: u16) -> String {
     SocketAddr::new(family.address(CONTROLLER_ADDRESS), CONTROLLER_PORT + number - 1).to_string()
 }
@@ -29,18 +30,17 @@ pub fn rack_controller_listen_address(number: u16) -> String {
     format!("{}:{CONTROLLER_PORT}", rack_controller_address(number))
 }
 
-/// Returns the address of the HTTP API of controller `number`, for clients on its host.
+/// Returns the address of controller `number`'s HTTP API, for clients on its host.
 pub fn api_address_of(number: u16) -> String {
     format!("127.0.0.1:{}", FIRST_API_PORT + number - 1)
 }
 
-/// Returns the name of controller `number`: `controller` for the first, a name with the number for others.
+/// Returns the name of controller `number`. It is `controller` for the first one, and includes the number for others.
 pub fn controller_name(number: u16) -> String {
     if number == 1 { FIRST_CONTROLLER_NAME.to_owned() } else { format!("{FIRST_CONTROLLER_NAME}{number}") }
 }
 
 const AGENT_NAME_PREFIX: &str = "agent-s";
-/// Name of the first controller.
 pub const FIRST_CONTROLLER_NAME: &str = "controller";
 
 /// Returns the name of the agent daemon of server `number`.

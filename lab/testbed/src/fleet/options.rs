@@ -1,4 +1,4 @@
-//! Options of a fleet.
+//! Options with which the daemons of a fleet are configured.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -12,60 +12,61 @@ use crate::preload::PreloadedFaults;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FleetOptions {
-    /// Name of the load-balancing policy of every service.
+    /// Name of the load-balancing policy that all services use.
     pub policy: String,
     /// Connection consistency of every service, as in the fleet's file.
     pub consistency: Consistency,
-    /// Component that stamps cookies into the timestamps of every service's packets.
+    /// Component that stamps cookies into the timestamps of packets of every service.
     pub timestamps: TimestampOrigin,
-    /// Method by which packets of every service are forwarded to the servers.
+    /// Method by which load balancers forward packets of every service to the servers.
     pub forwarding: Forwarding,
-    /// Address family of the servers in the fleet's file; IPv6 needs an IPv6 testbed or routed servers.
+    /// Address family of the servers in the fleet's file. IPv6 needs an IPv6 testbed or routed servers.
     pub servers_family: AddressFamily,
-    /// Interval between reports (ms).
+    /// Interval between the reports of agents (ms).
     pub report_interval_ms: u32,
-    /// Whether new tables are made once per report interval, as in the simulator, instead of at each report.
+    /// Whether the controller makes tables once per report interval, as in the simulator, instead of at each report.
     pub tables_by_interval: bool,
     /// Source from which agents read the load of their server's cores.
     pub load_source: LoadSource,
-    /// Whether agents steer connections to the workers on their cores.
+    /// Whether agents steer each connection to the worker on the core that receives its packets.
     pub steers_connections: bool,
-    /// Whether servers run agents; without agents, only load balancers can stamp cookies.
+    /// Whether servers run agents. Without agents, only load balancers can stamp cookies.
     pub runs_agents: bool,
     /// Additional text at the end of the fleet's file, such as further services.
     pub fleet_text: String,
-    /// Additional text of every load balancer's file.
+    /// Additional text in every load balancer's file.
     pub load_balancer_text: String,
-    /// Additional text of every agent's file.
+    /// Additional text in every agent's file.
     pub agent_text: String,
     pub json_logs: bool,
     /// Whether daemons run only with the capabilities of their systemd units.
     pub has_unit_capabilities: bool,
-    /// Text of the controller's file that replaces the lines about its store and the fleet's file.
+    /// Text that replaces the lines about the store and the fleet's file in the controller's file.
     pub shared_store_config: Option<String>,
-    /// Addresses of controllers outside the testbed, for the files of agents and load balancers.
+    /// Addresses of controllers outside the testbed, which the files of agents and load balancers list.
     pub other_controllers: Vec<String>,
-    /// Document of the fleet that `coreward apply` applies; `None`: the controller reads a file, which
+    /// Fleet document that `coreward apply` applies. If `None`, the controller reads a file, which
     /// [`Fleet::set_pool`](super::Fleet::set_pool) writes.
     pub applied_document: Option<String>,
-    /// Path of the controller's store; `None`: controller.redb in the testbed's directory.
+    /// Path of the controller's store, or `None` for controller.redb in the testbed's directory.
     pub store_file: Option<PathBuf>,
-    /// Address family of the first controller, and of the load balancers among each other; IPv6 needs an IPv6 testbed.
+    /// Address family of the first controller, and of the traffic between load balancers. IPv6 needs an IPv6 testbed.
     pub control_family: AddressFamily,
     /// Number of controllers. Several controllers store their records in etcd and need `applied_document`.
     pub controller_count: u16,
-    /// Addresses of etcd's members; empty with one controller.
+    /// Addresses of etcd's members, or an empty list with one controller.
     pub etcd_endpoints: Vec<String>,
-    /// Duration of the leading controller's lease in etcd (s). A stall of the machine for this time loses the lease.
+    /// Duration of the leading controller's lease in etcd (s). If the machine stalls for this time, the leader loses
+    /// its lease.
     pub lease_s: u32,
-    /// Faults of each daemon's wall clock and disk; `None`: daemons use the machine's clock and disks.
+    /// Faults of each daemon's wall clock and disk, or `None` if daemons use the machine's clock and disks.
     pub preloaded_faults: Option<PreloadedFaults>,
-    /// Rack controllers that the agent of each server uses, in order, before the controllers. Every rack controller of
-    /// the testbed has a daemon.
+    /// Rack controllers that each server's agent uses, in order, before the controllers. Every rack controller in the
+    /// testbed has a daemon.
     pub server_racks: BTreeMap<u16, Vec<u16>>,
-    /// Additional lines for servers in the fleet's file, by server.
+    /// Additional lines in the fleet's file for each server, by server number.
     pub server_lines: BTreeMap<u16, String>,
-    /// Whether all daemons use TLS, with certificates of the testbed's authority.
+    /// Whether all daemons use TLS, with certificates from the testbed's authority.
     pub tls: bool,
 }
 
@@ -104,7 +105,7 @@ impl Default for FleetOptions {
 }
 
 impl FleetOptions {
-    /// Returns the list of controllers, as in the files of load balancers and rack controllers.
+    /// Returns the list of controllers in the notation of the load balancers' and rack controllers' files.
     pub(super) fn format_controller_list(&self) -> String {
         format!("{:?}", self.controller_addresses())
     }
@@ -128,15 +129,15 @@ impl FleetOptions {
 pub enum LoadSource {
     /// Busy times of the machine's CPUs.
     Cpu,
-    /// Core load file of the paced server ([`busy_file`](super::busy_file)), for emulated cores.
+    /// Core load file of the paced server ([`core_load_file_path`](super::core_load_file_path)), for emulated cores.
     PacedServer,
 }
 
 /// Administrative state of a server in the controller's file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AdminState {
-    /// The server takes new connections.
+    /// The server accepts new connections.
     Active,
-    /// The server keeps its open connections and takes no new ones.
+    /// The server keeps its open connections and accepts no new ones.
     Draining,
 }

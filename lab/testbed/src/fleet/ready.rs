@@ -1,4 +1,5 @@
-//! Readiness of a fleet: all daemons report, and the tables in force have every server that takes new connections.
+//! Check whether a fleet is ready, which means that all daemons report and that the load balancers' tables have every
+//! server that accepts new connections.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -35,7 +36,7 @@ impl Fleet {
         let services = array_or_empty(&status["services"]).iter();
         let newest_generations: Vec<(&str, u64)> =
             services.map(|service| self.complete_table_generation(testbed, service)).collect::<Result<_, _>>()?;
-        // Requested after the tables: loads cause new tables all the time.
+        // Query the status after the tables, because loads cause new tables all the time.
         let status = self.status(testbed)?;
         for (service, whole) in newest_generations {
             for number in self.load_balancers.keys() {
@@ -62,8 +63,8 @@ impl Fleet {
         Ok(())
     }
 
-    /// Returns the service's name and the generation of its newest table, if that contains all servers that take new
-    /// connections. Tables are made on change: the first one may precede the last server's MAC address or report.
+    /// Returns the service's name and the generation of its newest table, if that has all servers that accept new
+    /// connections. The first table may lack a server, because it may precede that server's MAC address or report.
     fn complete_table_generation<'a>(&self, testbed: &Testbed, service: &'a Value) -> anyhow::Result<(&'a str, u64)> {
         let service_name = service["name"].as_str().context("a service without a name")?;
         let takes_connections = |member: &&Value| member["state"] == "active" || member["state"] == "joining";

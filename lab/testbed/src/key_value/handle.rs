@@ -1,4 +1,4 @@
-//! A key-value server on a server of the testbed.
+//! Handle of a key-value server that runs on a server of the testbed.
 
 use std::fs;
 use std::path::PathBuf;
@@ -27,7 +27,8 @@ impl KeyValueServer {
         self.master_process.pid()
     }
 
-    /// Returns the process ids of the running workers, in the order of their starts; empty with `--threads`.
+    /// Returns the process ids of the running workers, in the order in which they started. It is empty with
+    /// `--threads`.
     pub fn worker_pids(&self) -> Vec<u32> {
         let children_path = format!("/proc/{0}/task/{0}/children", self.pid());
         let children_pids = fs::read_to_string(children_path).unwrap_or_default();
@@ -52,12 +53,12 @@ impl KeyValueServer {
 }
 
 impl Testbed {
-    /// Starts a key-value server on server `number`, which listens on UDP at [`SERVICE_ADDRESS`]. `options`: further
-    /// options of `coreward-lab testbed key-value-server`. Waits until all its sockets are bound. Fails when the server
-    /// does not exist, or is not ready in time.
+    /// Starts a key-value server on server `number`, which listens on UDP at [`SERVICE_ADDRESS`], with additional
+    /// `options` of `coreward-lab testbed key-value-server`. Waits until all its sockets are bound. Fails when the
+    /// server does not exist, or is not ready in time.
     pub fn start_key_value_server(&self, number: u16, options: &[&str]) -> anyhow::Result<KeyValueServer> {
         let counter_file_path = self.directory().join(format!("key-value-s{number}"));
-        // A killed server may have left its file.
+        // A killed server may have left its counter file, which must not count as a sign of readiness.
         let _ = fs::remove_file(&counter_file_path);
         let mut command = Command::new(fleet::lab_command()?);
         command.args(["testbed", "key-value-server", "--listen", &SERVICE_ADDRESS.to_string()]);

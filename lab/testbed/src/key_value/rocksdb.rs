@@ -1,4 +1,4 @@
-//! Key-value store over RocksDB. Its library is loaded at run time, so that the laboratory runs without it.
+//! Key-value store over RocksDB, whose library is loaded at run time, so that the laboratory runs without it.
 
 use std::ffi::{CStr, CString, c_char, c_uchar, c_void};
 use std::os::unix::ffi::OsStrExt as _;
@@ -17,7 +17,7 @@ const PACKAGE: &str = "librocksdb7.8";
 type Handle = *mut c_void;
 type ErrorText = *mut *mut c_char;
 
-/// Declares the used functions of rocksdb/c.h, and loads them.
+/// Declares the functions of rocksdb/c.h that are used, and loads them.
 macro_rules! functions {
     ($(fn $name:ident($($argument:ty),*) $(-> $result:ty)?;)*) => {
         struct Functions {
@@ -70,7 +70,7 @@ functions! {
     fn free(Handle);
 }
 
-/// An open database; closed when dropped.
+/// Open database, which is closed when dropped.
 pub(crate) struct RocksDb {
     functions: Functions,
     database: Handle,

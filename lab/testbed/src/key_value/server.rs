@@ -1,4 +1,4 @@
-//! `coreward-lab testbed key-value-server`: the master, which starts the workers.
+//! `coreward-lab testbed key-value-server`, whose master process starts and restarts the workers.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::path::PathBuf;
@@ -70,7 +70,6 @@ pub struct KeyValueServerArgs {
     pub busy_file: Option<PathBuf>,
 }
 
-/// Counters of one worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct WorkerCounters {
     /// Number of datagrams that the worker read.
@@ -104,9 +103,9 @@ struct KeyValueMaster<'a> {
     store: Arc<Store>,
     service_time: ServiceTime,
     counter_file: CounterFile,
-    /// Core load file with the busy times of the workers, for an agent.
+    /// Core load file with the workers' busy times, which an agent reads.
     core_load_file: Option<CounterFile>,
-    /// Sockets by worker; `None` if only the worker's process has the socket.
+    /// Socket of each worker, or `None` if only the worker's process has the socket.
     worker_sockets: Vec<Option<UdpSocket>>,
 }
 
@@ -200,7 +199,7 @@ impl<'a> KeyValueMaster<'a> {
                     counters,
                     published_busy_ns: busy_ns,
                 };
-                // Without a receiver the master has ended.
+                // Sending fails only if the master has ended.
                 let _ = failed.send(worker.run().unwrap_err());
             };
             std::thread::Builder::new().name(format!("core{worker}")).spawn(run_worker)?;
@@ -217,12 +216,12 @@ impl<'a> KeyValueMaster<'a> {
     fn serve_by_processes(&mut self) -> anyhow::Result<()> {
         let mut worker_pids = Vec::new();
         for worker in 0..self.args.workers {
-            // The kernel numbers the sockets of a group in the order of their binding.
+            // Start in order, because the kernel numbers the sockets of a group in the order in which they are bound.
             self.worker_sockets.push(None);
             worker_pids.push(self.fork_worker_process(worker)?);
         }
         self.publish_files()?;
-        // Polls instead of wait(2): a signal just before wait(2) would not end the call.
+        // Poll instead of calling wait(2), because a signal just before wait(2) would not end the call.
         while interrupt::ensure_not_interrupted().is_ok() {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
                 Ok(WaitStatus::Exited(pid, _) | WaitStatus::Signaled(pid, ..)) => {

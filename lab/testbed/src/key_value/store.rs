@@ -1,4 +1,4 @@
-//! An ordered in-memory store: keys and values as bytes, in the order of the keys.
+//! Ordered in-memory store, whose keys and values are bytes.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -27,13 +27,14 @@ pub(crate) fn initial_value(number: u32, length: usize) -> Vec<u8> {
 #[derive(Debug)]
 pub(crate) struct Store {
     pairs: RwLock<KeyValuePairs>,
-    /// Maximum number of keys, so that clients cannot fill the machine's memory; a PUT of a further key is rejected.
+    /// Maximum number of keys. Once it is reached, a PUT of another key is rejected, so that clients cannot fill the
+    /// memory.
     pairs_max: usize,
 }
 
 impl Store {
-    /// Creates a store with `keys` keys, named by [`key_value::key_name`] of 0 and up, with values of `value_length`
-    /// bytes each.
+    /// Creates a store with `keys` keys, whose names are [`key_value::key_name`] of the numbers from 0. Each value has
+    /// `value_length` bytes.
     pub(crate) fn with_keys(keys: u32, value_length: usize, max_pair_count: usize) -> Self {
         let pair = |number: u32| {
             let key = key_value::key_name(number).into_bytes();
@@ -100,7 +101,6 @@ mod tests {
 
     use super::*;
 
-    /// Status and pairs of a response, collected from all its datagrams.
     type Answer = (u8, Vec<(Vec<u8>, Vec<u8>)>);
 
     fn request(store: &Store, request_type: &str, key: &[u8], value: &[u8]) -> Answer {
@@ -140,7 +140,7 @@ mod tests {
         expected.insert(2, format!("{}x", key_name(500)).into_bytes());
         let keys: Vec<Vec<u8>> = pairs.into_iter().map(|(key, _)| key).collect();
         assert_eq!((status, keys), (0, expected));
-        // From the first key, and beyond the last one.
+        // Scan from the first key, and beyond the last one.
         assert_eq!(request(&store, "SCAN1", b"", b"").1[0].0, key_name(0).into_bytes());
         assert_eq!(request(&store, "SCAN127", key_name(995).as_bytes(), b"").1.len(), 5);
         assert_eq!(request(&store, "WORK3", b"", b""), (0, vec![]));

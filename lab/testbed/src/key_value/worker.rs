@@ -1,8 +1,9 @@
-//! Worker: reads a request, serves it, answers it, and only then reads the next one.
+//! Worker of the key-value server, which reads a request, answers it, and only then reads the next one.
 //!
-//! Waiting requests stay in the socket's receive queue. With paced service times the worker emulates a core in virtual
-//! time ([`VirtualCore`]): a request that arrived at t (the kernel's time stamp) completes at max(t, busy until) + its
-//! service time. A late wake-up therefore delays responses but does not reduce the core's capacity.
+//! Waiting requests stay in the socket's receive queue. With paced service times the worker computes when an emulated
+//! core would finish each request ([`VirtualCore`]). A request that arrived at t (the kernel's time stamp) completes at
+//! max(t, busy until) + its service time. A late wake-up therefore delays responses but does not reduce the core's
+//! capacity.
 
 use std::net::UdpSocket;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,8 +21,8 @@ use nix::time::{ClockId, ClockNanosleepFlags, clock_nanosleep};
 use super::store::{Database as _, Store};
 use crate::core_load_file::VirtualCore;
 
-/// Maximum delay for which a core may make up (ns). The machine's late wake-ups (microseconds to milliseconds) do not
-/// cost the core time; a worker that was stopped for longer has lost that time.
+/// Maximum delay that a core may make up for (ns). Late wake-ups of the machine (microseconds to milliseconds) then do
+/// not cost the core time. A worker that was stopped for longer has lost that time.
 pub(crate) const MAX_CATCH_UP_NS: u64 = 20_000_000;
 
 /// Counters of a worker, in memory that the master and the readers of the counter file share.
@@ -29,7 +30,6 @@ pub(crate) const MAX_CATCH_UP_NS: u64 = 20_000_000;
 pub(crate) struct SharedWorkerCounters(pub(crate) &'static [AtomicU64; SharedWorkerCounters::COUNTERS_PER_WORKER]);
 
 impl SharedWorkerCounters {
-    /// Number of counters per worker.
     pub(crate) const COUNTERS_PER_WORKER: usize = 4;
     const RECEIVED_INDEX: usize = 0;
     const ANSWERED_INDEX: usize = 1;
@@ -48,7 +48,7 @@ impl SharedWorkerCounters {
     }
 }
 
-/// Service time that the server takes for requests.
+/// Time that the server takes to serve a request.
 #[derive(Debug, Clone)]
 pub(crate) enum ServiceTime {
     /// The time that the work really takes.
@@ -74,14 +74,14 @@ pub(crate) struct KeyValueWorker<'a> {
     pub store: &'a Store,
     pub service_time: &'a ServiceTime,
     pub counters: SharedWorkerCounters,
-    /// Busy time of the worker (ns), as published for an agent.
+    /// Busy time of the worker (ns), which is published for an agent.
     pub published_busy_ns: Option<&'a AtomicU64>,
 }
 
 impl KeyValueWorker<'_> {
-    /// Serves requests; returns only after an error.
+    /// Serves requests and returns only after an error.
     pub(crate) fn run(self) -> anyhow::Result<std::convert::Infallible> {
-        // The default of 50 us is as long as a paced request (prctl(2), PR_SET_TIMERSLACK).
+        // The default timer slack of 50 us is as long as a paced request (prctl(2), PR_SET_TIMERSLACK).
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
         TimestampedReceiver::enable_timestamps(self.socket).context("cannot have arrivals stamped")?;
         let (mut receiver, mut response, mut core) =
@@ -106,7 +106,7 @@ impl KeyValueWorker<'_> {
             match answer_result {
                 Ok(()) => {
                     let client_address = received_datagram.sender.context("a datagram without a sender")?;
-                    // A full send buffer blocks; datagrams that the network rejects are lost.
+                    // Sending blocks while the send buffer is full. Datagrams that the network rejects are lost.
                     let is_sent = response
                         .finish_response()
                         .all(|datagram| self.socket.send_to(datagram, client_address).is_ok());
@@ -164,7 +164,7 @@ pub(crate) fn sleep_until(moment_ns: u64) {
     while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &moment) == Err(Errno::EINTR) {}
 }
 
-/// Sets the receive buffer's size to `bytes`, beyond net.core.rmem_max if permitted. Fails when granted less.
+/// Sets the receive buffer's size to `bytes`, beyond net.core.rmem_max if permitted. Fails if the kernel grants less.
 pub(crate) fn set_receive_buffer(socket: &UdpSocket, bytes: usize) -> anyhow::Result<()> {
     use nix::sys::socket::sockopt::{RcvBuf, RcvBufForce};
     use nix::sys::socket::{getsockopt, setsockopt};

@@ -1,4 +1,4 @@
-//! Stock Knot DNS on a server: a UDP service with one SO_REUSEPORT socket per worker, unaware of coreward.
+//! Stock Knot DNS on a server, which is a UDP service with one SO_REUSEPORT socket per worker and unaware of coreward.
 
 use std::fs;
 use std::net::{SocketAddrV4, UdpSocket};
@@ -19,7 +19,7 @@ pub const DNS_SERVICE_ADDRESS: SocketAddrV4 = SocketAddrV4::new(FIRST_VIP, 53);
 pub const PLAIN_QUERY: &str = "www.plain.test/A";
 /// DNS query whose answer knotd signs on demand (RSA, 2048 bits).
 pub const SIGNED_QUERY: &str = "www.signed.test/A/dnssec";
-/// Path of knotd in Debian, because PATH may lack `/usr/sbin`.
+/// Path of knotd in Debian, which is absolute because PATH may lack `/usr/sbin`.
 pub const KNOTD_PATH: &str = "/usr/sbin/knotd";
 
 const ZONE_FILE_TEXT: &str = "$TTL 300
@@ -29,7 +29,7 @@ ns A 192.0.2.1
 www A 192.0.2.2
 ";
 
-/// Running knotd on a server; dropping it ends the process.
+/// Running knotd on a server. Dropping it ends the process.
 #[derive(Debug)]
 pub struct KnotServer {
     process: Process,
@@ -37,8 +37,8 @@ pub struct KnotServer {
 
 impl Testbed {
     /// Starts knotd on server `number` with `workers` UDP workers, and waits until it answers [`PLAIN_QUERY`] and
-    /// [`SIGNED_QUERY`]. Fails when the server or knotd does not exist, or knotd does not answer in time; the error
-    /// contains its output.
+    /// [`SIGNED_QUERY`]. Fails when the server or knotd does not exist. Fails with knotd's output when knotd does not
+    /// answer in time.
     pub fn start_knot(&self, number: u16, workers: u16) -> anyhow::Result<KnotServer> {
         let directory = self.directory().join(format!("knot-s{number}"));
         fs::create_dir_all(&directory)?;

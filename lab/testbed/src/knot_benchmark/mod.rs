@@ -1,5 +1,5 @@
-//! `coreward-lab testbed knot-benchmark`: the gain of `coreward dispatch` for an unmodified server. Debian's Knot DNS
-//! answers queries of unequal cost: most from memory, some with a signature made on demand.
+//! `coreward-lab testbed knot-benchmark` measures what an unmodified server gains by `coreward dispatch`. Debian's Knot
+//! DNS answers queries of unequal cost, most of them from memory and some with a signature made on demand.
 
 pub mod knot;
 
@@ -15,7 +15,7 @@ use crate::topology::{Testbed, missing_privilege};
 use crate::{instance, interrupt};
 use knot::{DNS_SERVICE_ADDRESS, PLAIN_QUERY, SIGNED_QUERY};
 
-/// Name in [`KnotBenchmarkArgs::policies`] of the kernel's own selection of a worker.
+/// Name in [`KnotBenchmarkArgs::policies`] that lets the kernel select the worker, without dispatch.
 const KERNEL_POLICY_NAME: &str = "kernel";
 
 /// Options of `coreward-lab testbed knot-benchmark`.
@@ -65,9 +65,8 @@ fn parse_seconds(text: &str) -> Result<f64, String> {
 /// Results of one policy, with median and range over the runs.
 #[derive(Debug, Clone, Serialize)]
 pub struct PolicyMeasurement {
-    /// Name of the policy; `kernel` without dispatch.
+    /// Name of the policy, or `kernel` without dispatch.
     pub policy: String,
-    /// Number of answers per second.
     pub answered_rps: SeedSummary,
     /// Median latency of queries answered from memory (us).
     pub plain_p50_us: SeedSummary,
@@ -86,13 +85,12 @@ pub struct Comparison {
     pub workers: u16,
     /// Number of queries that are due per second.
     pub rate: f64,
-    /// Share of the queries whose answer is signed (0 to 1).
+    /// Share of queries whose answer knotd signs on demand (0 to 1).
     pub signed: f64,
     /// Results of the policies, in the requested order.
     pub policies: Vec<PolicyMeasurement>,
 }
 
-/// Runs the benchmark and prints its results.
 pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     print!("{}", compare_policies(args)?.render(args.format));
@@ -120,7 +118,7 @@ pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> 
     Ok(Comparison { workers: args.workers, rate: args.rate, signed: args.signed, policies: policy_measurements })
 }
 
-/// Returns the dispatch configuration of the DNS service. The id of a DNS message matches the answer with its query.
+/// Returns the dispatch configuration of the DNS service. A DNS message's id matches the answer with its query.
 fn dns_service_config(policy: &str) -> String {
     format!("listen = \"{DNS_SERVICE_ADDRESS}\"\npolicy = \"{policy}\"\nrequest_id = {{ offset = 0, bytes = 2 }}\n")
 }

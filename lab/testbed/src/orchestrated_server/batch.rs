@@ -1,4 +1,4 @@
-//! Batch service with continuous work: its units are requests that it sends itself.
+//! Batch service that always has work, which consists of requests that it sends itself.
 
 use std::net::UdpSocket;
 use std::path::Path;
@@ -14,11 +14,11 @@ use super::RETRY_INTERVAL;
 
 /// Number of the service that gets the batch.
 const BATCH_SERVICE: u8 = 1;
-/// Time without a response after which all outstanding units of work count as lost.
+/// Time without a response after which all outstanding requests count as lost.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keeps `window` requests of service time `service_us` outstanding until `stop` is set. Starts again after an error,
-/// such as the end of the orchestrator.
+/// Keeps `window` requests with a service time of `service_us` (us) outstanding until `stop` is set. Starts again after
+/// an error, such as the end of the orchestrator.
 pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
     while !stop.load(Relaxed) {
         if let Err(error) = send_requests(memory, window, service_us, stop) {

@@ -1,4 +1,4 @@
-//! Clock of an emulated core, which sleeps for the service times of its requests, so that two CPUs run many cores.
+//! Clock of an emulated core, which sleeps for its requests' service times, so that two CPUs can run many cores.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -7,10 +7,10 @@ use coreward_load::event_loop::now_ns;
 
 use crate::key_value::worker::{MAX_CATCH_UP_NS, sleep_until};
 
-/// Clock of an emulated core, in virtual time.
+/// Clock of an emulated core, which computes when each request would end on a real core.
 ///
-/// A late wake-up delays a response but does not reduce the core's capacity: the next request starts at the virtual end
-/// of the previous one.
+/// A late wake-up delays a response but does not reduce the core's capacity. The next request starts at the computed
+/// end of the previous one and not at the wake-up.
 #[derive(Debug)]
 pub struct CoreClock {
     /// Maximum service time between two yield points (ns).
@@ -21,15 +21,15 @@ pub struct CoreClock {
     switch_ns: u64,
     /// Number of the service that ran in the last slice.
     last_service: Cell<u8>,
-    /// End of the last slice in virtual time (ns).
+    /// Computed end of the last slice (ns), which precedes the actual wake-up.
     virtual_end_ns: Cell<u64>,
     /// Time at which the worker woke up after the last slice (ns).
     wake_up_ns: Cell<u64>,
 }
 
 impl CoreClock {
-    /// Creates a clock. `slice`: maximum service time between two yield points. `sleep`: minimum sleep of an idle
-    /// worker. `switch`: time that the core needs to switch to another service.
+    /// Creates a clock. `slice` is the maximum service time between two yield points. `sleep` is the minimum sleep of
+    /// an idle worker. `switch` is the time that the core needs to switch to another service.
     pub fn new(slice: Duration, sleep: Duration, switch: Duration) -> Self {
         let [max_slice_ns, idle_sleep_ns, switch_ns] = [slice, sleep, switch].map(|time| time.as_nanos() as u64);
         let (virtual_end_ns, wake_up_ns) = (Cell::new(0), Cell::new(0));
@@ -53,14 +53,14 @@ impl CoreClock {
         }
     }
 
-    /// Starts a request: now if the worker has slept since the last request, otherwise at that request's virtual end.
+    /// Starts a request now if the worker has slept since the last request, or else at that request's computed end.
     fn begin_request(&self, now_ns: u64) {
         let has_slept = now_ns - self.wake_up_ns.get() >= self.idle_sleep_ns;
         let earliest_start_ns = if has_slept { now_ns } else { now_ns.saturating_sub(MAX_CATCH_UP_NS) };
         self.virtual_end_ns.set(self.virtual_end_ns.get().max(earliest_start_ns));
     }
 
-    /// Starts a slice of a service, and returns the virtual time of its start (ns).
+    /// Starts a slice of a service, and returns when it begins on the emulated core (ns).
     fn begin_slice(&self, service: u8) -> u64 {
         let switch_ns = if self.last_service.replace(service) == service { 0 } else { self.switch_ns };
         self.virtual_end_ns.get() + switch_ns

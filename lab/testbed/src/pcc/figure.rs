@@ -1,4 +1,4 @@
-//! `coreward-lab figure cheetah-9-live`: runs every method for the figure's panels.
+//! `coreward-lab figure cheetah-9-live` runs every method for the figure's panels.
 
 use anyhow::{Context as _, anyhow};
 use coreward_sim::figure::axes::Metric;
@@ -16,8 +16,8 @@ pub fn interrupt_measurement() {
     interrupt::request();
 }
 
-/// Measures every series of `scenario` with every seed; the label of a series names a method. Fails when a label is not
-/// a method, a panel's metric is not supported, or a run fails.
+/// Measures every series of `scenario` with every seed. The label of a series must be the name of a method. Fails when
+/// it is not, when a panel's metric is not supported, or when a run fails.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
     let methods: Vec<Method> = scenario
         .series
@@ -33,7 +33,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
         progress(elapsed_seconds.get(), of);
     };
     let mut samples = Vec::new();
-    // Ordered by seed, so that disturbances of the machine affect all methods.
+    // Sort by seed, so that disturbances of the machine affect all methods alike.
     for seed in 1..=seed_count {
         for method in &methods {
             let pcc_run =
@@ -61,7 +61,7 @@ fn plot_sample(panel: &Panel, run: &PccRun, x: f64, y: f64) -> Sample {
     }
 }
 
-/// Returns the points (x, y) that a panel shows of a run. The value of a second is at the end of that second.
+/// Returns the points (x, y) of a run that a panel shows. A second's value is drawn at the end of that second.
 fn points_of_panel(panel: &Panel, run: &PccRun) -> anyhow::Result<Vec<(f64, f64)>> {
     let ends_of_seconds = (1..).map(f64::from);
     let seconds = run.seconds.iter();

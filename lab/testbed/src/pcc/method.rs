@@ -1,8 +1,8 @@
-//! Compared methods: a consistency mode, and a policy that places new connections.
+//! Methods that are compared, each of which has a consistency mode and a policy that places new connections.
 
 use coreward_model::consistency::Consistency;
 
-/// Method by which packets find their servers: a consistency with a policy.
+/// Method by which packets find their servers, which is a consistency mode combined with a policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Method {
     /// Name of the method on the command line, and label of its series in the figure.
@@ -13,8 +13,8 @@ pub struct Method {
     pub policy: &'static str,
 }
 
-/// Methods to compare. The paper has AWRR under Cheetah. A connection table is as good as its fallback, and the best
-/// fallback of other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
+/// Methods to compare. The paper uses AWRR with Cheetah. A connection table is only as good as its fallback, and the
+/// best fallback in other systems is a consistent hash (Maglev, NSDI'16, Sect. 3.3).
 pub const COMPARED_METHODS: [Method; 6] = [
     Method { name: "stateless", consistency: Consistency::Stateless, policy: "awrr" },
     Method { name: "stateful", consistency: Consistency::Stateful, policy: "awrr" },
@@ -25,7 +25,7 @@ pub const COMPARED_METHODS: [Method; 6] = [
 ];
 
 impl Method {
-    /// Returns the method of a name. Fails when it does not exist; the error lists the known names.
+    /// Returns the method with this name. Fails with the list of known names when it does not exist.
     pub fn parse(name: &str) -> Result<Self, String> {
         let method_names = || COMPARED_METHODS.map(|method| method.name).join(", ");
         let found_method = COMPARED_METHODS.into_iter().find(|method| method.name == name);

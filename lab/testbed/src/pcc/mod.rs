@@ -1,5 +1,5 @@
-//! Broken connections while servers and load balancers come and go: Cheetah's Fig. 9 (NSDI'20, Sect. 5.3), measured
-//! with the real controller, load balancers and agents, and connections of stock kernels.
+//! Measurement of connections that break while servers and load balancers come and go. It is Cheetah's Fig. 9 (NSDI'20,
+//! Sect. 5.3) with the real controller, load balancers and agents, and with connections of stock kernels.
 //!
 //! Every method runs once per seed in a new testbed, with the same requests at the same times and the same changes of
 //! the pool.
@@ -29,8 +29,8 @@ pub struct PccArgs {
     streams: StreamWorkload,
 }
 
-/// Runs one method and prints its results by second as JSON. Fails without root, when a process does not start, or when
-/// interrupted; removes the testbed in any case.
+/// Runs one method and prints its results for each second as JSON. Fails without root, when a process does not start,
+/// or when interrupted. Removes the testbed in any case.
 pub fn main(args: &PccArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let pcc_run = PccRun::measure(args.method, &args.streams, &|| ())?;

@@ -19,11 +19,12 @@ use crate::topology::{Testbed, TestbedOptions, missing_privilege};
 use crate::{instance, interrupt};
 use coreward_load::event_loop::now_ns;
 
-/// Interval of tables (ms); the paper's servers report at least ten times a second, but changes occur once a second.
+/// Interval of tables (ms). The paper's servers report at least ten times a second, but here changes occur only once a
+/// second.
 const REPORT_INTERVAL_MS: u32 = 200;
 /// Number of client addresses. Each has ports for 50,000 connections, which are not reused.
 const CLIENT_ADDRESS_COUNT: u16 = 4;
-/// Time until routers detect the failure of a load balancer: three missed BFD packets at 50 ms (RFC 5880).
+/// Time until routers detect the failure of a load balancer, which is three missed BFD packets at 50 ms (RFC 5880).
 const FAILURE_DETECTION_TIME: Duration = Duration::from_millis(150);
 /// Time from the start of the client to the start of its warm-up.
 const START_DELAY: Duration = Duration::from_millis(500);
@@ -36,11 +37,11 @@ pub struct PccRun {
     pub seed: u64,
     /// Results of each second, counted from the start of the changes.
     pub seconds: Vec<StreamSecond>,
-    /// Numbers of connections completed and broken in the warm-up, before any change.
+    /// Numbers of connections completed and broken during the warm-up, before any change.
     pub warm_up: StreamSecond,
-    /// Number of unbroken connections that were open at the end.
+    /// Number of unbroken connections that were still open at the end.
     pub open_at_end: u64,
-    /// Lateness of the client's connections: how long after their due time they were opened.
+    /// How late the client opened its connections, counted from their due times.
     pub lateness_us: Latency,
     /// Share of CPU time that the machine was not idle during the run (%).
     pub machine_busy_pct: f64,
@@ -129,7 +130,8 @@ impl PccRun {
     }
 }
 
-/// Testbed with all processes of a run. The fields are dropped in this order, the testbed last.
+/// Testbed with all processes of a run. The fields are dropped in this order, so that processes end before the testbed
+/// is removed.
 struct TestEnv {
     fleet: Fleet,
     _stream_servers: StreamServerProcess,
@@ -171,7 +173,7 @@ impl TestEnv {
         Ok(Self { fleet, _stream_servers: stream_servers, seed, next_server_number, left_server_count: 0, testbed })
     }
 
-    /// Applies the changes that are due at one time, by one new controller file.
+    /// Applies all changes that are due at one time with a single new version of the controller's file.
     fn apply_changes(&mut self, changes: &[FleetChange]) -> anyhow::Result<()> {
         let mut pool = self.fleet.server_pool().clone();
         for change in changes {

@@ -1,8 +1,8 @@
-//! Changes of servers, as in the paper's experiment, and of load balancers.
+//! Changes of servers, as in the paper's experiment, and additional changes of load balancers.
 
 use coreward_model::rss::{seeded_rng, uniform_below};
 
-/// Random number stream of [`seeded_rng`] for the selection of leaving servers.
+/// Stream number of [`seeded_rng`] for the selection of leaving servers.
 const RNG_STREAM_LEAVING_SERVERS: u64 = 6;
 
 /// Number of servers in the pool at the start.
@@ -14,9 +14,9 @@ pub const INITIAL_LOAD_BALANCER_COUNT: u16 = 2;
 pub enum FleetChange {
     /// A server that was not in the pool before joins it.
     AddServer,
-    /// A server is drained: it takes no new connections.
+    /// A server is drained, which means that it accepts no new connections.
     DrainServer,
-    /// A server is removed from the controller's file altogether.
+    /// A server is removed from the controller's file.
     RemoveServer,
     AddLoadBalancer,
     KillLoadBalancer,
@@ -24,9 +24,10 @@ pub enum FleetChange {
 
 /// Changes with their times, in half seconds from the start of the changes.
 ///
-/// The times of the servers follow the published counts of servers (`dynamic/BeamerNBSRV.csv` of
-/// github.com/cheetahlb/experiments), by which 6 servers joined. In the text (Sect. 5.3) 7 join; the seventh joins here
-/// with the sixth. Changes of load balancers are additional: the paper claims the same for them without an experiment.
+/// The times follow the published numbers of servers (`dynamic/BeamerNBSRV.csv` of github.com/cheetahlb/experiments),
+/// according to which 6 servers joined. The paper's text (Sect. 5.3) has 7, so the seventh joins here together with the
+/// sixth. The changes of load balancers are additional, because the paper claims the same for them without an
+/// experiment.
 pub const CHANGES_BY_HALF_SECOND: [(u64, &[FleetChange]); 11] = [
     (9, &[FleetChange::AddServer]),
     (11, &[FleetChange::AddServer; 2]),
@@ -57,7 +58,7 @@ pub fn server_count_after(second: u64) -> u16 {
     })
 }
 
-/// Returns the server of `pool` that leaves at leave number `turn`, which is the same under every method.
+/// Returns the server in `pool` that leaves as number `turn`, which is the same under every method.
 pub fn leaving_server(pool: &[u16], seed: u64, turn: u64) -> u16 {
     let mut rng = seeded_rng(seed << 8 | turn, RNG_STREAM_LEAVING_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]

@@ -1,10 +1,10 @@
-//! Clients of Cheetah's experiment (NSDI'20, Sect. 5.3) in one process. Connections begin as in the simulator
-//! ([`ConnectionSource`]), each for a request of the web server's mix; a request repeats after its connection has
-//! ended. Simulation and testbed therefore have the same load.
+//! Clients of Cheetah's experiment (NSDI'20, Sect. 5.3) in one process. As in the simulator ([`ConnectionSource`]),
+//! each connection has one request from the web server's mix, and a request repeats after its connection has ended.
+//! Simulation and testbed therefore have the same load.
 //!
-//! A connection is broken when it ends before its last byte, when wrong bytes arrive, or when due bytes are missing for
-//! ten seconds. Source addresses and ports follow from the connection's number, so that a run under another method has
-//! the same 4-tuples.
+//! A connection is broken when it ends before its last byte, when wrong bytes arrive, or when bytes that are due are
+//! missing for [`DATA_TIMEOUT_NS`]. Source addresses and ports follow from the connection's number, so that a run under
+//! another method has the same 4-tuples.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -34,14 +34,16 @@ use crate::topology::Testbed;
 use coreward_load::event_loop::{Epoll, ReadyEvent, now_ns};
 
 const NS_PER_SECOND: u64 = 1_000_000_000;
-/// Lateness of bytes at the end of a run (ns) above which the run continues until the connection recovers or breaks.
+/// Lateness of a connection's bytes at the end of a run (ns) above which the run continues until the connection
+/// recovers or breaks.
 const DOUBTFUL_LATENESS_NS: u64 = NS_PER_SECOND / 2;
 /// Interval between searches for timed-out connections (ns).
 const TIMEOUT_CHECK_INTERVAL_NS: u64 = NS_PER_SECOND / 4;
 /// First source port of each client address, above the well-known ports.
 const FIRST_SOURCE_PORT: u16 = 10_000;
 const SOURCE_PORTS_PER_ADDRESS: u64 = 50_000;
-/// Difference between the source ports of consecutive connections, coprime to the number of ports.
+/// Difference between the source ports of consecutive connections. It is coprime to the number of ports, so that all
+/// are used.
 const SOURCE_PORT_STEP: u64 = 7_919;
 /// Duration of an endless run (s), for which two addresses have enough ports at 150 connections per second.
 const ENDLESS_RUN_SECONDS: u32 = 600;
@@ -94,7 +96,7 @@ pub struct StreamWorkload {
 }
 
 impl Default for StreamWorkload {
-    /// Load of the experiment in the paper, where four machines generated it.
+    /// Load of the paper's experiment, where four machines generated it.
     fn default() -> Self {
         Self { clients: 4, low: 1_500.0, high: 2_500.0, wave_seconds: 40, warm_up_seconds: 15, seconds: 45, seed: 1 }
     }
@@ -117,9 +119,9 @@ impl StreamWorkload {
 pub struct StreamReport {
     /// Results of each second, counted from the start of the warm-up.
     pub seconds: Vec<StreamSecond>,
-    /// Number of unbroken connections that were open at the end.
+    /// Number of unbroken connections that were still open at the end.
     pub open_at_end: u64,
-    /// Lateness of the client: time from a connection's due time to its start.
+    /// How late the client opened its connections, counted from their due times.
     pub lateness_us: Latency,
 }
 
@@ -132,11 +134,9 @@ impl StreamReport {
 /// Numbers of connections opened, completed and broken in one second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct StreamSecond {
-    /// Number of opened connections.
     pub opened: u64,
     /// Number of connections that received all bytes.
     pub completed: u64,
-    /// Number of broken connections.
     pub broken: BrokenConnections,
 }
 
@@ -175,7 +175,7 @@ pub fn run(args: &StreamClientArgs) -> anyhow::Result<()> {
 struct StreamConnection {
     stream: TcpStream,
     request: StreamRequest,
-    /// Index of the request's kind in the mix, which starts again after its end.
+    /// Index of the request's kind in the mix. A request of this kind is due again after the connection has ended.
     mix_index: u8,
     opened_ns: u64,
     is_connected: bool,
@@ -271,14 +271,14 @@ impl<'a> ClientEventLoop<'a> {
             self.next_timeout_check_ns = now_ns + TIMEOUT_CHECK_INTERVAL_NS;
             self.fail_timed_out_connections(now_ns);
         }
-        // Other connections may become late meanwhile; connections that were late at the end have then recovered or
-        // broken.
+        // Continue until the connections that were late at the run's end have recovered or broken, even if others
+        // become late in the meantime.
         let latest_end_ns = self.run_end_ns() + DATA_TIMEOUT_NS + TIMEOUT_CHECK_INTERVAL_NS;
         let is_doubtful = |connection: &StreamConnection| connection.next_byte_due_ns() + DOUBTFUL_LATENESS_NS < now_ns;
         Ok(now_ns < self.run_end_ns() || (now_ns < latest_end_ns && self.connections.values().any(is_doubtful)))
     }
 
-    /// Returns the time at which the next connection is due (ns); `None` after the end of the run.
+    /// Returns the time at which the next connection is due (ns), or `None` after the end of the run.
     fn next_connection_due_ns(&self) -> Option<u64> {
         Some(self.start_ns + self.connection_source.next()).filter(|due_ns| *due_ns < self.run_end_ns())
     }
@@ -312,7 +312,7 @@ impl<'a> ClientEventLoop<'a> {
         };
         self.results_of_second_at(now_ns).opened += 1;
         let stream = TcpStream::from(socket);
-        // Edge-triggered: one event when connected, then one per arrival of data.
+        // Edge-triggered epoll reports one event when the connection is established, then one per arrival of data.
         let flags = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
         self.epoll.add(stream.as_fd(), connection_id, flags)?;
         let connection = StreamConnection {
@@ -412,13 +412,13 @@ pub struct StreamClient {
 }
 
 impl Testbed {
-    /// Starts a client that uses all addresses of the client host. `start_ns`: start of its warm-up. Fails when it
+    /// Starts a client that uses all addresses of the client host. Its warm-up starts at `start_ns`. Fails when it
     /// cannot be started.
     pub fn start_stream_client(&self, streams: &StreamWorkload, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
         self.start_stream_client_at_address(self.service(), 0..self.options().client_addresses, streams, start_ns)
     }
 
-    /// Starts a client of another service, from some of the client host's addresses; other clients may use the rest.
+    /// Starts a client of another service, from some of the client host's addresses. Other clients may use the rest.
     /// Fails when it cannot be started.
     pub fn start_stream_client_at_address(
         &self,

@@ -1,11 +1,12 @@
-//! Long connections: the client sends one request, the server sends packets of 125 bytes at equal intervals for the
-//! requested time, and closes. This is Cheetah's experiment on broken connections (NSDI'20, Sect. 5.3;
-//! `includes/httpserver.py` of github.com/cheetahlb/experiments) without HTTP.
+//! Long connections. The client sends one request. The server sends packets of 125 bytes at equal intervals for the
+//! requested time, and closes the connection. This is Cheetah's experiment on broken connections without HTTP (NSDI'20,
+//! Sect. 5.3; `includes/httpserver.py` of github.com/cheetahlb/experiments).
 //!
-//! Each connection's bytes follow from the client's random number, so that bytes of another connection are detected.
+//! Each connection's bytes are computed from a random number in its request, so that bytes of another connection are
+//! detected.
 //!
-//! * [`server`]: one process for the servers of a whole testbed: 31 of them on two CPUs
-//! * [`client`]: opens connections like the simulator's clients, and counts results by second
+//! * [`server`] is one process for all servers of a testbed, so that two CPUs can run 31 of them.
+//! * [`client`] opens connections like the simulator's clients, and counts the results of each second.
 
 pub mod client;
 pub mod server;
@@ -16,13 +17,13 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 /// Number of bytes that the server sends at once.
 pub const PACKET_BYTES: usize = 125;
 
-/// Request of a stream client. The response consists only of the bytes of [`content_byte`].
+/// Request of a stream client. The response contains only the bytes that [`content_byte`] returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct StreamRequest {
-    /// Seed of the bytes of the response.
+    /// Seed of the response's bytes.
     pub content_seed: U32,
-    /// Number of packets of the response, at least 1.
+    /// Number of packets in the response, at least 1.
     pub packet_count: U32,
     /// Time from the request to the last packet of the response (us).
     pub duration_us: U32,
@@ -31,11 +32,11 @@ pub struct StreamRequest {
 pub const REQUEST_BYTES: usize = size_of::<StreamRequest>();
 
 impl StreamRequest {
-    /// Returns the time from the request until packet `index` is due (ns); packets are counted from 0.
+    /// Returns the time from the request until packet `index` is due (ns). Packets are counted from 0.
     pub fn packet_due_ns(&self, index: u32) -> u64 {
         let (duration_ns, packets) =
             (u64::from(self.duration_us.get()) * 1_000, u64::from(self.packet_count.get().max(1)));
-        // 2^32 us in ns times 2^32 would not fit 64 bits.
+        // Multiply in 128 bits, because 2^32 us in ns times 2^32 would not fit in 64 bits.
         (u128::from(duration_ns) * (u128::from(index) + 1) / u128::from(packets)) as u64
     }
 
@@ -45,13 +46,13 @@ impl StreamRequest {
     }
 }
 
-/// Returns the byte at `position` of the response to a request with this seed.
+/// Returns the byte at `position` in the response to a request with this seed.
 pub fn content_byte(seed: u32, position: u64) -> u8 {
-    // Knuth's multiplicative hash: adjacent bytes and adjacent seeds differ.
+    // Use Knuth's multiplicative hash, in which adjacent bytes and adjacent seeds differ.
     ((seed ^ position as u32).wrapping_mul(0x9e37_79b1) >> 24) as u8
 }
 
-/// Raises the limit of open files of this process to the maximum, for thousands of connections.
+/// Raises this process's limit of open files to the maximum, for thousands of connections.
 fn raise_open_file_limit() -> anyhow::Result<()> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;

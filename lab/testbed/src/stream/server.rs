@@ -1,7 +1,7 @@
-//! Servers of a testbed in one process: a listening socket in each server's namespace, and one event loop.
+//! All servers of a testbed in one process, with a listening socket in each server's namespace and one event loop.
 //!
-//! A packet and an accepted connection each count as a millisecond of work of the server's only emulated core, for
-//! policies that use loads.
+//! Each server has only one emulated core. A packet and an accepted connection each count as a millisecond of work for
+//! the core, so that policies that use loads work.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ fn parse_namespace_and_file(text: &str) -> Result<(String, PathBuf), String> {
     Ok((namespace.to_owned(), file.into()))
 }
 
-/// Serves until killed. Fails when it cannot listen in one of the namespaces, or a core load file cannot be created.
+/// Serves until killed. Fails when it cannot listen in a namespace, or when a core load file cannot be created.
 pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     raise_open_file_limit()?;
     let start = |(namespace, file): &(String, PathBuf)| {
@@ -57,7 +57,7 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     match EventLoop::new(StreamProtocol, emulated_cores)?.run()? {}
 }
 
-/// State of a connection: its request, or the bytes received of it so far.
+/// State of a connection, with its request or the bytes received of it so far.
 #[derive(Default)]
 struct StreamState {
     request_buffer: ([u8; REQUEST_BYTES], usize),
@@ -112,7 +112,7 @@ impl Testbed {
         self.start_stream_servers_at_address(self.service(), |number| fleet::core_load_file_path(self, number))
     }
 
-    /// Starts stream servers at another address. `busy`: path of the core load file, by server number.
+    /// Starts stream servers at another address. `busy` returns the path of each server's core load file.
     pub fn start_stream_servers_at_address(
         &self,
         listen: impl Into<SocketAddr>,

@@ -1,4 +1,4 @@
-//! Short run of `coreward-lab testbed chaos`: the same faults and clients, for seconds instead of minutes.
+//! Short run of `coreward-lab testbed chaos`, with the same faults and clients for seconds instead of minutes.
 
 use coreward_testbed::chaos::{ChaosArgs, run};
 use coreward_testbed::network_options::NetworkOptions;

@@ -1,4 +1,4 @@
-//! Short run of `coreward-lab testbed conformance`: the same parts, for seconds instead of minutes.
+//! Short run of `coreward-lab testbed conformance`, with the same parts for seconds instead of minutes.
 
 use coreward_model::forwarding::Forwarding;
 use coreward_testbed::addresses::AddressFamily;

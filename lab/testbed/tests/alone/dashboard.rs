@@ -1,4 +1,4 @@
-//! The dashboard in a real browser (Chromium, driven by WebDriver), with a fleet under load behind it. Without a token
+//! Test of the dashboard in a real browser (Chromium, driven by WebDriver), with a fleet under load. Without a token
 //! the page shows nothing. With a token it shows every service, server and core, and updates without a reload.
 //!
 //! With `COREWARD_SCREENSHOT=FILE` the test writes a picture of the page to this file (`make screenshot`).
@@ -27,16 +27,15 @@ const SERVER_COUNT: u16 = 6;
 const CORE_COUNT: u16 = 4;
 /// Maximum duration of the traffic that the browser shows (s).
 const MAX_TRAFFIC_SECONDS: u64 = 90;
-/// Delay before the screenshot, until the lines and the heat map contain data.
+/// Delay before the screenshot, so that the lines and the heat map contain data.
 const PICTURE_DELAY: Duration = Duration::from_secs(45);
 
-/// Starts the browser's driver in a process namespace of its own. When the driver ends, so does every process of the
-/// browser.
+/// Starts the browser's driver in its own process namespace. When the driver ends, so do all processes of the browser.
 fn start_browser_driver(testbed: &Testbed) -> anyhow::Result<Process> {
     let mut command = Command::new("unshare");
     command.args(["--pid", "--fork", "--kill-child", "--mount-proc", "chromedriver"]);
     command.args([&format!("--port={DRIVER_PORT}"), "--log-level=SEVERE"]);
-    // The browser's files are in the testbed's directory and removed with it.
+    // Put the browser's files into the testbed's directory, with which they are removed.
     command.env("HOME", testbed.directory()).env("TMPDIR", testbed.directory());
     command.stdout(std::process::Stdio::null());
     testbed.spawn(testbed.controller(), command)
@@ -45,7 +44,7 @@ fn start_browser_driver(testbed: &Testbed) -> anyhow::Result<Process> {
 async fn connect() -> anyhow::Result<Client> {
     let options = json!({
         "goog:chromeOptions": {
-            // The sandbox does not work for root; /dev/shm is small in containers.
+            // The sandbox does not work for root, and /dev/shm is small in containers.
             "args": ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
                 "--window-size=1400,1500", "--hide-scrollbars"],
         },
@@ -67,7 +66,7 @@ async fn connect() -> anyhow::Result<Client> {
     }
 }
 
-/// Waits until a script in the page returns true. `what`: the condition in words.
+/// Waits until a script in the page returns true. `what` describes the condition.
 async fn wait_until(client: &Client, what: &str, script: &str) -> anyhow::Result<()> {
     let end = tokio::time::Instant::now() + TIMEOUT;
     loop {
@@ -87,14 +86,14 @@ async fn by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
     client.find(Locator::Id(id)).await.with_context(|| format!("no element {id}"))
 }
 
-/// Logs in with a token through the form of the page.
+/// Logs in with a token through the form on the page.
 async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
     by_id(client, "token").await?.send_keys(token).await?;
     client.find(Locator::Css("#login button")).await?.click().await?;
     Ok(())
 }
 
-/// Returns the messages of errors in the browser's log.
+/// Returns the error messages in the browser's log.
 async fn browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
     #[derive(Debug)]
     struct BrowserLog;
@@ -118,7 +117,7 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     ensure!(!page(&client).await?.contains("web0"), "seen without a token: {}", page(&client).await?);
     log_in(&client, "not-the-token-not-the-token-not-the").await?;
     wait_until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
-    // The browser logs every 401; two are expected here.
+    // The browser logs every 401, of which two are expected here.
     let expected = browser_errors(&client).await?;
     ensure!(expected.iter().all(|line| line.contains("401")), "{expected:?}");
 
@@ -139,10 +138,12 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     let reporting =
         format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
     wait_until(&client, "reports of every server", &reporting).await?;
-    // Loads are drawn: the newest column has a colour per core, and not all colours are equal.
-    let colours = "(() => { const map = document.getElementById('heat'); const data = \
-        map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; const seen = new Set(); for (let i = \
-        0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); return seen.size > 3; })()";
+    // Loads are drawn if the newest column has a colour per core, and if not all colours are equal.
+    let colours = "(() => { const map = document.getElementById('heat'); \
+        const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
+        const seen = new Set(); \
+        for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
+        return seen.size > 3; })()";
     wait_until(&client, "colours of different loads", colours).await?;
     let flow = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
     wait_until(&client, "new connections", flow).await?;
@@ -155,20 +156,20 @@ async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> 
     } else {
         drain()?;
     }
-    let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => row.textContent.startsWith('s2') \
-        && row.textContent.includes('draining'))";
+    let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
+        row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
     wait_until(&client, "the server that drains", draining).await?;
-    // Agents resolve that server's MAC address for a short time, and report the missing address.
+    // For a short time, agents report that server's MAC address as missing, until they have resolved it.
     wait_until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')")
         .await?;
     wait_until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
         .await?;
-    // The page loads no resource from another origin.
+    // The page must not load any resource from another origin.
     let origins = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
                    URL(entry.name).origin))].join();";
     let origins = client.execute(origins, Vec::new()).await?;
     ensure!(origins == DASHBOARD.trim_end_matches('/'), "{origins}");
-    // The session is in a viewer's cookie, which no script can read.
+    // The session is in a viewer's cookie, which no script may read.
     ensure!(client.execute("return document.cookie;", Vec::new()).await? == "", "a script can read the session");
 
     by_id(&client, "logout").await?.click().await?;

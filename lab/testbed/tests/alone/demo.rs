@@ -1,4 +1,4 @@
-//! The demo as a user starts it: its output, its files, and that it leaves nothing else behind.
+//! Test of the demo as a user starts it, with its output and its files, and of whether it leaves anything else behind.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};

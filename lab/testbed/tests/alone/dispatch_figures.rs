@@ -1,5 +1,5 @@
-//! The figures of `coreward dispatch` and `coreward orchestrate` at a reduced size: every measurement is made, and
-//! every request is answered.
+//! Figures of `coreward dispatch` and `coreward orchestrate` at a reduced size. Every measurement must be made, and
+//! every request must be answered.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +11,7 @@ use coreward_testbed::{missing_testbed_rights, skip_if};
 fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
     let mut command = Command::new(lab_command()?);
     command.arg("figure").args(arguments).args(["--runs", "1", "--format", "json"]);
-    // The tests assert counts, which a busy machine does not change.
+    // Allow any lateness, because the tests assert counts, which a busy machine does not change.
     let output = command.env("COREWARD_MAX_LATENESS_US", "1e9").output()?;
     assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
     Ok(serde_json::from_slice(&output.stdout)?)
@@ -39,14 +39,14 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["random", "jsq", "jsq (simulated)", "jlq"];
     let result = figure(&["turbo-9-live", "--seconds", "0.4", "--points", "30,40", "--series", &series.join(",")])?;
-    // Peaks are 0 when the first point exceeds the bound; no request is answered before its service time is over.
+    // Peaks are 0 when the first point exceeds the bound. No request is answered before its service time is over.
     assert_complete(&result, 2, &series, 0.0);
     let panel_curves = &result.table.panels[0].curves;
     assert!(
         panel_curves.iter().flat_map(|curve| &curve.cells).all(|cell| cell.spread.median >= 1.0),
         "{panel_curves:?}"
     );
-    // Claims about 70 % load have no values to check.
+    // Claims about a load of 70 % have no values to check.
     assert_eq!(result.claims.len(), 2);
     assert!(
         result.provenance.command.ends_with("--seconds 0.4 --series 'random,jsq,jsq (simulated),jlq' --points 30,40")
@@ -66,7 +66,7 @@ fn service_class_figure_is_measured_live() -> anyhow::Result<()> {
 fn orchestrator_is_measured_live() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let series = ["RingLeader", "RingLeader (simulated)"];
-    // 80 % load, as in the bars.
+    // The value is a load of 80 %, as in the bars.
     let options = ["--seconds", "0.5", "--points", "1.312824", "--series", &series.join(",")];
     let result = figure(&[&["ringleader-bimodal-live"], &options[..]].concat())?;
     assert_complete(&result, 4, &series, 1.0);

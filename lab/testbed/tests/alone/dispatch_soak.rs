@@ -1,4 +1,4 @@
-//! Short run of `coreward-lab testbed dispatch-soak`: the same faults, for seconds instead of minutes.
+//! Short run of `coreward-lab testbed dispatch-soak`, with the same faults for seconds instead of minutes.
 
 use coreward_testbed::dispatch_soak::{DispatchSoakArgs, run};
 use coreward_testbed::{missing_testbed_rights, skip_if};

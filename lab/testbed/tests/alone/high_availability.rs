@@ -1,5 +1,5 @@
-//! Several controllers on etcd: leaders are killed, or stopped and continued, and etcd loses its own leader. Afterwards
-//! every acknowledged change is in force, and no connection has broken.
+//! Test of several controllers on etcd. Leaders are killed, or stopped and continued, and etcd loses its own leader.
+//! Afterwards no acknowledged change may be lost, and no connection may have broken.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -19,13 +19,13 @@ use nix::sys::signal::Signal;
 
 use crate::support::{assert_unbroken, eventually, pause};
 
-/// Maximum time until another controller leads: a multiple of the lease, for slow machines.
+/// Maximum time until another controller leads. It is a multiple of the lease's duration, for slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// Fleet with three controllers and three etcd members. The fields are dropped in this order, the testbed last.
 struct HighAvailabilityEnv {
     fleet: Fleet,
-    /// Processes of controllers 2 and 3; controller 1 belongs to the fleet.
+    /// Processes of controllers 2 and 3. The fleet has the process of controller 1.
     other_controllers: Vec<Option<Process>>,
     etcd_processes: Vec<Option<Process>>,
     etcd_members: Vec<LocalMember>,
@@ -60,7 +60,7 @@ fn start_etcd_member(testbed: &Testbed, members: &[LocalMember], position: usize
     testbed.spawn(testbed.controller(), command).expect("etcd cannot be started: `scripts/install run` installs it")
 }
 
-/// Runs `coreward ARGUMENTS` against this controller; a stopped controller times out after 10 s.
+/// Runs `coreward ARGUMENTS` against this controller, with a timeout of 10 s in case that it is stopped.
 fn run_at_controller(testbed: &Testbed, controller: u16, arguments: &[&str]) -> anyhow::Result<()> {
     let command = operator_command_for(testbed, [controller], arguments)?;
     let mut command_with_timeout = Command::new("timeout");
@@ -87,7 +87,7 @@ fn fleet_document(servers: u16) -> String {
     text
 }
 
-/// Repeats a query until it returns a value, because temporarily no controller or no etcd member leads.
+/// Repeats a query until it returns a value, because at times no controller or no etcd member leads.
 fn retry_until_some<T>(what: &str, ask: impl Fn() -> Option<T>) -> T {
     let mut query_result = None;
     eventually(TAKEOVER_TIMEOUT, what, || {
@@ -112,7 +112,7 @@ impl HighAvailabilityEnv {
         let etcd_processes =
             (0..3).map(|position| Some(start_etcd_member(&testbed, &etcd_members, position))).collect();
         let applied_document = fleet_document(3);
-        // The first document is applied before load balancers and agents start.
+        // Apply the first document before load balancers and agents start.
         let mut first_controller = start_controller(&testbed, &etcd_members, 1);
         let document_path = testbed.directory().join("applied.toml");
         fs::write(&document_path, &applied_document).unwrap();
@@ -176,7 +176,6 @@ impl HighAvailabilityEnv {
         process.send_signal(signal).unwrap();
     }
 
-    /// Kills a controller by SIGKILL.
     fn kill_controller(&mut self, number: u16) {
         match number {
             1 => self.fleet.kill("controller").unwrap(),
@@ -184,7 +183,6 @@ impl HighAvailabilityEnv {
         }
     }
 
-    /// Starts a controller again after it was killed.
     fn restart_controller(&mut self, number: u16) {
         match number {
             1 => self.fleet.restart_daemon(&self.testbed, "controller").unwrap(),
@@ -223,7 +221,6 @@ impl HighAvailabilityEnv {
         })
     }
 
-    /// Returns the index of the leading etcd member.
     fn etcd_leader_index(&self) -> Option<usize> {
         let endpoints: Vec<String> = self.etcd_members.iter().map(LocalMember::endpoint).collect();
         let mut command = Command::new("etcdctl");
@@ -276,7 +273,7 @@ fn acknowledged_changes_survive_leader_changes() {
     eventually(TAKEOVER_TIMEOUT, "agents and load balancers are back", || env.are_all_daemons_connected());
     let shown_document =
         retry_until_some("a controller leads", || run_at_leader(&env.testbed, 1..=3, &["fleet", "show"]).ok());
-    // The first line of the output is the generation; the document follows.
+    // The first line of the output is the generation, and the document follows.
     assert!(shown_document.trim().ends_with(env.applied_document.trim()), "{shown_document}");
     assert_eq!(retry_until_some("a controller leads", || env.query_server_ids()), initial_server_ids);
     assert_eq!(env.servers_drained_by_command(), ["s3"]);

@@ -1,5 +1,5 @@
-//! Flood of SYNs from addresses that do not answer, with SYN cookies at the servers. Meanwhile connections of real
-//! clients open, and established ones continue.
+//! Flood of SYNs from addresses that do not answer, with SYN cookies at the servers. Connections of real clients must
+//! still open meanwhile, and established ones must continue.
 
 use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
@@ -14,7 +14,7 @@ use coreward_testbed::{Namespace, TestbedOptions, counters, missing_testbed_righ
 
 use crate::support::{TestEnv, assert_unbroken, pause};
 
-/// Prefix and first address of the spoofed sources: 10.2.128.0/17, unused and behind the router.
+/// Prefix of the spoofed sources and its first address. The prefix is unused and behind the router.
 const SPOOFED_SOURCE_PREFIX: (&str, u32) = ("10.2.128.0/17", 0x0a02_8000);
 const SYNS_PER_BURST: u32 = 40;
 const BURST_INTERVAL: Duration = Duration::from_millis(2);
@@ -27,7 +27,8 @@ fn internet_checksum(bytes: &[u8]) -> u16 {
     !((folded & 0xffff) + (folded >> 16)) as u16
 }
 
-/// Returns an IPv4 packet with a SYN to the service as Linux sends it: MSS, SACK permitted, timestamps, window scale.
+/// Returns an IPv4 packet with a SYN to the service. It has the same options as Linux's SYNs (MSS, SACK permitted,
+/// timestamps and window scale).
 fn syn_packet(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
     let mut tcp_segment = Vec::new();
     tcp_segment.extend(port.to_be_bytes());
@@ -83,7 +84,7 @@ fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency
         ..TestbedOptions::default()
     };
     let mut env = TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
-    // The route keeps the router from sending an ARP request for each spoofed address.
+    // This route keeps the router from sending an ARP request for each spoofed address.
     let mut ip = std::process::Command::new("ip");
     ip.args(["route", "add", "blackhole", SPOOFED_SOURCE_PREFIX.0]);
     env.testbed.run_command(env.testbed.client_router().unwrap(), ip).unwrap();

@@ -1,5 +1,5 @@
-//! A live pool behind another load balancer is migrated to coreward and back: docs/deployment.md, step by step, with
-//! stock nginx. Connections survive all steps.
+//! Migration of a live pool from another load balancer to coreward and back, with stock nginx. The steps are those of
+//! docs/deployment.md. Connections must survive all of them.
 
 use std::net::SocketAddrV4;
 use std::process::{Command, Stdio};
@@ -39,7 +39,7 @@ impl TestEnv {
         (baseline_balancer, Self { _nginx_servers: nginx_servers, testbed })
     }
 
-    /// Opens connections to the service and sends one request on each; every fourth connection has no TCP timestamps.
+    /// Opens connections to the service and sends one request on each. Every fourth connection has no TCP timestamps.
     fn open_connections(&self, count: usize) -> HeldConnections {
         let connections_and_workers = self.testbed.client().run_within(|| {
             (0..count)
@@ -87,7 +87,7 @@ impl TestEnv {
         self.testbed.server_numbers().into_iter().map(read_setting).collect()
     }
 
-    /// Replaces the additional lines of the fleet's file, and waits until they are in force everywhere.
+    /// Replaces the additional lines in the fleet's file, and waits until they are applied everywhere.
     fn set_fleet_text_and_wait(&self, fleet: &mut Fleet, more: &str) {
         let generation_before = fleet.status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
         fleet.set_fleet_text(&self.testbed, more).unwrap();
@@ -212,7 +212,7 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
         "while it was handed over"
     );
     assert_eq!(finish_wrk(wrk_process), Vec::<String>::new());
-    // All of the service's old connections have ended.
+    // All of the service's old connections end here.
     drop((connections_before_move, coreward_connections));
     env.testbed.route_vips_to_baseline().unwrap();
     assert_eq!(connections_during_handover.count_broken(), 0, "when the VIP moved back");
@@ -235,7 +235,7 @@ fn vip_migrates_from_haproxy_and_back() {
     skip_if!(missing_testbed_rights());
     let (_haproxy, env) = TestEnv::start_behind_baseline(BaselineKind::TcpProxy, "adoptproxy", AddressFamily::Ipv4);
     let mut haproxy_connections = env.open_connections(40);
-    // As with plain DNS, clients connect to servers' own addresses.
+    // As with plain DNS, these clients connect to servers' own addresses.
     let server_own_address = SocketAddrV4::new(server_address(1), SERVICE_ADDRESS.port());
     let mut direct_connections = HeldConnections(
         env.testbed

@@ -1,5 +1,5 @@
 //! Load balancers announce their VIPs by BGP (BIRD), and a router spreads connections over them (ECMP). They are
-//! stopped, killed, disconnected and taken out of service, and no connection breaks.
+//! stopped, killed, disconnected and taken out of service, and no connection may break.
 
 use std::fs::{self, File};
 use std::process::{Command, Stdio};
@@ -10,7 +10,8 @@ use coreward_testbed::{Namespace, Process, TIMEOUT, TestbedOptions, missing_test
 
 use crate::support::{TestEnv, assert_unbroken, eventually, run_command_text};
 
-/// BFD declares a neighbour down after 2 s without a packet: a busy machine may stop BIRD for longer than 500 ms.
+/// BFD declares a neighbour down after 2 s without a packet. The time is long, because a busy machine may stop BIRD for
+/// more than 500 ms.
 const BFD_CONFIG: &str =
     "protocol bfd { interface \"*\" { min rx interval 100 ms; min tx interval 100 ms; multiplier 20; }; }\n";
 const BGP_SESSION_CONFIG: &str =
@@ -27,7 +28,7 @@ fn router_bird_config() -> String {
     )
 }
 
-/// Returns the BIRD configuration of a load balancer in docs/deployment.md, with other times.
+/// Returns the BIRD configuration for a load balancer in docs/deployment.md, with other times.
 fn load_balancer_bird_config(number: u16) -> String {
     let lb_address = load_balancer_address(number);
     format!(
@@ -70,7 +71,8 @@ fn announced_load_balancers_join_and_leave_without_breaking_connections() {
         router_mtu: Some(1500),
         ..TestbedOptions::default()
     };
-    // A multiple of the time that BIRD and the router need to withdraw a route. After it the test checks their routes.
+    // The drain time is a multiple of what BIRD and the router need to withdraw a route. After it the test checks their
+    // routes.
     let announce_config = "[announce]\ndrain = \"10s\"\n".to_owned();
     let mut env = TestEnv::start(
         options,
@@ -82,18 +84,18 @@ fn announced_load_balancers_join_and_leave_without_breaking_connections() {
         bird_processes.push(start_bird(&env, lb_namespace, &format!("lb{number}"), &load_balancer_bird_config(number)));
     }
     eventually(*TIMEOUT, "both announce the VIP", || next_hop_load_balancers(&env) == [1, 2]);
-    // This is the testbed's own route for all VIPs.
+    // Delete the testbed's own route for all VIPs.
     run_command_text(&env.testbed, env.testbed.ecmp_host(), "ip route delete 10.200.0.0/24");
     let stream_client = env.start_streams(100.0);
     env.wait_for_connections(100);
 
-    // On a regular stop, packets no longer arrive when the process ends.
+    // After a regular stop, packets no longer arrive when the process ends.
     env.fleet.daemon("lb2").unwrap().terminate(*TIMEOUT).unwrap();
     assert_eq!(next_hop_load_balancers(&env), [1]);
     env.fleet.restart_daemon(&env.testbed, "lb2").unwrap();
     eventually(*TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
 
-    // The daemon is killed: data plane and announcements continue.
+    // The daemon is killed, but its data plane and announcements continue.
     env.fleet.kill("lb1").unwrap();
     env.wait_for_connections(150);
     assert_eq!(next_hop_load_balancers(&env), [1, 2]);

@@ -110,13 +110,13 @@ fn daemons_reject_peers_with_wrong_certificates() {
         eventually(*TIMEOUT, agent_says, || daemon_log(&testbed, "agent-s1", agent).contains(agent_says));
     }
     send_requests(&testbed, 10);
-    // An agent with a valid certificate reconnects without a restart after one of the same name that had expired.
+    // An agent whose certificate has expired reconnects without a restart when it gets a valid one.
     fleet.kill("agent-s1").unwrap();
     let agent_log_length = daemon_log(&testbed, "agent-s1", 0).len();
     issue_by_own_authority(Role::Agent, "s1", "testbed", expired);
     fleet.restart_daemon(&testbed, "agent-s1").unwrap();
-    // A daemon that starts while its files are written finds a key that does not match the certificate, and ends (a
-    // unit restarts it).
+    // Wait for this message before the files change again. A daemon that starts while its files are written finds a key
+    // that does not match the certificate, and ends (a unit restarts it).
     let expiry_message = "the peer refuses our certificate: by the peer's clock it has expired";
     eventually(*TIMEOUT, expiry_message, || {
         daemon_log(&testbed, "agent-s1", agent_log_length).contains(expiry_message)
@@ -127,7 +127,7 @@ fn daemons_reject_peers_with_wrong_certificates() {
     });
     fleet.wait_until_ready(&testbed).unwrap();
 
-    // An agent's certificate cannot open a load balancer's stream, on which all keys are sent.
+    // An agent's certificate must not open a load balancer's stream, on which all keys are sent.
     fleet.kill("lb1").unwrap();
     let controller_log_length = daemon_log(&testbed, "controller", 0).len();
     copy_certificates(&agent_directory, &credential_directory(&testbed, Role::Lb, "lb1"));

@@ -40,7 +40,7 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
         let unit_mask = capability_mask(unit_capabilities(unit).unwrap().into_iter().map(parse_capability));
         assert_eq!(retained_mask & !unit_mask, 0, "{name} keeps more than its unit leaves it");
     }
-    // Workers' sockets are found; connections are steered to them, UDP requests are dispatched to them, and no daemon
+    // Workers' sockets are found, connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
     let server = |fleet: &Fleet| {
         let status = fleet.status(&testbed).unwrap();
@@ -56,12 +56,12 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
         warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
     };
     eventually(*TIMEOUT, "the agent has no warnings", || server_warnings(&fleet).is_empty());
-    // Earlier connections may have arrived before the agent found the workers.
+    // Send more requests, because earlier connections may have arrived before the agent found the workers.
     eventually(*TIMEOUT, "connections were steered", || {
         send_requests(&testbed, 2);
         server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
     });
-    // A draining server may have to forward packets, so the load balancer resolves its address by ARP.
+    // Agents may have to forward packets to a draining server, so they must resolve its address by ARP.
     let mut pool = fleet.server_pool().clone();
     pool.insert(2, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();

@@ -1,4 +1,4 @@
-//! Connections leave a load balancer's connection table when they have ended, and never when they are only idle.
+//! Connections leave a load balancer's connection table when they have ended, but not when they are only idle.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
@@ -49,12 +49,12 @@ fn silent_connection_is_kept_and_closed_ones_are_freed() {
     eventually(*TIMEOUT, "six connections", || count_connections(&env) == 6);
     drop(closed_connections);
     eventually(*TIMEOUT, "the closed ones are freed", || count_connections(&env) == 1);
-    // The connection is idle for several times `idle`; its server was queried and still has it.
+    // The connection has been idle for several times `idle`, but its server was queried and still has the connection.
     pause(5_000);
     assert_eq!(count_connections(&env), 1);
     let packets_by_table = env.load_balancer_counter("lb1", "connection_table");
-    // The server still sends when the client closes. The side that closes first has the socket in TIME-WAIT; at the
-    // server, TIME-WAIT would keep the entry for a minute.
+    // The client closes while the server still sends, so that the client has the socket in TIME-WAIT. At the server,
+    // TIME-WAIT would keep the entry for a minute.
     let request = StreamRequest { content_seed: 7.into(), packet_count: 4_000.into(), duration_us: 4_000_000.into() };
     silent_connection.set_read_timeout(Some(*TIMEOUT)).unwrap();
     silent_connection.write_all(request.as_bytes()).unwrap();
@@ -75,7 +75,7 @@ const UNREACHABLE_CLIENT_ADDRESS: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new
 fn send_lone_syn(client: &Namespace) {
     let send_result = client.run_within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
-        // No device has the address.
+        // Transparent mode is necessary, because no device has the address.
         socket.set_ip_transparent_v4(true)?;
         socket.set_nonblocking(true)?;
         socket.bind(&UNREACHABLE_CLIENT_ADDRESS.into())?;

@@ -1,4 +1,5 @@
-//! Services whose workers are containers behind a bridge and DNAT: the servers have no socket of any connection.
+//! Services whose workers are containers behind a bridge and DNAT, so that the servers have no socket for any
+//! connection.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -11,7 +12,8 @@ use coreward_testbed::{TIMEOUT, TestbedOptions, missing_testbed_rights, skip_if}
 
 use crate::support::{TestEnv, eventually};
 
-/// Number of connections. All of them miss the buckets of a third server once in 10^10 runs: (2/3)^60.
+/// Number of connections. It is so large that all of them miss the third server's buckets once in 10^10 runs
+/// ((2/3)^60).
 const CONNECTION_COUNT: usize = 60;
 
 struct ContainerEnv {

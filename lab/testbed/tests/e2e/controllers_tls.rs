@@ -1,5 +1,5 @@
-//! Several controllers with TLS everywhere: client certificates for etcd, https for users. Records, including drains,
-//! survive a killed leader, and are copied from one store to the other and back.
+//! Several controllers with TLS everywhere, including client certificates for etcd and https for users. Records,
+//! including drains, survive a killed leader, and are copied from one store to the other and back.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -17,9 +17,9 @@ use nix::sys::signal::Signal;
 
 use crate::support::eventually;
 
-/// Maximum time until another controller leads: a multiple of the lease, for slow machines.
+/// Maximum time until another controller leads. It is a multiple of the lease's duration, for slow machines.
 const TAKEOVER_TIMEOUT: Duration = Duration::from_secs(90);
-/// Maximum time until a process ends, which may write to etcd first: only a safety net.
+/// Maximum time until a process ends, which may write to etcd first. It is long because it is only a safety net.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 const FLEET_DOCUMENT: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n\
                         [[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\n[[server]]\nname = \"s2\"\naddress = \
@@ -156,7 +156,7 @@ impl TestEnv {
         self.run_as_operator(controllers, &["apply", "--yes", document_path.to_str().unwrap()])
     }
 
-    /// Returns the names of the servers that are drained by `coreward drain`; `None`: there is no leader.
+    /// Returns the names of the servers that are drained by `coreward drain`, or `None` without a leader.
     fn servers_drained_by_command(&self, controllers: &[u16]) -> Option<Vec<String>> {
         let text = self.run_as_operator(controllers, &["status", "--format", "json"]).ok()?;
         let status: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -164,13 +164,13 @@ impl TestEnv {
         let drained_servers = servers.filter(|server| server["state_reason"] == "by `coreward drain`");
         let mut server_names: Vec<String> =
             drained_servers.map(|server| server["name"].as_str().unwrap().to_owned()).collect();
-        // The output is sorted by the servers' random ids.
+        // Sort the names, because the output is sorted by the servers' random ids.
         server_names.sort();
         Some(server_names)
     }
 
-    /// Queries each of these controllers. Returns the leader and the other controllers' answers; `None`: there is not
-    /// exactly one leader.
+    /// Queries each of these controllers. Returns the leader and the other controllers' answers, or `None` unless there
+    /// is exactly one leader.
     fn leader_and_refusals(&self, controllers: &[u16]) -> Option<(u16, Vec<String>)> {
         let (mut leaders, mut refusals) = (Vec::new(), Vec::new());
         for number in controllers {
@@ -223,7 +223,7 @@ fn commands_find_the_leader_and_drains_outlive_it() {
         refusals.iter().all(|refusal| refusal.contains(&expected_hint))
     });
 
-    // A revoked certificate is rejected without a leader, too.
+    // A follower also rejects a revoked certificate.
     let follower_number = controller_numbers.into_iter().find(|number| *number != leader_number).unwrap();
     let (file, controller) =
         (&etcd_config_paths[usize::from(follower_number) - 1], &controller_processes[usize::from(follower_number) - 1]);
@@ -248,7 +248,7 @@ fn commands_find_the_leader_and_drains_outlive_it() {
     eventually(TAKEOVER_TIMEOUT, "the next one takes a change", || {
         env.apply_document(&controller_numbers, &changed_document).is_ok()
     });
-    // `None` without a leader; the test compares answers of leaders.
+    // Repeat the query, because the test compares only leaders' answers.
     let mut drained_servers = None;
     eventually(TAKEOVER_TIMEOUT, "a leader answers", || {
         drained_servers = env.servers_drained_by_command(&controller_numbers);
@@ -314,7 +314,7 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         let doctor_output = env.run_failing_doctor(&config_path);
         assert!(doctor_output.contains(expected), "{doctor_output}");
     }
-    // The controller was not elected meanwhile. It is elected after its certificate was replaced by one that etcd
+    // The controller was not elected meanwhile. It is elected after its certificate is replaced by one that etcd
     // accepts.
     let config_path = env.write_etcd_config(
         "renewed",

@@ -1,5 +1,5 @@
-//! `coreward dispatch` in the agent: requests to a key-value server, from the agent's configuration file to `coreward
-//! status`.
+//! Test of `coreward dispatch` in the agent, with requests to a key-value server. It covers the way from the agent's
+//! configuration file to `coreward status`.
 
 use coreward_testbed::addresses::SERVICE_ADDRESS;
 use coreward_testbed::fleet::{Fleet, FleetOptions, operator_command};
@@ -10,7 +10,6 @@ use serde_json::Value;
 use crate::support::eventually;
 use crate::support::load::{report, start_load_generator};
 
-/// Returns the section `[dispatch]` of the agent's configuration file.
 fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
     let pin_directory = testbed.pin_directory().join("dispatch");
     let service_config =
@@ -41,7 +40,7 @@ fn agent_dispatches_as_its_configuration_says() -> anyhow::Result<()> {
     let server = testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", "16000000"]].concat())?;
     let agent_config = dispatch_config(&testbed, "jsq");
     let mut fleet = Fleet::start(&testbed, FleetOptions { agent_text: agent_config, ..FleetOptions::default() })?;
-    // The load bypasses the load balancer.
+    // The load generator sends requests to the server directly, without the load balancer.
     eventually(*TIMEOUT, "four workers get requests", || {
         count_eligible_workers(&query_dispatch_status(&fleet, &testbed)) == 4
     });
@@ -106,7 +105,7 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
     });
     assert_eq!(query_dispatch_status(fleet, testbed)[0]["policy"], "rr");
 
-    // Another agent process takes over the ledger (its file is rewritten).
+    // A new agent process takes over the request counters. Its start rewrites the configuration file.
     fleet.upgrade_daemon(testbed, "agent-s1")?;
     eventually(*TIMEOUT, "the new agent dispatches", || query_dispatch_status(fleet, testbed)[0]["policy"] == "jsq");
     assert_eq!(

@@ -1,5 +1,5 @@
-//! `coreward doctor` finds faults. The test makes each misconfiguration of docs/operations.md, one after the other;
-//! doctor must report it and nothing else. `--fix` repairs the faults that are marked so.
+//! Test of whether `coreward doctor` finds faults. The test makes each misconfiguration in docs/operations.md, one
+//! after the other, and doctor must report it and nothing else. `--fix` must repair the faults that are marked so.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -19,10 +19,11 @@ use serde_json::Value;
 
 use crate::support::eventually;
 
-/// Shell commands for new mount namespaces: /sys of the network namespace, the testbed's BPF file system, and an empty
-/// directory for sysctl's drop-in files. None of them is the host's. `$1`: directory to mount at.
-const ENTER_NAMESPACES_SCRIPT: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; if [ -d \
-                     /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
+/// Shell commands that set up a new mount namespace, so that doctor does not use the host's files. It gets the network
+/// namespace's /sys, the testbed's BPF file system, and an empty directory for sysctl's drop-in files. `$1` is the
+/// directory to mount at.
+const ENTER_NAMESPACES_SCRIPT: &str = "set -e; mount --bind /sys/fs/bpf \"$1\"; mount -t sysfs sysfs /sys; \
+                     if [ -d /etc/sysctl.d ]; then mount -t tmpfs tmpfs /etc/sysctl.d; fi; ";
 const MOUNT_BPF_SCRIPT: &str = "mount --bind \"$1\" /sys/fs/bpf; ";
 /// Shell commands that print doctor's report, then a line with the exit code, then the drop-in file if it exists.
 const RUN_DOCTOR_SCRIPT: &str =
@@ -49,7 +50,7 @@ struct TestEnv {
     testbed: Testbed,
     mount_point: PathBuf,
     nginx_process: Option<Process>,
-    /// Differences from the expected reports, all printed at the end.
+    /// Differences from the expected reports, all of which are printed at the end.
     failures: RefCell<Vec<String>>,
 }
 
@@ -160,7 +161,7 @@ impl TestEnv {
 
     fn stop_nginx(&mut self) {
         if let Some(mut nginx) = self.nginx_process.take() {
-            // Killing the master would leave the workers running.
+            // Terminate the master regularly, because killing it would leave the workers running.
             nginx.terminate(Duration::from_secs(30)).unwrap();
         }
     }
@@ -198,7 +199,7 @@ impl CheckedHost {
         println!("{what}: {check}, {:?}", doctor_report.findings.get(check));
     }
 
-    /// Returns this host with another configuration file: with replacements in the text, and `more` lines.
+    /// Returns this host with another configuration file, in which texts are replaced and the lines `more` are added.
     fn with_replacements(&self, replace: &[(&str, &str)], more: &str) -> Self {
         let mut text = fs::read_to_string(&self.config_path).unwrap();
         for (from, to) in replace {
@@ -253,7 +254,7 @@ fn start_env() -> (TestEnv, Fleet, CheckedHost, CheckedHost, CheckedHost) {
     testbed.load_balancer(1).unwrap().set_sysctls(&server_routes).unwrap();
     let fleet_options = FleetOptions { fleet_text: lb_stamped_service, runs_agents: false, ..FleetOptions::default() };
     let fleet = Fleet::start(&testbed, fleet_options).unwrap();
-    // A load balancer without a daemon, which doctor checks before the first start.
+    // Add a load balancer without a daemon, which doctor checks before the daemon's first start.
     let second_lb = testbed.add_load_balancer().unwrap();
     testbed.load_balancer(second_lb).unwrap().set_sysctls(&server_routes).unwrap();
     let directory = testbed.directory();
@@ -292,7 +293,7 @@ fn doctor_names_every_injected_misconfiguration() {
     check_load_balancer_addresses(&env, &balancer);
     check_controller_settings(&env, &controller);
 
-    // Running daemons cause no fault either.
+    // Running daemons must not cause a fault either.
     let doctor_report = env.run_doctor(
         env.testbed.load_balancer(1).unwrap(),
         &env.testbed.directory().join("lb1.toml"),
@@ -313,7 +314,7 @@ fn doctor_names_every_injected_misconfiguration() {
     fleet.daemon("controller").unwrap().send_signal(Signal::SIGTERM).unwrap();
 }
 
-/// Checks a running load balancer whose switch drops the frames sent by XDP. It must be the last check, because the
+/// Checks a running load balancer whose switch drops the frames that XDP sends. It must be the last check, because the
 /// driver's counter keeps its value.
 fn check_frames_dropped_by_veth(env: &TestEnv) {
     env.run_script(env.testbed.switch(), "ip link set dev lb1 xdp off; ethtool -K lb1 gro off");
@@ -394,8 +395,8 @@ fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
             &format!("ethtool -L {HOST_DEVICE} rx 2"),
         );
     }
-    let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input { type filter hook input priority \
-                 0; policy accept; }'";
+    let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input \
+                 { type filter hook input priority 0; policy accept; }'";
     let delete_table_command = "nft delete table ip doctor";
     let track_connections_command =
         format!("{add_chain_command}; nft add rule ip doctor input ct state established accept");
@@ -473,7 +474,7 @@ fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
     balancer.assert_only_new_finding(env, "another XDP program", "xdp", DoctorConditions::Normal, &[]);
     env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} xdp off"));
     balancer.assert_no_new_finding(env, "xdp");
-    // With an XDP program at either end, veth rejects such an MTU.
+    // Remove the switch's XDP program first, because veth rejects such an MTU with a program at either end.
     env.run_script(env.testbed.switch(), "ip link set dev lb2 xdp off");
     env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} mtu 9000"));
     let native_mode_host = balancer.with_replacements(&[], "xdp_mode = \"native\"\n");
@@ -494,11 +495,13 @@ fn check_load_balancer_addresses(env: &TestEnv, balancer: &CheckedHost) {
     let own_address = load_balancer_address(2);
     let narrow_prefix_command = format!(
         "ip address delete {own_address}/16 dev {HOST_DEVICE}; ip address add {own_address}/24 dev {HOST_DEVICE}; ip \
-         route add {CONTROLLER_ADDRESS} dev {HOST_DEVICE}"
+         route add \
+         {CONTROLLER_ADDRESS} dev {HOST_DEVICE}"
     );
     let wide_prefix_command = format!(
         "ip route delete {CONTROLLER_ADDRESS}; ip address delete {own_address}/24 dev {HOST_DEVICE}; ip address add \
-         {own_address}/16 dev {HOST_DEVICE}"
+         {own_address}/16 dev \
+         {HOST_DEVICE}"
     );
     balancer.assert_detected(env, "segment", &narrow_prefix_command, &wide_prefix_command);
     balancer.assert_detected(

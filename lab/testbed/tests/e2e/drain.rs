@@ -1,6 +1,6 @@
 //! A server is drained as an operator does it, with nginx and clients that keep their connections. Remaining
-//! connections are counted, none breaks, and no new ones reach the server. A controller that is killed meanwhile
-//! changes none of that.
+//! connections are counted, none breaks, and no new ones reach the server. A controller that is killed meanwhile does
+//! not change this.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -154,7 +154,7 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     let mut env = TestEnv::start("drainend");
     let (mut of_1, _of_2) = partition_by_server(open_at_each_server(&env.testbed, &[1], 2), 1);
     let mut interrupted_command = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
-    // The agent has counted, so the short timeout below covers only a query.
+    // The agent has counted by now, so the short timeout below covers only a query.
     interrupted_command.wait_for_output(&format!(" {} connections remain\n", of_1.len()));
     interrupted_command.process.send_signal(Signal::SIGINT).unwrap();
     let (is_success, printed) = interrupted_command.wait_for_end();
@@ -186,7 +186,7 @@ fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     assert!(top_output.contains("! s1: draining: by `coreward drain`"), "{top_output}");
 }
 
-/// Returns the lines of the controller's log with an event, as JSON objects.
+/// Returns the lines in the controller's log that contain an event, as JSON objects.
 fn logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
     let log_text = fs::read_to_string(env.testbed.directory().join("controller.log")).unwrap();
     let log_objects = log_text.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
@@ -267,7 +267,7 @@ fn apply_waits_until_every_daemon_has_the_document() {
     let server_generations =
         status["servers"].as_array().unwrap().iter().map(|server| &server["configuration_generation"]);
     assert!(lb_generations.chain(server_generations).all(|acknowledged| acknowledged == generation), "{status}");
-    // A load balancer that cannot answer is named.
+    // The error names a load balancer that cannot answer.
     env.fleet.kill("lb1").unwrap();
     let apply_without_lb = || apply_and_wait(&env, "buckets = 64\n", "2s").unwrap_err();
     let error = apply_without_lb();

@@ -1,4 +1,4 @@
-//! Placement tables expire while no controller runs: the load balancer places new connections by its own counts.
+//! Placement tables expire while no controller runs, so the load balancer places new connections by its own counts.
 
 use std::time::SystemTime;
 
@@ -11,7 +11,7 @@ use crate::support::{
     open_keepalive_connections, pause, series_value,
 };
 
-/// Fleet document in which s3 has half of all weight. `crossrss` sends all connections of a bucket to one server until
+/// Fleet document in which s3 has half of all weight. `crossrss` sends all connections in a bucket to one server until
 /// the next table.
 const FLEET_DOCUMENT: &str = r#"
 table_lifetime = "1s"

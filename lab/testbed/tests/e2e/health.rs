@@ -19,8 +19,8 @@ use crate::support::{
 };
 
 const STATE_TIMEOUT: Duration = Duration::from_secs(60);
-/// Maximum time to detect a fault with [`HEALTH_CHECK_CONFIG`]: interval x fall + timeout, and the daemon's tick. The
-/// timeout allows for a busy machine.
+/// Maximum time to detect a fault with [`HEALTH_CHECK_CONFIG`], which is interval x fall + timeout, and the daemon's
+/// tick. The check's timeout is long to allow for a busy machine.
 const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 
 const HEALTH_CHECK_CONFIG: &str = "slow_start = \"1s\"\n[service.health]\ncheck = \"http\"\npath = \"/healthz\"\n\
@@ -246,7 +246,8 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     wait_until_served_by(&env, &[2]);
 }
 
-/// Returns the number of the server that answers each of several new connections; `None`: refused or not answered.
+/// Opens new connections. Returns the number of the server that answers each, or `None` if it is refused or not
+/// answered.
 fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
     let request =
         || HttpConnection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
@@ -323,7 +324,7 @@ fn load_balancer_restarted_without_a_controller_continues_its_checks() {
 
     env.fleet.kill("lb1").unwrap();
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
-    // A server that recovers gets new connections again; a server that goes down then gets none.
+    // A server that recovers gets new connections again, and a server that goes down after it gets none.
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     wait_until_served_by(&env, &[1, 2, 3]);
     env.nginx_servers[2] = None;

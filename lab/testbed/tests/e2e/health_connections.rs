@@ -1,4 +1,4 @@
-//! Connections of health checks as a server sees them: each is reset at the address to which it was opened.
+//! Connections of health checks as a server sees them. Each is reset at the address to which it was opened.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::support::{eventually, pause};
 
-/// Checked ports: port of the server, kind of check, and whether the server answers.
+/// Checked ports, as (port of the server, kind of check, whether the server answers).
 const CHECKED_PORTS: [(u16, &str, bool); 5] = [
     (8001, "check = \"tcp\"", true),
     (8002, "check = \"http\"", true),
@@ -38,7 +38,7 @@ struct TcpSegment {
     is_rst: bool,
 }
 
-/// State of a connection of a health check, according to the segments that the server received.
+/// State of a health check's connection, according to the segments that the server received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct CheckConnection {
     syn_destination: Ipv4Addr,
@@ -98,7 +98,7 @@ impl SegmentSniffer {
     }
 }
 
-/// Parses the headers of a TCP segment in IPv4 without options. `None`: it is not from the load balancer.
+/// Parses the headers of a TCP segment in IPv4 without options. Returns `None` if it is not from the load balancer.
 fn parse_segment(packet: &[u8]) -> Option<TcpSegment> {
     let address_at = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(at..at + 4)?).ok()?));
     let port_at = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
@@ -170,7 +170,7 @@ fn service_configs() -> String {
     CHECKED_PORTS.map(configs_of_port).concat()
 }
 
-/// Returns the server's connections with the load balancer, as `ss` prints them: without listening sockets and
+/// Returns the server's connections with the load balancer, as `ss` prints them, without listening sockets and
 /// TIME-WAIT.
 fn connections_at_server(testbed: &Testbed) -> Vec<String> {
     let mut ss = Command::new("ss");
@@ -217,7 +217,7 @@ fn assert_all_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, what: 
     sniffer.read_segments();
     for (port, address) in checked_sockets() {
         let port_connections = sniffer.connections_to_port(port);
-        // A server that has closed its end answers TLS's last record with a reset.
+        // The server may send a reset itself, as its answer to TLS's last record after it has closed its end.
         let may_reset_itself = port % SERVER_PORT_OFFSET == 3;
         let was_reset = |probed: &CheckConnection| {
             probed.reset_destination == Some(address) || probed.reset_destination.is_none() && may_reset_itself

@@ -1,5 +1,5 @@
 //! A service with an IPv6 VIP over servers that coreward reaches by IPv4. New connections are balanced. No connection
-//! breaks while the pool changes, or a load balancer or the controller restarts.
+//! may break while the pool changes, or when a load balancer or the controller restarts.
 
 use std::collections::BTreeSet;
 use std::net::TcpStream;
@@ -78,7 +78,8 @@ fn ipv6_services_are_checked_announced_and_explained() {
     let lb_host = env.testbed.load_balancer(1).unwrap();
     let vip = env.testbed.service();
     eventually(*TIMEOUT, "the VIP is announced", || {
-        // Before its first route the table does not exist, which `ip` would report as an error.
+        // List all tables, because the table does not exist before its first route, and `ip` would report that as an
+        // error.
         run_command_text(&env.testbed, lb_host, "ip -6 route show table all")
             .contains(&format!("blackhole {} dev lo table 7400 proto 174", vip.ip()))
     });
@@ -139,7 +140,7 @@ fn daemons_reach_the_controller_and_each_other_by_ipv6() {
     assert_changes_break_no_connection(&mut env);
 }
 
-/// Here, servers listen only on the VIP.
+/// In this test, servers listen only on the VIP.
 #[test]
 fn ipv6_servers_are_checked_at_the_vip() {
     skip_if!(missing_testbed_rights());

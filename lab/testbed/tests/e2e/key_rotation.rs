@@ -1,4 +1,4 @@
-//! New cookie keys under load: no connection breaks, including those that began two keys ago.
+//! New cookie keys under load must break no connection, including those that began two keys ago.
 
 use std::time::Duration;
 
@@ -20,8 +20,8 @@ fn key_rotation_breaks_no_connection() {
     assert!(stamps_with_new_key(&env, 0));
     env.set_admin_state(1, Some(AdminState::Draining));
     for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
-        // The rotation follows the previous one sooner than is safe for idle connections; these connections are not
-        // idle.
+        // Force the rotation, because it follows the previous one sooner than is safe for idle connections. These are
+        // not idle.
         env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
         eventually(*TIMEOUT, "the other key stamps", || stamps_with_new_key(&env, key));
         eventually_in_force(&env.fleet, &env.testbed);

@@ -29,7 +29,7 @@ struct KeyValueClient {
     next_id: u32,
 }
 
-/// Response: status, number of the worker, and key-value pairs.
+/// Response, as (status, number of the worker, key-value pairs).
 type ParsedResponse = (u8, u16, Vec<(Vec<u8>, Vec<u8>)>);
 
 impl KeyValueClient {
@@ -90,7 +90,7 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
                 assert_eq!((status, pairs.len()), (ResponseStatus::Done as u8, 105));
                 assert_eq!(pairs[104].0, key_name(5_104).into_bytes());
             }
-            // All 24 flows reach one of four workers once in 4^23 runs.
+            // All 24 flows reach the same of four workers only once in 4^23 runs.
             assert!(other_worker_answers > 0, "every flow at worker {writer}");
             Ok(())
         })
@@ -107,7 +107,7 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
 fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvbad")?;
-    // SCAN47 has no published time.
+    // SCAN47 has no published time, so it is rejected.
     let server = testbed.start_key_value_server(1, &["--paced", "--workers", "1"])?;
     testbed.client().run_within(|| {
         let mut client = KeyValueClient::open()?;
@@ -118,11 +118,11 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
         let request_type = "SCAN47".parse()?;
         Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write(&mut request_without_time);
         client.socket.send(&request_without_time)?;
-        // The server answers in order: an answer to the earlier request would come first, with another id.
+        // The server answers in order, so an answer to an earlier request would come first, with another id.
         client.request_and_wait("GET", &key_name(1), "")?;
         Ok(())
     })?;
-    // The worker counts an answer after sending it, so the client may be faster.
+    // Wait, because the worker counts an answer after sending it, so the client may be faster.
     eventually(*TIMEOUT, "the answer is counted", || {
         server.read_counters().unwrap().iter().map(|worker| worker.answered).sum::<u64>() > 0
     });
@@ -145,7 +145,7 @@ fn requests_of_a_dead_worker_are_lost_and_counted() -> anyhow::Result<()> {
     let report = report(load_process)?;
     let report_count = |name: &str| report[name].as_u64().unwrap();
     assert_eq!(report_count("requests"), report_count("completed") + report_count("lost"), "{report}");
-    // Half of the flows lose requests for half of the time; the number of such flows is random.
+    // Half of the flows lose requests for half of the time, but the number of such flows is random.
     assert!(
         report_count("lost") > report_count("requests") / 20 && report_count("lost") < report_count("requests") / 2,
         "{report}"
@@ -168,7 +168,7 @@ fn killed_worker_is_restarted() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
-    // The socket exists before the worker starts.
+    // Compare process ids, because the socket exists before the worker starts.
     let worker_pid_other_than = |before: Option<u32>| {
         let deadline = std::time::Instant::now() + *TIMEOUT;
         loop {
@@ -210,7 +210,7 @@ fn interrupted_load_reports_its_measurements() -> anyhow::Result<()> {
     let measured_seconds = report["seconds"].as_f64().unwrap();
     assert!(measured_seconds > 0.5 && measured_seconds < 20.0, "{report}");
     let request_count = report["requests"].as_f64().unwrap();
-    // Poisson arrivals: 1,500 within six standard deviations.
+    // Arrivals are a Poisson process, so 1,500 are expected within six standard deviations.
     assert!((request_count / measured_seconds / 1_000.0 - 1.0).abs() < 0.16, "{report}");
     assert_eq!((report["lost"].as_u64(), &report["completed"]), (Some(0), &report["requests"]), "{report}");
     Ok(())

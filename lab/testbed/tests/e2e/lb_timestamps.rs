@@ -1,6 +1,6 @@
-//! `timestamps = "lb"`: plain Linux servers without an agent, whose answers pass through the load balancer. No
-//! connection breaks while servers, keys and the load balancer change. The load balancer reports a server whose answers
-//! it cannot stamp, with the reason; connections of that server continue, too.
+//! Test of `timestamps = "lb"` with plain Linux servers without an agent, whose answers pass through the load balancer.
+//! No connection may break while servers, keys and the load balancer change. The load balancer reports a server whose
+//! answers it cannot stamp, with the reason, and that server's connections continue, too.
 
 use std::process::Command;
 
@@ -35,7 +35,6 @@ fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> 
     env
 }
 
-/// Returns the state that load balancer 1 reports.
 fn query_lb_state(env: &TestEnv) -> Value {
     env.fleet.status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
@@ -58,17 +57,17 @@ fn set_kernel_forwarding(env: &TestEnv, value: &str) {
     lb_host.set_sysctls(&[(&forwarding_sysctl, value)]).unwrap();
 }
 
-/// Values of net.ipv4.tcp_timestamps: one clock for all connections, or one for each connection (Linux' default).
+/// Values of net.ipv4.tcp_timestamps, with one clock for all connections, or one for each connection (Linux' default).
 const ONE_CLOCK_FOR_ALL: &str = "2";
 const CLOCK_PER_CONNECTION: &str = "1";
 
 /// Opens connections to every server until all servers' clocks have this state at the load balancer.
 fn open_until_clocks_are_known(env: &TestEnv, state: &str) {
     let client = env.testbed.client();
-    // These ports are below the ports of later streams.
+    // Use ports below those of later streams.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
     let vip = env.testbed.service().ip();
-    // Answers of one connection, 200 ms apart, show the rate of its clock.
+    // Several answers on one connection, 200 ms apart, show the rate of its clock.
     let one_connection_script =
         format!("exec 3<>/dev/tcp/{vip}/80; for n in {{1..5}}; do printf x >&3; sleep 0.2; done");
     let connections_script = format!("for n in {{1..40}}; do ({one_connection_script}) & done; wait");
@@ -99,7 +98,7 @@ fn plain_linux_servers_join_and_leave_without_breaking_connections() {
     assert_no_connection_breaks("lbtsplain", AddressFamily::Ipv4, CLOCK_PER_CONNECTION, "per-connection");
 }
 
-/// Returns the numbers of established connections' packets that the cookie and the flow table have placed.
+/// Returns how many packets of established connections were placed by the cookie, and how many by the flow table.
 fn packets_by_decision(env: &TestEnv) -> [u64; 2] {
     let stamped_services = query_lb_state(env)["stamped_services"].clone();
     ["by_cookie", "by_flow_table"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
@@ -120,7 +119,7 @@ fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
 /// Asserts that no connection breaks while servers join and leave, keys change, and the load balancer restarts.
 fn assert_no_connection_breaks(instance: &str, family: AddressFamily, tcp_timestamps: &str, known: &str) {
     let mut env = start_env(instance, family, &[tcp_timestamps; 5]);
-    // A load balancer that loses its state breaks connections that are not stamped, so the test must not have any.
+    // Make all connections stamped, because a load balancer that loses its state breaks those that are not.
     open_until_clocks_are_known(&env, known);
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
@@ -144,12 +143,12 @@ fn assert_no_connection_breaks(instance: &str, family: AddressFamily, tcp_timest
     env.set_admin_state(1, Some(AdminState::Active));
     eventually(*TIMEOUT, "replies are stamped", || env.load_balancer_counter("lb1", "reply_stamped") > 1_000);
     env.wait_for_connections(75);
-    // The load balancer restarts without state. It must not route packets unchanged that it does not know yet.
+    // The load balancer restarts without state. It must not route unknown packets unchanged in the meantime.
     set_kernel_forwarding(&env, "0");
     env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
     env.wait_for_connections(150);
     set_kernel_forwarding(&env, "1");
-    // Counters of the load balancer restart at 0 as well.
+    // The load balancer's counters restart at 0 as well.
     for counter in ["established", "reply_stamped"] {
         eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
     }
@@ -223,7 +222,7 @@ fn unstampable_server_is_reported_and_its_connections_continue() {
     eventually(*TIMEOUT, "the clock of s1 is known", || server_clock_state_and_fault(&env, "s1").0 == "per-connection");
     assert_unbroken(stream_client);
 
-    // A load balancer that does not route reports it, with the remedy.
+    // A load balancer that does not route packets reports this, with the remedy.
     assert_eq!(query_lb_state(&env)["warnings"], Value::Array(Vec::new()));
     set_kernel_forwarding(&env, "0");
     eventually(*TIMEOUT, "that it does not route is shown", || {

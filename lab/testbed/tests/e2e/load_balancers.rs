@@ -1,5 +1,5 @@
 //! Several load balancers behind ECMP are added, restarted, upgraded, rebooted and killed under load while the pool
-//! changes. No connection breaks.
+//! changes. No connection may break.
 
 use std::time::Duration;
 
@@ -27,8 +27,8 @@ fn start_env(instance: &str, consistency: Consistency, family: AddressFamily) ->
 fn assert_changes_break_no_connection(env: &mut TestEnv) {
     let stream_client = env.start_streams(150.0);
     env.wait_for_connections(225);
-    // From here on, packets that are placed by a rule instead of by a cookie reach the wrong server: `rr` selects other
-    // servers for most connections.
+    // From here on, `rr` selects other servers for most connections. So packets that are placed by a rule instead of by
+    // a cookie reach the wrong server.
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(75);
     assert_eq!(env.fleet.add_load_balancer(&mut env.testbed).unwrap(), 3);
@@ -65,7 +65,7 @@ fn connections_survive_lost_connection_tables() {
     assert_lost_tables_break_no_connection("lbsfull", AddressFamily::Ipv4);
 }
 
-/// The path changes as when a client draws a new flow label.
+/// The load balancers change as when a client draws a new flow label, which changes its path.
 #[test]
 fn ipv6_connections_survive_lost_connection_tables() {
     skip_if!(missing_testbed_rights());
@@ -75,8 +75,8 @@ fn ipv6_connections_survive_lost_connection_tables() {
 fn assert_lost_tables_break_no_connection(instance: &str, family: AddressFamily) {
     let mut env = start_env(instance, Consistency::Stateful, family);
     assert_changes_break_no_connection(&mut env);
-    // Some packets reached a load balancer that does not own the entry. Others had to be broadcast after the owner was
-    // gone.
+    // Some packets must have reached a load balancer that does not own the entry. Others must have been broadcast after
+    // the owner was gone.
     for counter in ["connection_table", "to_owner", "broadcast_owner_lost"] {
         eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 0);
     }

@@ -1,4 +1,4 @@
-//! The load generator over connections: to the paced server, and by HTTP to stock nginx.
+//! The load generator over connections, to the paced server and by HTTP to stock nginx.
 
 use std::time::Duration;
 
@@ -90,7 +90,7 @@ fn http_load_is_answered_by_nginx() -> anyhow::Result<()> {
         [0, report_count(&missing_file_report, "requests"), 0, 0],
         "{missing_file_report}"
     );
-    // A reload ends every old worker's connections; the generator opens new ones to the new workers.
+    // A reload ends all connections of old workers, and the generator opens new ones to the new workers.
     let running_load = start_http_load(WORKER_IDENTITY_PATH, 200)?;
     std::thread::sleep(Duration::from_millis(700));
     nginx.reload(&testbed, 1, 2)?;
@@ -112,8 +112,8 @@ fn wait_for_a_free_connection_counts_as_latency() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tloadwait")?;
     let _nginx = testbed.start_nginx(1)?;
-    // With one connection and answers that take minutes (1 MB at 4 kB/s), the first request is outstanding, and the
-    // other requests wait for it.
+    // There is one connection, and answers take minutes (1 MB at 4 kB/s). So the first request stays outstanding, and
+    // the others wait for it.
     let options =
         "--transport http --path /slow --rate 50 --arrivals fixed --seconds 1 --warm-up 0 --flows 1 --timeout 1";
     let report = report(start_load_generator(&testbed, options)?)?;

@@ -26,7 +26,8 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// `at_switch`: command for the other end of the load balancer's device, which runs before the daemon starts.
+    /// Starts the environment. The command `at_switch` changes the other end of the load balancer's device before the
+    /// daemon starts.
     fn start(instance: &str, at_switch: &str) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
@@ -43,7 +44,7 @@ impl TestEnv {
         status["load_balancers"][0]["state"].clone()
     }
 
-    /// Returns whether a new connection of the client becomes established within `limit`.
+    /// Returns whether the client can establish a new connection within `limit`.
     fn can_connect(&self, limit: Duration) -> bool {
         let connect_result = || Ok(TcpStream::connect_timeout(&SERVICE_ADDRESS.into(), limit).is_ok());
         self.testbed.client().run_within(connect_result).unwrap()
@@ -53,7 +54,7 @@ impl TestEnv {
         self.lb_state()["warnings"].to_string()
     }
 
-    /// Returns the value of a metric of the load balancer, by its series.
+    /// Returns the value of a load balancer's metric, by its series.
     fn metric_value(&self, series: &str) -> f64 {
         let page = fetch_metrics_page(&self.testbed, self.testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
         support::series_value(&page, series).unwrap_or_else(|| panic!("no {series} in {page}"))
@@ -89,8 +90,8 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
     });
 }
 
-/// With GRO alone at the other end of a veth, native XDP seems to work while the daemon runs: the daemon's frames wake
-/// that end's poll. When the daemon is killed, connections stall.
+/// With GRO alone at a veth's other end, native XDP seems to work while the daemon runs, because the daemon's frames
+/// wake that end's poll. When the daemon is killed, connections stall.
 #[test]
 fn new_connections_continue_when_the_daemon_is_killed() {
     skip_if!(missing_testbed_rights());

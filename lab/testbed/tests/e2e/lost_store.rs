@@ -1,4 +1,4 @@
-//! State that is lost or cannot be written: load balancers and agents continue with the state in force.
+//! When state is lost or cannot be written, load balancers and agents continue with the state that they have.
 
 use std::fs;
 use std::net::TcpStream;
@@ -81,7 +81,7 @@ fn configuration_is_saved_once_the_disk_has_room() {
     let saved_configuration_path = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
 
-    // A new file is written at this path, and then renamed.
+    // The load balancer writes a new file at this path, and then renames it.
     let obstacle_path = testbed.directory().join("lb1.new");
     eventually(*TIMEOUT, "no write is under way", || fs::create_dir(&obstacle_path).is_ok());
     let saved_before = fs::read(&saved_configuration_path).unwrap();

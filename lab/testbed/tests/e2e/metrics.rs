@@ -1,9 +1,10 @@
-//! Prometheus endpoints of a running fleet: each serves its documented metrics, with the values of `coreward status`.
+//! Prometheus endpoints of a running fleet, which must serve their documented metrics with the values of `coreward
+//! status`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 
-// These crates declare metrics.
+// Link these crates, because they declare metrics.
 use coreward_agent as _;
 use coreward_control_server as _;
 use coreward_lb as _;
@@ -16,13 +17,13 @@ use crate::support::{TestEnv, assert_unbroken, eventually, fetch_metrics_page};
 
 const METRICS_ADDRESS: &str = "127.0.0.1:9440";
 
-/// Values of the samples on a metrics page, by name and labels, as a parser of Prometheus' format reads them.
+/// Values of the samples on a metrics page, by name and labels, as a parser for Prometheus' format reads them.
 type SampleValues = BTreeMap<(String, BTreeMap<String, String>), f64>;
 
 fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
     let text = fetch_metrics_page(&env.testbed, host, METRICS_ADDRESS).ok()?;
     assert!(text.ends_with("# EOF\n"), "{text}");
-    // The parser knows Prometheus' own format, which has no end marker.
+    // Remove the end marker, because the parser knows only Prometheus' own format, which has none.
     let page_lines = text.lines().filter(|line| *line != "# EOF").map(|line| Ok(line.to_owned()));
     let samples = Scrape::parse(page_lines).unwrap().samples;
     assert!(!samples.is_empty(), "{text}");
@@ -90,7 +91,7 @@ fn endpoints_serve_the_documented_metrics() {
         ..FleetOptions::default()
     };
     let mut env = TestEnv::start(testbed_options, options);
-    // Top-level keys must come before the tables of the file.
+    // Top-level keys must come before the tables in the file.
     let controller_config_path = env.testbed.directory().join("controller.toml");
     let text = fs::read_to_string(&controller_config_path).unwrap();
     fs::write(&controller_config_path, format!("{metrics_config}{text}")).unwrap();
@@ -106,7 +107,7 @@ fn endpoints_serve_the_documented_metrics() {
     let scrape_all = |host: &Namespace| scrape_metrics(&env, host).unwrap();
     assert_documented_metrics_are_served(Component::Lb, &scrape_all(balancer));
     assert_documented_metrics_are_served(Component::Agent, &scrape_all(server));
-    // The controller has a load balancer's last report, at most a second old.
+    // Wait, because the controller has a load balancer's last report, which is at most a second old.
     eventually(*TIMEOUT, "the controller has its load balancer's counts", || {
         let (known, printed) = (scrape_all(controller), scrape_all(balancer));
         let new_connections =

@@ -1,8 +1,8 @@
-//! Multipath TCP of stock kernels (RFC 8684). The policy places the first subflow. Further subflows reach the same
-//! server by a port that the server signals and that is a separate service.
+//! Multipath TCP of stock kernels (RFC 8684). The policy places the first subflow. The server signals another port,
+//! which is a separate service, so that further subflows reach the same server.
 //!
 //! The server's kernel draws the token in MP_JOIN, so no load balancer can find the connection by it. So servers refuse
-//! joins to the first address and port (`allow_join_initial_addr_port = 0`) and signal another port.
+//! joins to the first address and port (`allow_join_initial_addr_port = 0`).
 
 use std::fmt::Write as _;
 use std::io::{Read as _, Write as _};
@@ -18,10 +18,10 @@ use socket2::{Domain, Protocol, Socket, Type};
 use crate::support::{eventually, pause, run_command_text};
 
 const SERVER_COUNT: u16 = 3;
-/// Number of connections. With random placement, one of the servers gets none once in 10^6 runs.
+/// Number of connections. With random placement, a server gets none of them once in 10^6 runs.
 const CONNECTION_COUNT: u64 = 36;
 const TRANSFER_BYTES: usize = 100_000;
-/// Port for joins of server 0; server K has this port plus K.
+/// Port for joins to server 0. Server K has this port plus K.
 const FIRST_JOIN_PORT: u16 = 8000;
 
 fn missing_mptcp() -> Option<String> {
@@ -55,7 +55,8 @@ fn join_service_configs() -> String {
     })
 }
 
-/// Answers each byte with the server's number, on every connection. Each thread ends with its connection.
+/// Starts threads that answer each byte with the server's number, on every connection. Each thread ends with its
+/// connection.
 fn start_answering(testbed: &Testbed, number: u16) {
     let listener: TcpListener = testbed
         .server(number)
@@ -170,7 +171,7 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     fleet.kill_load_balancer(&mut testbed, 1, Duration::from_millis(150)).unwrap();
     pause(500);
     assert_all_stay();
-    // The test aborts the first subflows; data in flight continues on the joined subflows.
+    // Abort the first subflows, so that data in flight must continue on the joined subflows.
     let mut ss = Command::new("ss");
     ss.args([
         "--kill",

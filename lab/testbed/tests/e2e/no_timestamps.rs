@@ -1,5 +1,5 @@
-//! Clients without TCP timestamps cannot return a cookie. Still no connection breaks while servers and load balancers
-//! come and go one after the other.
+//! Clients without TCP timestamps cannot return a cookie. Still no connection may break while servers and load
+//! balancers come and go one after the other.
 
 use std::time::Duration;
 

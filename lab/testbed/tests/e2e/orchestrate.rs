@@ -1,5 +1,5 @@
-//! `coreward orchestrate` with a server that uses the runtime library, on loopback: requests, workers that die and
-//! stop, a restart.
+//! Test of `coreward orchestrate` on loopback with a server that uses the runtime library. It covers requests, workers
+//! that die and stop, and a restart.
 
 use std::cell::Cell;
 use std::net::{SocketAddr, UdpSocket};
@@ -19,10 +19,9 @@ use serde_json::Value;
 
 use crate::support::{effective_capabilities, eventually, retained_capabilities};
 
-/// Timeout of a response, which takes microseconds; the request of a worker that has just died gets none.
+/// Timeout of a response, which takes microseconds. A request gets none if its worker has just died.
 const RESPONSE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Child process that is killed when dropped.
 pub struct RunningProcess(Child);
 
 impl RunningProcess {
@@ -84,7 +83,7 @@ impl TestEnv {
         self.directory.path().join("cores").display().to_string()
     }
 
-    /// Starts the orchestrator. Its port is open as soon as the file of its memory exists.
+    /// Starts the orchestrator. Its port is open as soon as its memory file exists.
     fn start_orchestrator(&self) -> anyhow::Result<RunningProcess> {
         let _ = std::fs::remove_file(self.memory_path_text());
         let arguments = ["orchestrate", "--config", &self.config_path.display().to_string()];
@@ -311,7 +310,7 @@ fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Kills, terminates, stops and resumes server processes, each of which runs a group of cores.
+/// Injector that kills, terminates, stops and resumes server processes, each of which runs a group of cores.
 struct ServerFaultInjector<'s> {
     env: &'s TestEnv,
     server_processes: Vec<Option<RunningProcess>>,
@@ -365,7 +364,7 @@ fn every_request_has_exactly_one_outcome_while_workers_die() -> anyhow::Result<(
     let mut fault_injector = ServerFaultInjector { env: &env, server_processes: servers, rng: generator };
     (0..3).try_for_each(|group| fault_injector.start_group(group))?;
     let mut client = RequestClient::new(&env)?;
-    // Some assignments run GET on no core.
+    // The first request is not a GET, because some assignments run GET on no core.
     eventually(*TIMEOUT, "a core answers", || client.send("SCAN18", 0).is_ok() && client.receive_response().is_some());
     client.socket.set_read_timeout(Some(Duration::from_millis(1)))?;
     for _ in 0..24 {

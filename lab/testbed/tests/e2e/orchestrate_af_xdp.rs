@@ -1,5 +1,5 @@
-//! `coreward orchestrate` with requests through AF_XDP, at a server of the testbed (veth, one socket per receive
-//! queue).
+//! Test of `coreward orchestrate` with requests through AF_XDP, at a server of the testbed (veth, one socket per
+//! receive queue).
 
 use std::fs::File;
 use std::net::{SocketAddr, UdpSocket};
@@ -155,7 +155,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Sets an IP option without effect for all datagrams of the socket.
+/// Sets an IP option that has no effect for all datagrams of the socket.
 fn set_ip_options(socket: &UdpSocket) -> std::io::Result<()> {
     use std::os::fd::AsRawFd as _;
     const NO_OPERATION_OPTIONS: [u8; 4] = [1; 4];
@@ -170,7 +170,7 @@ fn fallback_to_the_socket_is_reported() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let env = TestEnv::new("tfallback")?;
     let mut first_service = env.start_service(4000)?;
-    // An interface can have only one XDP program.
+    // The second service falls back to the socket, because an interface can have only one XDP program.
     let mut second_service = env.start_service(4100)?;
     assert_eq!(
         (env.intake_modes(&first_service), env.intake_modes(&second_service)),

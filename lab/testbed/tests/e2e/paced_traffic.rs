@@ -1,4 +1,4 @@
-//! Load generator and paced server without a load balancer between them: due requests are served in their service time,
+//! Load generator and paced server without a load balancer between them. Due requests are served in their service time,
 //! and broken connections are counted.
 
 use std::fs;

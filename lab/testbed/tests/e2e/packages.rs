@@ -1,4 +1,4 @@
-//! `scripts/deb`: contents of the packages, and the verdict of systemd's tools on the units.
+//! Test of the packages that `scripts/deb` builds, with their contents and what systemd's tools report about the units.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -75,7 +75,7 @@ fn packages_contain_all_needed_files() {
 
     for (daemon, highest) in UNITS_AND_MAX_EXPOSURES {
         let unit_path = unpacked_path(&format!("usr/lib/systemd/system/coreward-{daemon}.service"));
-        // The unit names the command at its unpacked path, so that `verify` finds it.
+        // The unit must name the command at its unpacked path, so that `verify` finds it.
         let text = std::fs::read_to_string(&unit_path)
             .unwrap()
             .replace("/usr/bin/coreward", &unpacked_path("usr/bin/coreward"));

@@ -45,7 +45,8 @@ fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {
     let _nginx_servers: Vec<NginxServer> =
         testbed.server_numbers().into_iter().map(|number| testbed.start_nginx(number).unwrap()).collect();
     let _fleet = Fleet::start(&testbed, FleetOptions { policy: "rr".to_owned(), ..FleetOptions::default() }).unwrap();
-    // The hash chooses the server: 12 connections all miss one of three servers once in 43 runs.
+    // Repeat the downloads, because the hash chooses the server, and 12 connections all miss one of three servers once
+    // in 43 runs.
     for _ in 0..DOWNLOAD_ROUND_COUNT {
         download_from_each_address(&testbed);
         if received_unreachables(&testbed).iter().all(|errors| *errors > 0) {

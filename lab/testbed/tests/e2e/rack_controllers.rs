@@ -1,7 +1,7 @@
 //! Rack controllers between agents and the controller, all with certificates. Connections go to the least loaded
-//! server, whichever path its reports take. A server behind a rack drains like any other server. Killed racks and
-//! controllers break no connection. The controller rejects a rack that has another rack's certificate, or reports for
-//! foreign servers, with an error that names it.
+//! server, whichever path its reports take. A server behind a rack controller drains like any other server. Killed rack
+//! controllers and controllers break no connection. The controller rejects a rack controller that has another one's
+//! certificate or reports for foreign servers, and its error names the rack controller.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -26,12 +26,12 @@ use serde_json::Value;
 use crate::support::{assert_answered, assert_unbroken, daemon_log, eventually, open_keepalive_connections, pause};
 
 const CORE_COUNT: u16 = 2;
-/// Server number that no server has: no server is idle.
+/// Number that no server has. It means that no server is idle.
 const NO_SERVER: u16 = 0;
 /// Value of `idle_server_number` that ends the thread of [`LoadWriter`].
 const END_OF_LOAD: u16 = u16::MAX;
 
-/// Writer of the servers' core load files: all cores are nearly always busy, except those of one server.
+/// Writer of the servers' core load files. All cores are nearly always busy, except those of one server.
 struct LoadWriter {
     idle_server_number: Arc<AtomicU16>,
     writer_thread: Option<JoinHandle<()>>,
@@ -85,7 +85,8 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// `server_racks`: rack controllers that the agent of a server uses, as the document allows.
+    /// Starts the environment. `server_racks` has the rack controllers that each server's agent uses and the document
+    /// allows.
     fn start(instance: &str, server_racks: &[(u16, &[u16])]) -> Self {
         let testbed_options =
             TestbedOptions { instance: instance.to_owned(), cores: CORE_COUNT, racks: 2, ..Default::default() };
@@ -128,7 +129,7 @@ impl TestEnv {
         String::from_utf8(self.testbed.run_command(self.testbed.controller(), command).unwrap().stdout).unwrap()
     }
 
-    /// Returns the rack controller through which each reporting server's agent is connected; "": none.
+    /// Returns the rack controller through which each reporting server's agent is connected, or "" if there is none.
     fn agent_racks(&self) -> BTreeMap<String, String> {
         let Ok(status) = self.fleet.status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
@@ -150,7 +151,7 @@ impl TestEnv {
                 let server = format!("s{number}");
                 match current_racks.get(&server) {
                     Some(rack) if allowed.contains(&rack.as_str()) => missing_servers.remove(&server),
-                    // The agent's last report came through another rack.
+                    // The agent's last report came through another rack controller.
                     Some(_) => missing_servers.insert(server),
                     None => false,
                 };
@@ -171,8 +172,8 @@ impl TestEnv {
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
-    /// Starts a rack controller with a foreign certificate until the controller logs these words, then with its own
-    /// one.
+    /// Runs a rack controller with a foreign certificate until the controller logs these words, then with its own
+    /// certificate.
     fn assert_certificate_is_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
         let own_directory = credential_directory(&self.testbed, Role::Rack, rack);
         let backup_directory = self.testbed.directory().join("kept");
@@ -189,7 +190,7 @@ impl TestEnv {
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
         eventually(*TIMEOUT, words, || daemon_log(&self.testbed, "controller", log_length).contains(words));
         assert!(!self.connected_rack_names().iter().any(|name| name == rack));
-        // A rack with another name is a separate process.
+        // A rack controller with another name is a separate process.
         self.fleet.kill(rack).unwrap();
         copy_files(&backup_directory, &own_directory);
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
@@ -222,7 +223,7 @@ fn rack_and_controller_restarts_break_no_connection() {
         text.contains("\nrack rack1 (") && text.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),
         "{text}"
     );
-    // The agent of a server behind a rack measures that every core is busy.
+    // The agent of a server behind a rack controller measures that every core is busy.
     eventually(*TIMEOUT, "s1 is seen to be busy", || {
         let status = env.fleet.status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
@@ -249,7 +250,7 @@ fn rack_and_controller_restarts_break_no_connection() {
     env.assert_idle_server_gets_all_connections(2);
     env.fleet.restart_daemon(&env.testbed, "rack1").unwrap();
     eventually(*TIMEOUT, "rack1 is back", || env.connected_rack_names() == ["rack1", "rack2"]);
-    // No agent had to change its rack.
+    // No agent had to change its rack controller.
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 
     env.fleet.kill("controller").unwrap();
@@ -337,7 +338,7 @@ fn rack_controller_reports_only_for_its_own_servers() {
         if env.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
             return true;
         }
-        // The agent bypassed its rack while the rack had no certificate.
+        // The agent bypassed its rack controller while that had no certificate.
         env.fleet.upgrade_daemon(&env.testbed, &agent_name(1)).unwrap();
         pause(2_000);
         false

@@ -1,4 +1,4 @@
-//! Connections that their clients abort: the server gets the RST, with and without a timestamp, and keeps no socket.
+//! When clients abort connections, the server must get the RST, with and without a timestamp, and keep no socket.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -43,9 +43,9 @@ fn close_silently(stream: TcpStream) {
     assert_eq!(repair_result, 0, "TCP_REPAIR: {}", std::io::Error::last_os_error());
 }
 
-/// Returns the number of TCP sockets of the service that do not listen, at all servers together.
+/// Returns the number of the service's TCP sockets that do not listen, summed over all servers.
 fn count_connected_sockets(testbed: &Testbed) -> usize {
-    // State 0A is LISTEN (include/net/tcp_states.h); other sockets of the service have its port as local port.
+    // State 0A is LISTEN (include/net/tcp_states.h). Other sockets of the service have its port as their local port.
     let port_column = format!(":{:04X} ", SERVICE_ADDRESS.port());
     let sockets_of_server = |number| {
         testbed.server(number).unwrap().run_within(|| {
@@ -66,7 +66,7 @@ fn resets_of_aborted_connections_reach_their_servers() {
     client
         .run_within(|| {
             let mut open_streams: Vec<TcpStream> = (0..24).map(|_| open_long_stream()).collect();
-            // The server has its socket after the handshake's last packet has arrived.
+            // Wait, because the server has its socket only after the handshake's last packet has arrived.
             eventually(SOCKETS_TIMEOUT, "24 connections are open", || count_connected_sockets(&env.testbed) == 24);
             env.set_admin_state(1, Some(AdminState::Draining));
             pause(500);

@@ -1,5 +1,5 @@
-//! The data plane survives its daemons: SIGKILL of each daemon, new MAC addresses, changes of the pool. No connection
-//! breaks.
+//! The data plane survives its daemons. Each daemon is killed, servers get new MAC addresses, and the pool changes. No
+//! connection may break.
 
 use std::net::SocketAddrV4;
 use std::process::Command;
@@ -78,8 +78,8 @@ fn server_with_a_new_mac_address_is_resolved_again() {
     let mut command = Command::new("ip");
     command.args(["link", "set", "dev", HOST_DEVICE, "address", "02:00:00:00:00:77"]);
     env.testbed.run_command(env.testbed.server(1).unwrap(), command).unwrap();
-    // The client's own neighbour entry of the server would matter only for packets from client to server, and there are
-    // none.
+    // The client may keep its own neighbour entry for the server. It would matter only for packets from client to
+    // server, and there are none.
     let start = Instant::now();
     assert_answered(&mut connections);
     open_keepalive_connections(&env.testbed, 3);
@@ -100,7 +100,7 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
         open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2)
     });
     assert_answered(&mut connections);
-    // The server is removed from the file; its connections stay.
+    // The server is removed from the file, but its connections stay.
     pool.remove(&1);
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
@@ -121,7 +121,7 @@ fn explain_predicts_the_serving_server_and_core() {
     let env = start_env("explain", 3, "hash");
     let worker_pids: Vec<Vec<u32>> = env.nginx_servers.iter().map(NginxServer::worker_pids).collect();
     let client_address = env.testbed.client_ipv4_address(0);
-    // An agent looks for workers once a second.
+    // Wait, because an agent looks for workers once a second.
     eventually(*TIMEOUT, "connections are steered at every server", || {
         open_keepalive_connections(&env.testbed, 8);
         let status = env.fleet.status(&env.testbed).unwrap();
@@ -129,7 +129,7 @@ fn explain_predicts_the_serving_server_and_core() {
             |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
         status["servers"].as_array().unwrap().iter().all(is_steering)
     });
-    // None of these ports is one that the kernel has drawn for those connections (net.ipv4.ip_local_port_range).
+    // Use ports that the kernel has not drawn for those connections (net.ipv4.ip_local_port_range).
     for port in 20_300..20_332 {
         let source_address = SocketAddrV4::new(client_address, port);
         let explanation = env.explain_connection(source_address);
@@ -143,7 +143,7 @@ fn explain_predicts_the_serving_server_and_core() {
         let explained_servers = explanation["servers"].as_array().unwrap();
         let chosen_server =
             explained_servers.iter().find(|server| server["name"] == explanation["chosen_server"]).unwrap();
-        // `steer = "order"`: the k-th worker serves what RSS sends to core k.
+        // With `steer = "order"`, the k-th worker serves what RSS sends to core k.
         let core_index = chosen_server["core"].as_u64().unwrap() as usize;
         assert_eq!(
             worker_pids[usize::from(answering_worker.server) - 1][core_index],

@@ -1,5 +1,5 @@
-//! Servers in another subnet, behind a router: load balancers encapsulate, servers decapsulate and answer the client
-//! directly. Families of the service and of the servers' addresses are independent.
+//! Servers in another subnet, behind a router. Load balancers encapsulate packets, and servers decapsulate them and
+//! answer the client directly. The address families of the service and of the servers are independent.
 
 use std::time::SystemTime;
 
@@ -22,7 +22,8 @@ fn start_env(instance: &str, forwarding: Forwarding, family: AddressFamily, serv
     TestEnv::start(options, FleetOptions { forwarding, servers_family, policy, ..FleetOptions::default() })
 }
 
-/// `family`: address family of the service; `servers_family`: of the servers' addresses, and so of the outer headers.
+/// Asserts that no stream breaks. `family` is the service's address family. `servers_family` is that of the servers'
+/// addresses, and so of the outer headers.
 fn assert_streams_survive_pool_changes(
     instance: &str,
     forwarding: Forwarding,

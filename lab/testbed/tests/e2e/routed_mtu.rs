@@ -17,7 +17,8 @@ use crate::support::{eventually, run_command_text};
 
 const MEGABYTE: usize = 1_000_000;
 const ETHERNET_MTU: usize = 1500;
-/// Lengths of test datagrams (bytes): without DF, in several fragments; and with DF, in one packet.
+/// Lengths of test datagrams (bytes). The first is sent without DF, in several fragments, and the second with DF, in
+/// one packet.
 const DATAGRAM_LENGTHS: [usize; 2] = [8_000, 1_400];
 /// Time without an answer after which a client repeats a datagram.
 const RETRY_INTERVAL: Duration = Duration::from_millis(500);
@@ -66,7 +67,8 @@ fn echo_datagrams(socket: &UdpSocket, done: &AtomicBool) {
     let mut buffer = vec![0; 65_536];
     while !done.load(Ordering::Relaxed) {
         if let Ok((length, client)) = socket.recv_from(&mut buffer) {
-            // An ICMP error about an earlier answer is reported once; the client sends its datagram again.
+            // Ignore an error, because the kernel reports an ICMP error about an earlier answer once, and the client
+            // sends its datagram again.
             let _ = socket.send_to(&buffer[..length], client);
         }
     }
@@ -85,7 +87,7 @@ fn exchange_megabyte_by_tcp(service: SocketAddr) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Returns whether the error is an ICMP error for a long packet; the kernel then sends shorter fragments.
+/// Returns whether the error is an ICMP error for a long packet, after which the kernel sends shorter fragments.
 fn is_message_too_long(error: &std::io::Error) -> bool {
     error.raw_os_error() == Some(libc::EMSGSIZE)
 }
@@ -117,7 +119,7 @@ fn exchange_megabyte_by_udp(service: SocketAddr, length: usize) -> anyhow::Resul
     Ok(repeats)
 }
 
-/// Returns the MTU towards the service that the client's kernel has learned; `None`: it uses the device's MTU.
+/// Returns the MTU towards the service that the client's kernel has learned, or `None` if it uses the device's MTU.
 fn learned_mtu(testbed: &Testbed) -> Option<usize> {
     let route_text = run_command_text(testbed, testbed.client(), &format!("ip route get {}", testbed.service().ip()));
     let mut words_from_mtu = route_text.split_whitespace().skip_while(|word| *word != "mtu");
@@ -155,7 +157,8 @@ fn lb_counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
 
-/// `client_mtu`: MTU of the client's link, at both ends or, with `from_router`, only at the router's end.
+/// Asserts that all megabytes arrive. `client_mtu` is the MTU of the client's link, at both ends, or only at the
+/// router's end if `from_router` is true.
 fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, from_router: bool) {
     let (fleet, _echoes, testbed) = start_env(instance, tunnel);
     let router = testbed.client_router().unwrap();

@@ -1,4 +1,4 @@
-//! The testbed itself: hosts reach each other, RSS delivers as predicted, and nothing is left behind.
+//! Test of the testbed itself. Hosts reach each other, RSS delivers as predicted, and nothing is left behind.
 
 use std::io::{BufRead as _, BufReader};
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -35,7 +35,8 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 
     let nginx = testbed.start_nginx(1)?;
     assert_eq!(nginx.worker_pids().len(), 4);
-    // Otherwise all processes get SIGHUP when a shell ends while one process of the testbed is stopped.
+    // Without its own group, each process would get SIGHUP when a shell ends while one process of the testbed is
+    // stopped.
     let nginx_pid = Pid::from_raw(nginx.master_pid() as i32);
     assert_eq!(getpgid(Some(nginx_pid))?, nginx_pid);
     testbed.route_vip_to_server_1(testbed.client())?;
@@ -48,7 +49,8 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
 
     let added_server = testbed.add_server()?;
     assert_eq!((added_server, testbed.server_numbers()), (3, vec![1, 2, 3]));
-    // No process listens: the host itself refuses the connection (curl's exit code 7); silence would be a timeout (28).
+    // No process listens, so the host itself refuses the connection (curl's exit code 7). Silence would be a timeout
+    // (28).
     let mut curl_command = Command::new("curl");
     curl_command.args(["-sS", "--max-time", "5", &format!("http://{}/", server_address(added_server))]);
     let refusal = testbed.run_command(testbed.client(), curl_command).unwrap_err().to_string();
@@ -59,7 +61,7 @@ fn hosts_reach_each_other_and_nginx_serves() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens a connection per source port. Asserts that Toeplitz hash and table predict each one's receive queue.
+/// Opens a connection per source port. Asserts that the Toeplitz hash and the table predict each one's receive queue.
 fn assert_queues_match_prediction(
     testbed: &Testbed,
     queues: &ReceiveQueueRecorder,
@@ -107,7 +109,7 @@ fn new_nics_have_different_rss_keys() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Lets the load balancers' kernels route packets for the VIP to server 1, without coreward.
+/// Makes the load balancers' kernels route packets for the VIP to server 1, without coreward.
 fn route_by_load_balancer_kernels(testbed: &Testbed) -> anyhow::Result<()> {
     for number in testbed.load_balancer_numbers() {
         let lb_host = testbed.load_balancer(number)?;
@@ -153,7 +155,7 @@ fn connections_are_spread_over_the_next_hops() -> anyhow::Result<()> {
     assert_eq!(testbed.add_load_balancer()?, 3);
     testbed.remove_load_balancer(2)?;
     assert_eq!(testbed.load_balancer_numbers(), [1, 3]);
-    // The client is not notified: packets to a load balancer without power are lost, not refused.
+    // The client is not notified, so packets to a load balancer without power are lost, not refused.
     let timeout_error =
         fetch_with_curl(&testbed, nginx::WORKER_IDENTITY_PATH, &["--connect-timeout", "1"]).unwrap_err().to_string();
     assert!(timeout_error.contains("exit status: 28"), "{timeout_error}");
@@ -179,7 +181,7 @@ fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<(
 const OWNER_PROCESS_VARIABLE: &str = "COREWARD_TESTBED_OWNER";
 const KILLED_INSTANCE: &str = "tkilled";
 
-/// Creates a testbed, reports it, and waits to be killed; the next test runs this in a separate process.
+/// Creates a testbed, reports it, and waits to be killed. The next test runs this in a separate process.
 #[test]
 #[ignore = "started by the next test"]
 fn own_testbed_until_killed() -> anyhow::Result<()> {
@@ -202,7 +204,7 @@ fn is_running(pid: u32) -> bool {
 #[test]
 fn killed_testbed_is_removed_by_the_next_one() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
-    // The test's name is its path without the executable's.
+    // The test's name is its path without the executable's name.
     let (_, module) = module_path!().split_once("::").context("a module")?;
     let mut owner_process = Command::new(std::env::current_exe()?)
         .args(["--ignored", "--exact", &format!("{module}::own_testbed_until_killed")])

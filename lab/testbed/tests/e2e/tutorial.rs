@@ -23,11 +23,11 @@ fn remove_vip_addresses_and_routes(testbed: &Testbed) {
         ip(testbed.server(number).unwrap(), &["address", "delete", "10.200.0.1/32", "dev", "lo"]);
     }
     ip(testbed.client(), &["route", "delete", "10.200.0.0/24"]);
-    // Debian's default.
+    // This is Debian's default.
     testbed.client().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "0")]).unwrap();
 }
 
-/// Runs the shell blocks of `document` without changes, each on the machines that it names.
+/// Runs the shell blocks in `document` without changes, each on the machines that it names.
 fn run_shell_blocks(testbed: &Testbed, document: &str) {
     remove_vip_addresses_and_routes(testbed);
     let mut hosts_by_name =
@@ -76,7 +76,7 @@ fn commands_in_the_tutorial_succeed() {
     run_shell_blocks(&Testbed::create(options).unwrap(), include_str!("../../../../docs/tutorial.md"));
 }
 
-/// Runs the shell blocks of a document about two servers behind a router.
+/// Runs the shell blocks in a document about two servers behind a router.
 fn run_blocks_with_routed_servers(instance: &str, document: &str) {
     let options = TestbedOptions {
         instance: instance.to_owned(),

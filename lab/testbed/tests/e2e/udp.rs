@@ -69,7 +69,6 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Client socket, whose datagrams form a flow.
 struct ClientFlow {
     socket: UdpSocket,
-    /// Id of the newest request.
     newest_request_id: Cell<u32>,
     repeated_requests: Cell<u32>,
     duplicate_answers: Cell<u32>,
@@ -101,7 +100,8 @@ impl ClientFlow {
             match self.socket.recv(&mut buffer) {
                 Ok(received) if buffer[1..received] == sent_datagram[..] => return Ok(buffer[0].into()),
                 Ok(received) => self.count_duplicate(&buffer[1..received])?,
-                // The kernel drops datagrams when its backlog, which all tests share, is full.
+                // Repeat the request, because the kernel drops datagrams when its backlog, which all tests share, is
+                // full.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
                     anyhow::ensure!(Instant::now() < deadline, "no answer to {length} bytes");
                     self.socket.send(&sent_datagram)?;
@@ -149,7 +149,7 @@ fn datagrams_of_a_flow_reach_the_same_server() {
                     .for_each(|(flow, server)| assert_eq!(flow.request_server(100).unwrap(), *server))
             };
             assert_all_stay();
-            // Datagrams longer than a frame come in fragments, the later ones without ports.
+            // Datagrams longer than a frame come in fragments, of which only the first has ports.
             flows_and_servers
                 .iter()
                 .for_each(|(flow, server)| assert_eq!(flow.request_server(5_000).unwrap(), *server));
@@ -178,8 +178,8 @@ fn datagrams_placed_by_packet_follow_the_policy() {
         .client()
         .run_within(|| {
             let client_flow = ClientFlow::open();
-            // The requests come faster than tables change. Still, packets of the same addresses and ports alternate
-            // between servers.
+            // The requests come faster than tables change. Still, packets with the same addresses and ports must
+            // alternate between servers.
             (0..80).map(|_| client_flow.request_server(10)).collect()
         })
         .unwrap();

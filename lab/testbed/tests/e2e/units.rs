@@ -1,5 +1,5 @@
-//! The shipped systemd units without systemd: their command lines, users, capabilities, limits and read-only paths
-//! around the real binary, with the configuration that the documentation shows.
+//! Test of the shipped systemd units without systemd. The real binary runs with the units' command lines, users,
+//! capabilities, limits and read-only paths, and with the configuration that the documentation shows.
 
 use std::fs;
 use std::path::PathBuf;
@@ -13,11 +13,12 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 const LOG_TIMEOUT: Duration = Duration::from_secs(60);
-/// User id that replaces `User=` of the unit, because the machine may lack the user.
+/// User id that replaces the unit's `User=`, because the machine may lack the user.
 const UNPRIVILEGED_USER_ID: &str = "65534";
 
-/// Makes a separate root from the machine's root (an overlay that ends with the mount namespace), and puts binary and
-/// files into it. Only the paths that the unit leaves writable stay writable. Then runs the unit's command there.
+/// Shell script that runs a unit's command in a separate root. This root is an overlay over the machine's root, which
+/// ends with the mount namespace, and contains binary and files. Only the paths that the unit leaves writable stay
+/// writable.
 ///
 /// Arguments: directory for the overlay, binary, directory of /etc/coreward's files, state directory or nothing,
 /// further writable path or nothing, limit of open files, user, bounding set, command.
@@ -74,7 +75,7 @@ struct UnitProcess {
 }
 
 impl UnitProcess {
-    /// Starts the command of a unit with `files` in /etc/coreward (name and content of each).
+    /// Starts a unit's command with `files` in /etc/coreward, given as (name, content).
     fn start(unit: &str, files: &[(&str, &str)]) -> Self {
         let systemd_unit = SystemdUnit::read(unit);
         assert_eq!(systemd_unit.setting_value("ProtectSystem"), Some("strict"));
@@ -92,9 +93,9 @@ impl UnitProcess {
         });
         let log_file = fs::File::create(path_in_directory("log")).unwrap();
         let mut command = Command::new("unshare");
-        // systemd's default: DefaultLimitNOFILE=1024:524288.
+        // The fallback is systemd's default, DefaultLimitNOFILE=1024:524288.
         let open_file_limit = systemd_unit.setting_value("LimitNOFILE").map_or("1024:".to_owned(), |limit| {
-            // A lower limit of a container stays.
+            // If a container has a lower limit, that one stays.
             let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
             limit.parse::<u64>().unwrap().min(most).to_string()
         });
@@ -131,7 +132,7 @@ impl UnitProcess {
             );
             std::thread::sleep(Duration::from_millis(20));
         }
-        // A forbidden operation fails soon after the start.
+        // Wait, because a forbidden operation fails soon after the start.
         std::thread::sleep(Duration::from_millis(500));
         let exit_status = self.child.try_wait().unwrap();
         assert!(exit_status.is_none(), "it has ended ({exit_status:?}): {}", self.log_text());
@@ -141,7 +142,7 @@ impl UnitProcess {
     }
 }
 
-/// Directory of a daemon's pinned BPF objects, removed when this value is dropped, even if the test fails.
+/// Directory of a daemon's pinned BPF objects, which is removed when this value is dropped, even if the test fails.
 struct PinDirectory(String);
 
 impl PinDirectory {
@@ -152,15 +153,15 @@ impl PinDirectory {
 
 impl Drop for PinDirectory {
     fn drop(&mut self) {
-        // Without pins the directory does not exist.
+        // Ignore an error, because without pins the directory does not exist.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
 impl Drop for UnitProcess {
     fn drop(&mut self) {
-        // The first process of the namespace is killed first: after its change of user it no longer dies with its
-        // parent. Errors mean that it has ended already.
+        // Kill the namespace's first process first, because after its change of user it does not die with its parent.
+        // An error means that it has already ended.
         let id = self.child.id();
         let children_pids = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
         for child in children_pids.split_whitespace().filter_map(|child| child.parse().ok()) {
@@ -179,7 +180,7 @@ fn every_unit_starts_with_only_its_own_capabilities() {
     let single_controller_config = format!("{controller_config}store = \"/var/lib/coreward/controller.redb\"\n");
     UnitProcess::start("controller", &[("controller.toml", &single_controller_config)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");
-    // The file of docs/deployment.md has no token_directory; no etcd answers here.
+    // The file in docs/deployment.md has no token_directory, and no etcd answers here.
     let etcd_controller_config = format!("{controller_config}\n[etcd]\nendpoints = [\"http://10.1.0.5:2379\"]\n");
     UnitProcess::start("controller", &[("controller.toml", &etcd_controller_config)])
         .wait_for_log("event=\"listening\" address=10.1.1.1:7400");

@@ -1,4 +1,4 @@
-//! Daemons are replaced under load: the table of docs/deployment.md, row by row.
+//! Daemons are replaced under load, as in each row of the table in docs/deployment.md.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -32,7 +32,7 @@ fn agent_names() -> impl Iterator<Item = String> {
     (1..=SERVER_COUNT).map(|number| format!("agent-s{number}"))
 }
 
-/// Stores another layout version in a daemon's pinned state. `T`: type of the map's value.
+/// Stores another layout version in a daemon's pinned state. `T` is the type of the map's value.
 fn set_layout_version<T: FromBytes + IntoBytes>(state: &Path) {
     let mapped_state = MmapArray::<T>::new(MapHandle::from_pinned_path(state).unwrap()).unwrap();
     // The first word of both types is the version (bpf/include/intf.h).
@@ -100,7 +100,7 @@ fn pins_of_another_layout_are_replaced_when_new_ones_are_ready() {
     }
 }
 
-/// Tests with a real older version: `make test-upgrade` builds it and sets COREWARD_OLD to its path.
+/// Tests with a real older version. `make test-upgrade` builds it and sets COREWARD_OLD to its path.
 #[test]
 #[ignore = "needs an older version's binary: make test-upgrade"]
 fn real_versions_are_exchanged_up_and_down() {
@@ -108,7 +108,7 @@ fn real_versions_are_exchanged_up_and_down() {
     let mut env = start_env("upreal", 2, Consistency::Stateless);
     let daemon_names: Vec<String> =
         ["controller", "lb1", "lb2"].map(str::to_owned).into_iter().chain(agent_names()).collect();
-    // All daemons are of the older version, and so are their pins.
+    // Start all daemons with the older version, so that their pins are of that version, too.
     for daemon in &daemon_names {
         restart_without_pins(&mut env, daemon, Some(&old_binary));
     }
@@ -153,7 +153,7 @@ fn real_versions_are_exchanged_up_and_down() {
 /// Restarts a daemon without its pinned BPF objects.
 fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) {
     let pin_directory = env.pin_path(daemon);
-    // The binary may reject pins of the other version.
+    // Ignore an error, because the binary may reject pins of the other version.
     let _ = env.fleet.replace_binary(&env.testbed, daemon, binary);
     let _ = env.fleet.kill(daemon);
     for part in ["lb", "server", "steer"] {

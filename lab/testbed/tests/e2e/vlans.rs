@@ -1,4 +1,5 @@
-//! Clients and servers in VLANs, at access ports of a bridge: load balancers read, replace, insert and remove tags.
+//! Clients and servers in VLANs at access ports of a bridge, for which load balancers read, replace, insert and remove
+//! tags.
 
 use coreward_model::consistency::{Consistency, TimestampOrigin};
 use coreward_model::forwarding::Forwarding;
@@ -40,7 +41,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
 #[test]
 fn stamped_connections_cross_vlans_and_survive_pool_changes() {
     skip_if!(missing_testbed_rights());
-    // Frames to servers 1 and 3 have a replaced tag, frames to server 2 have none.
+    // In frames to servers 1 and 3 the tag is replaced, and frames to server 2 have none.
     let mut env = start_env("vlan", (10, &[20, 0]), AddressFamily::Ipv4, FleetOptions::default());
     assert_changes_break_no_connection(&mut env);
     assert!(env.sum_counter("established") > 500 && env.sum_counter("flow_table") == 0);

@@ -1,5 +1,5 @@
-//! Two controllers lose their etcd: none leads, tables are static, and load balancers mask servers by their own checks.
-//! Then the controllers are killed, too. No connection breaks.
+//! Two controllers lose their etcd. Then none leads, tables are static, and load balancers mask servers by their own
+//! checks. Later the controllers are killed, too. No connection may break.
 
 use std::process::Command;
 use std::time::{Duration, SystemTime};
@@ -17,8 +17,8 @@ use crate::support::{
     try_open_connections,
 };
 
-/// Maximum time to detect a fault with the document: interval x fall + timeout, and the daemon's tick. The timeout
-/// allows for a busy machine.
+/// Maximum time to detect a fault with the document, which is interval x fall + timeout, and the daemon's tick. The
+/// check's timeout is long to allow for a busy machine.
 const MAX_DETECTION_TIME: Duration = Duration::from_millis(3 * 200 + 5000 + 100);
 const SERVER_COUNT: u16 = 3;
 const FLEET_DOCUMENT: &str = "report_interval = \"100ms\"\n[[service]]\nname = \"web0\"\nvip = \
@@ -103,7 +103,7 @@ impl TestEnv {
         serde_json::from_str(&status_text).unwrap()
     }
 
-    /// Returns the number of controllers that lead according to the health query of their API.
+    /// Returns the number of controllers that lead according to their API's health query.
     fn count_leaders(&self) -> usize {
         let query_health = |number: u16| {
             let mut curl = Command::new("curl");

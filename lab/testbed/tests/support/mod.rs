@@ -1,5 +1,5 @@
-//! Common parts of the end-to-end tests: a fleet of stream servers, connections that continue while the fleet changes,
-//! and counters.
+//! Common parts of the end-to-end tests, which are a fleet with stream servers, connections that continue while the
+//! fleet changes, and counters.
 
 #![allow(dead_code, reason = "two executables have it, and each uses a part")]
 
@@ -52,10 +52,10 @@ pub fn assert_answered(connections: &mut [(HttpConnection, WorkerIdentity)]) {
     }
 }
 
-/// Number of connections, of which one of three servers gets none once in 10^7 random runs: 3 * (2/3)^40.
+/// Number of connections that is so large that one of three servers gets none once in 10^7 random runs (3 * (2/3)^40).
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has at least `at_least` of them: some servers are drawn more often.
+/// Opens connections until each of these servers has `at_least` of them, because random placement prefers some servers.
 pub fn open_at_each_server(testbed: &Testbed, servers: &[u16], at_least: usize) -> ConnectionsAndWorkers {
     let mut open_connections = ConnectionsAndWorkers::new();
     let has_enough = |opened: &ConnectionsAndWorkers, server| {
@@ -102,8 +102,8 @@ impl TestEnv {
         self.testbed.start_stream_client(&StreamWorkload::endless(per_second), None).unwrap()
     }
 
-    /// Sets the state of a server in the controller's file; `None` removes it. Returns when every component has
-    /// confirmed the change, because a connection need not survive two changes at once.
+    /// Sets a server's state in the controller's file, or removes the server if it is `None`. Returns when every
+    /// component has confirmed the change, because a connection need not survive two changes at once.
     pub fn set_admin_state(&mut self, server: u16, state: Option<AdminState>) {
         let query_generation = |env: &Self| env.fleet.status(&env.testbed).ok()?["configuration_generation"].as_u64();
         let generation_before = query_generation(self);
@@ -124,7 +124,7 @@ impl TestEnv {
         eventually(*TIMEOUT, "the client begins connections", || opened_connections() >= expected_connections);
     }
 
-    /// Returns the value of a load balancer's counter, which is reported once a second; 0 before the first report.
+    /// Returns the value of a load balancer's counter, which is reported once a second, or 0 before the first report.
     pub fn load_balancer_counter(&self, load_balancer: &str, counter: &str) -> u64 {
         let status = self.fleet.status(&self.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
@@ -160,7 +160,7 @@ pub fn fetch_metrics_page(testbed: &Testbed, host: &Namespace, address: &str) ->
     Ok(String::from_utf8(testbed.run_command(host, curl)?.stdout)?)
 }
 
-/// Returns the value of a series on a metrics page. `name`: name of the series with its labels.
+/// Returns the value of a series on a metrics page. `name` is the name of the series with its labels.
 pub fn series_value(page: &str, name: &str) -> Option<f64> {
     page.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
 }
@@ -181,7 +181,8 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
     });
 }
 
-/// Returns the time from `since` to the next line with these words in a load balancer's log; `None`: no such line yet.
+/// Returns the time from `since` to the next line with these words in a load balancer's log, or `None` if there is none
+/// yet.
 pub fn duration_until_logged(
     testbed: &Testbed,
     load_balancer: u16,
@@ -234,7 +235,7 @@ pub fn assert_unbroken(client: StreamClient) -> StreamReport {
     report
 }
 
-/// Returns the value of a field in /proc/PID/status of a process.
+/// Returns the value of a field in a process's /proc/PID/status.
 pub fn process_status_field(pid: u32, field: &str) -> String {
     let status_text = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     status_text.lines().find_map(|line| line.strip_prefix(field)).unwrap().trim().to_owned()

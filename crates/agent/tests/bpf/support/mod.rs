@@ -1,4 +1,4 @@
-//! A testbed with one server, whose agent is made here instead of by a command.
+//! A testbed with one server whose agent runs inside the test process instead of as a command.
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
@@ -29,7 +29,7 @@ pub fn create_testbed(instance: &str) -> anyhow::Result<Testbed> {
         cores: CORE_COUNT,
         ..TestbedOptions::default()
     })?;
-    // There is no load balancer at work.
+    // The client needs a route, because no load balancer runs.
     let mut route_command = Command::new("ip");
     route_command.args([
         "route",
@@ -93,12 +93,11 @@ pub fn configuration() -> AgentConfiguration {
     }
 }
 
-/// Returns the value of a counter in the agent's next report.
 pub fn reported_counter(agent: &mut Agent, name: &str) -> u64 {
     agent.report(&ReportState::default(), &[]).expect("the core load file is there").counters[name]
 }
 
-/// Sends an HTTP request from a source port of the client. Returns the body of the response.
+/// Sends an HTTP request from the given source port of the client, and returns the response's body.
 pub fn http_get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Result<String> {
     testbed.client().run_within(|| {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
@@ -117,7 +116,7 @@ pub fn http_get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Resu
     })
 }
 
-/// Waits until `done` returns true, and fails with `what` after a timeout.
+/// Waits until `done` returns true. After a timeout, fails with a message about `what`.
 pub fn wait_until(what: &str, mut done: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     while !done()? {

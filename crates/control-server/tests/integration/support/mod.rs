@@ -1,4 +1,4 @@
-//! A controller in this process, behind real gRPC over loopback.
+//! A controller in this process, which tests reach by real gRPC over loopback.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -15,11 +15,11 @@ use coreward_wire::{FleetChange, FleetConfiguration};
 use tokio::task::JoinHandle;
 use tonic::transport::{Channel, Endpoint};
 
-/// Maximum duration of a wait in tests: all events take milliseconds, or the seconds of a lease.
+/// Maximum duration of a wait in tests, in which events take milliseconds, or the seconds of a lease.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Lock for tests that send SIGHUP, which reaches all controllers of a process. Also held by tests that restart a
-/// controller (a reload still holds its store) or count generations.
+/// Lock for tests that send SIGHUP, which reaches all controllers of a process. It is also held by tests that restart a
+/// controller, because a reload still holds its store, and by tests that count generations.
 pub static SIGHUP_LOCK: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 pub async fn with_timeout<T>(what: &str, future: impl Future<Output = T>) -> T {
@@ -39,7 +39,6 @@ pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) ->
     true
 }
 
-/// Directory with the files of a controller's configuration, and its store.
 pub struct TestDirectory {
     pub directory: tempfile::TempDir,
 }
@@ -63,7 +62,7 @@ impl TestDirectory {
     }
 
     pub fn write(&self, servers: &[&str], more: &str) {
-        // Tables come whether anybody reports or not.
+        // With this setting, tables are made whether any agent reports or not.
         let mut fleet_text = "report_interval = \"10ms\"\ntable_updates = \"interval\"\n".to_owned();
         for server in servers {
             fleet_text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
@@ -72,7 +71,7 @@ impl TestDirectory {
     }
 
     pub async fn start(&self) -> RunningController {
-        // A controller that was killed may still be writing: other than a process, a task is not gone at once.
+        // The task of a killed controller may still be writing, because a task does not end at once like a process.
         let server = with_timeout("the store", async {
             loop {
                 match ControllerServer::bind(&self.config()).await {
@@ -96,7 +95,6 @@ impl TestDirectory {
     }
 }
 
-/// Controller that runs in a task of its own.
 pub struct RunningController {
     pub address: SocketAddr,
     pub api: SocketAddr,
@@ -120,7 +118,7 @@ impl RunningController {
         self.client.status(false).await.unwrap()
     }
 
-    /// Ends the controller at once, like SIGKILL.
+    /// Ends the controller at once, as SIGKILL would.
     pub async fn kill(self) {
         self.task.abort();
         let _ = self.task.await;

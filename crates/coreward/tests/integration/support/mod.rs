@@ -1,4 +1,4 @@
-//! The program as a daemon.
+//! Processes of the executable `coreward`, for tests.
 
 use std::process::{Child, Command};
 
@@ -6,7 +6,7 @@ pub fn coreward_command() -> Command {
     Command::new(env!("CARGO_BIN_EXE_coreward"))
 }
 
-/// Process of `coreward`, which is killed at the end of the test, even after a panic.
+/// Process of `coreward` that is killed at the end of the test, even if the test panics.
 pub struct CorewardProcess(pub Child);
 
 impl Drop for CorewardProcess {

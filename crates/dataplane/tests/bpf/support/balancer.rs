@@ -28,7 +28,6 @@ pub const OWN_MAC: MacAddress = MacAddress([0; 6]);
 pub const VIP: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 200, 0, 1), 80);
 pub const CLIENT: (Ipv4Addr, u16) = (Ipv4Addr::new(10, 1, 0, 7), 40312);
 
-/// Returns a random address and port of a client.
 pub fn random_client(rng: &mut impl Rng) -> (Ipv4Addr, u16) {
     (Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)
 }
@@ -45,11 +44,11 @@ pub fn service_address(vip: impl Into<SocketAddr>) -> ServiceAddress {
     ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp }
 }
 
-/// Expected IP identification, or IPv6 flow label, of a forwarded packet.
+/// IP identification or IPv6 flow label that a forwarded packet must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpectedIdentification {
     Unchanged,
-    /// Id of the bucket's previous server; `None`: `NO_SERVER`.
+    /// Id of the bucket's previous server, or `NO_SERVER` if `None`.
     PreviousServer(Option<ServerId>),
 }
 
@@ -75,7 +74,7 @@ pub fn previous_server(table: &PlacementTable, tuple: &FourTuple) -> Option<Serv
     table.previous_consistent_servers.get(bucket as usize).copied().flatten()
 }
 
-/// Returns options with a fixed connection key, unless one is set: random keys would collide differently in each run.
+/// Returns options with a fixed connection key unless one is set, because random keys collide differently each time.
 fn with_fixed_connection_key(options: Options) -> Options {
     let fixed_key = CookieKey { k0: 0x5d3c_91ab, k1: 0x0f1e_77c9 };
     Options { connection_hash_key: options.connection_hash_key.or(Some(fixed_key)), ..options }
@@ -87,7 +86,7 @@ pub struct Balancer {
     pub fleet_keys: FleetCookieKeys,
     /// MAC address of each server, by the index of its service in `service_indexes` and by server id.
     pub server_macs: HashMap<(usize, ServerId), MacAddress>,
-    /// Number of connections placed so far by the rule round robin.
+    /// Number of connections that the round robin rule has placed so far.
     pub round_robin_count: u64,
     pub newest_table: Option<PlacementTable>,
 }
@@ -113,7 +112,7 @@ impl Balancer {
         )
     }
 
-    /// Returns a balancer without a model, as broadcast limits depend on time.
+    /// Returns a balancer that is not compared with a model, so that broadcast limits may depend on time.
     pub fn without_model(services: &[(ServiceAddress, ServiceMode)], options: Options, rng: &mut impl Rng) -> Self {
         Self::with_loaded_lb(
             ModelCheckedLb::load_without_model(with_fixed_connection_key(options), OWN_MAC),
@@ -202,7 +201,7 @@ impl Balancer {
         }
     }
 
-    /// Returns all packet counters: index of the service (`None`: packets without a service), name and value.
+    /// Returns all packet counters as service index (`None` for packets without a service), name and value.
     fn all_packet_counts(&self) -> Vec<(Option<usize>, &'static str, u64)> {
         let of = |service| self.packet_counts(service).into_iter().zip(intf::LB_COUNTER_NAMES);
         let services_and_none = (0..self.service_indexes.len()).map(Some).chain([None]);
@@ -234,7 +233,7 @@ impl Balancer {
         assert_eq!(packet, frame, "{name}");
     }
 
-    /// Checks a packet of no service like [`expect_unforwarded`](Self::expect_unforwarded).
+    /// Checks a packet without a service like [`expect_unforwarded`](Self::expect_unforwarded).
     pub fn expect_unforwarded_without_service(&self, frame: &[u8], verdict: i32, name: &str) {
         let (found, packet) = self.run_expecting_counter(frame, None, name);
         assert_eq!(found, verdict, "{name}");
@@ -286,7 +285,6 @@ impl Balancer {
         }
     }
 
-    /// Returns how often the event named `event` has been counted for a service.
     pub fn event_count(&self, service: usize, event: &str) -> u64 {
         let event_index = intf::LB_EVENT_NAMES.iter().position(|name| *name == event).unwrap();
         self.lb.service_counters(self.service_indexes[service]).event_counts[event_index]

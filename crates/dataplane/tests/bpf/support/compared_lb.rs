@@ -1,5 +1,5 @@
-//! A load balancer as BPF program and as reference model. Both get the same changes and packets, so each test of the
-//! program also tests the model.
+//! A load balancer both as the BPF program and as the reference model. Both get the same changes and packets, so each
+//! test of the program also tests the model.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -27,10 +27,11 @@ use coreward_model::{ServerId, ServiceAddress};
 const NANOSECONDS_PER_SECOND: u64 = 1_000_000_000;
 const ZERO_KEY: CookieKey = CookieKey { k0: 0, k1: 0 };
 
-/// Broadcast rate that no test exceeds. The model has another clock, so it would limit different packets.
+/// Broadcast rate that no test exceeds. The model's clock differs, so it would limit other packets than the program.
 const UNLIMITED_RATE: PacketRate = PacketRate { per_second: 1, burst_packets: u32::MAX };
 
-/// BPF program and model. Reads go to the program, changes to both; a change that the model lacks ends the comparison.
+/// BPF program and its model. Reads go to the program, changes to both. A change that the model lacks ends the
+/// comparison.
 pub struct ModelCheckedLb {
     tested_lb: LoadBalancer,
     model: Option<RefCell<model::LoadBalancer>>,

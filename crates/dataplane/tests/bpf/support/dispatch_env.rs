@@ -1,4 +1,4 @@
-//! A UDP service in this process: a socket per worker, in a network namespace of the calling thread, with dispatch.
+//! A dispatched UDP service in this process. It has a socket per worker, in a network namespace of the calling thread.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
@@ -15,8 +15,8 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 pub const SERVICE_ADDRESS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 5300);
 
-/// Runs `test` in a new network namespace, with one test at a time: until its execve(2), a child process of another
-/// test would keep the worker sockets of this test open.
+/// Runs `test` in a new network namespace. Tests run one at a time, because child processes of another test would keep
+/// this test's worker sockets open until their execve(2).
 pub fn run_in_namespace(test: impl FnOnce() + Send) {
     static TEST_LOCK: Mutex<()> = Mutex::new(());
     let _test_guard = TEST_LOCK.lock();
@@ -48,7 +48,6 @@ pub fn dispatch_options(policy: Policy) -> Options {
     }
 }
 
-/// Opens a UDP socket at the service's address, as a worker does.
 pub fn open_worker_socket(service: SocketAddr) -> UdpSocket {
     let socket = Socket::new(Domain::for_address(service), Type::DGRAM, Some(Protocol::UDP)).unwrap();
     socket.set_reuse_port(true).unwrap();
@@ -57,7 +56,6 @@ pub fn open_worker_socket(service: SocketAddr) -> UdpSocket {
     socket.into()
 }
 
-/// Directory for pins, which is removed when the value is dropped.
 pub struct TemporaryPins(pub PathBuf);
 
 impl TemporaryPins {
@@ -83,7 +81,6 @@ pub struct TestEnv {
     virtual_time: Duration,
 }
 
-/// Datagram that a worker has read from its socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedDatagram {
     pub worker_slot: u32,
@@ -100,7 +97,6 @@ impl TestEnv {
         env
     }
 
-    /// Adds a worker with a new socket, and returns its slot.
     pub fn add_worker(&mut self) -> u32 {
         let socket = open_worker_socket(self.dispatch.ledger().service().0);
         let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
@@ -118,7 +114,7 @@ impl TestEnv {
         wait_for_value("a request to be dispatched", || (dispatched_count() > count_before).then_some(()));
     }
 
-    /// Reads all datagrams in the workers' queues, and returns them. There must be `count` of them.
+    /// Reads and returns all datagrams in the workers' queues, of which there must be `count`.
     pub fn read_requests(&self, count: usize) -> Vec<ReceivedDatagram> {
         let mut requests = Vec::new();
         wait_for_value("datagrams at the workers", || {
@@ -148,7 +144,7 @@ impl TestEnv {
         self.read_requests(1).remove(0)
     }
 
-    /// Sends a response with the payload of the request `read`, from the worker that has read it.
+    /// Sends a response with the payload of the request `read` from the worker that has read it.
     pub fn send_response(&self, read: &ReceivedDatagram) {
         self.worker_sockets[&read.worker_slot].send_to(&read.payload, read.client_address).unwrap();
     }
@@ -164,7 +160,6 @@ impl TestEnv {
         workers.into_iter().find(|worker| worker.socket_slot == slot).unwrap()
     }
 
-    /// Returns the number of outstanding requests of each worker.
     pub fn outstanding_counts(&self) -> Vec<u32> {
         self.dispatch.ledger().worker_counts().iter().map(|worker| worker.outstanding_requests).collect()
     }
@@ -174,7 +169,6 @@ impl TestEnv {
     }
 }
 
-/// Opens the socket of a client at a new port.
 pub fn client_socket() -> UdpSocket {
     let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     socket.connect(SERVICE_ADDRESS).unwrap();
@@ -182,7 +176,7 @@ pub fn client_socket() -> UdpSocket {
     socket
 }
 
-/// Calls `done` repeatedly until it returns a value, and returns that. Panics with `what` after 30 s.
+/// Calls `done` repeatedly until it returns a value, and returns that value. Panics with `what` after 30 s.
 pub fn wait_for_value<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {

@@ -1,4 +1,4 @@
-//! A TCP client whose packets the test composes. The server uses the kernel's TCP.
+//! A TCP client whose packets the test composes itself, while the server uses the kernel's TCP.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use super::{
     tsval_offset,
 };
 
-/// Address of the client. The kernel of its host does not have this address, so it sends no RST to the server.
+/// Address of the client. The client's kernel does not have this address, so it sends no RST to the server.
 const CLIENT_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 77);
 const CLIENT_ADDRESS_IPV6: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 0x77);
 
@@ -132,7 +132,6 @@ impl<'env> RawTcpClient<'env> {
         is_for_address && frame[tcp_start + 2..tcp_start + 4] == self.port.to_be_bytes()
     }
 
-    /// Sends a SYN with this TSecr. Returns the SYN-ACK.
     pub fn open_connection(&mut self, tsecr: u32) -> Vec<u8> {
         let syn = self.next_frame(SYN, tsecr, b"");
         self.send(&syn);
@@ -143,7 +142,6 @@ impl<'env> RawTcpClient<'env> {
         syn_ack
     }
 
-    /// Sends the ACK that completes the handshake.
     pub fn send_final_ack(&mut self) {
         let ack_frame = self.next_frame(ACK, self.server_tsval, b"");
         self.send(&ack_frame);
@@ -174,12 +172,12 @@ pub fn set_previous_server(frame: &mut [u8], identification: u16) {
     frame[24..26].copy_from_slice(&header_checksum.to_be_bytes());
 }
 
-/// Makes a frame a broadcast, as the load balancer does if it does not know the server of the packet.
+/// Turns a frame into a broadcast, as the load balancer does if it does not know the packet's server.
 pub fn set_broadcast_mac(frame: &mut [u8]) {
     frame[..6].fill(0xff);
 }
 
-/// Returns the TSecr by which a load balancer passes the entry `index` (owner and slot) to a server in a SYN.
+/// Returns the TSecr in a SYN by which a load balancer passes the entry `index` (owner and slot) to a server.
 pub fn tsecr_with_index(index: u16) -> u32 {
     intf::SYN_TSECR_HOLDS_COOKIE | intf::COOKIE_KIND_BIT | u32::from(index)
 }

@@ -26,13 +26,12 @@ pub use coreward_dataplane::test_run::{missing_bpf_rights, skip_if};
 /// Time key of a service whose server takes no part in the test.
 pub const FOREIGN_TIME_KEY: CookieKey = CookieKey { k0: 5, k1: 6 };
 
-/// Returns the time of the kernel's TSval clock: CLOCK_MONOTONIC in ms.
+/// Returns the time of the kernel's TSval clock, which is CLOCK_MONOTONIC in ms.
 pub fn tsval_clock_ms() -> u32 {
     let monotonic_time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).unwrap();
     (monotonic_time.tv_sec() as u64 * 1000 + monotonic_time.tv_nsec() as u64 / 1_000_000) as u32
 }
 
-/// Address family of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Family {
     Ipv4,
@@ -47,21 +46,20 @@ impl Family {
     }
 }
 
-/// IPv6 extension header: protocol number, and bytes, the first of which becomes the number of the next header.
+/// IPv6 extension header with its protocol number and its bytes, of which the first becomes the next header's number.
 pub type ExtensionHeader = (u8, Vec<u8>);
 
-/// Fields of a TCP packet.
 #[derive(Debug, Clone)]
 pub struct TcpPacket {
     pub destination_mac: [u8; 6],
     pub source: SocketAddrV4,
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
-    /// IPv6 source and destination; `None`: the packet is IPv4.
+    /// IPv6 source and destination, or `None` if the packet is IPv4.
     pub ipv6_addresses: Option<[Ipv6Addr; 2]>,
     pub extension_headers: Vec<ExtensionHeader>,
     pub flags: u8,
-    /// TCP options as bytes; they are padded with zeros (end of options) to a multiple of four.
+    /// TCP options as bytes, which are padded with zeros (end of options) to a multiple of four.
     pub tcp_options: Vec<u8>,
     pub payload: Vec<u8>,
 }
@@ -69,7 +67,7 @@ pub struct TcpPacket {
 impl TcpPacket {
     pub fn new(source: (Ipv4Addr, u16), destination: (Ipv4Addr, u16)) -> Self {
         Self {
-            // The address of the loopback device: eth_type_trans() then marks the packet as addressed to this host.
+            // With the loopback device's address, eth_type_trans() marks the packet as addressed to this host.
             destination_mac: [0; 6],
             source: SocketAddrV4::new(source.0, source.1),
             destination: SocketAddrV4::new(destination.0, destination.1),
@@ -101,7 +99,6 @@ impl TcpPacket {
         self.frame_with_sequence(0x0102_0304, 0x0506_0708)
     }
 
-    /// Returns the packet as a frame, with these sequence and acknowledgement numbers.
     pub fn frame_with_sequence(&self, sequence: u32, acknowledgement: u32) -> Vec<u8> {
         let ipv4_frame = self.ipv4_frame(sequence, acknowledgement);
         let Some(addresses) = self.ipv6_addresses else { return ipv4_frame };
@@ -144,19 +141,18 @@ impl TcpPacket {
     }
 }
 
-/// Fields of a UDP datagram, or of one of its fragments.
+/// Fields of a UDP datagram or of one of its fragments.
 #[derive(Debug, Clone)]
 pub struct UdpDatagram {
     pub source: SocketAddrV4,
     pub destination: SocketAddrV4,
     pub ip_options: Vec<u8>,
     pub identification: u16,
-    /// Flags and fragment offset (in units of 8 bytes) of the IPv4 header.
+    /// Flags and fragment offset (in units of 8 bytes) in the IPv4 header.
     pub flags_and_offset: u16,
     pub payload: Vec<u8>,
 }
 
-/// Flag "more fragments" of the IPv4 header.
 pub const MORE_FRAGMENTS: u16 = 0x2000;
 
 impl UdpDatagram {
@@ -211,7 +207,6 @@ pub fn ipv4_frame(
     frame
 }
 
-/// Returns whether the frame contains an IPv6 packet.
 pub fn is_ipv6(frame: &[u8]) -> bool {
     frame[12..14] == [0x86, 0xdd]
 }
@@ -233,7 +228,6 @@ pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protoco
 }
 
 impl TcpPacket {
-    /// Returns a frame with this TCP segment after an IPv6 header and extension headers.
     pub fn to_ipv6_frame(&self, client: Ipv6Addr, vip: Ipv6Addr, headers: &[ExtensionHeader]) -> Vec<u8> {
         with_ipv6_header(&self.frame(), [client, vip], headers)
     }
@@ -249,12 +243,12 @@ fn with_ipv6_header(ipv4: &[u8], addresses: [Ipv6Addr; 2], headers: &[ExtensionH
     frame
 }
 
-/// Returns a TCP timestamp option (RFC 7323) with TSval `value`.
+/// Returns a TCP timestamp option (RFC 7323) whose TSval is `value`.
 pub fn timestamp_option(value: u32, tsecr: u32) -> Vec<u8> {
     [&[8, 10][..], &value.to_be_bytes(), &tsecr.to_be_bytes()].concat()
 }
 
-/// Returns the options of most packets: two no-operations and a timestamp.
+/// Returns the options that most packets have, which are two no-operations and a timestamp.
 pub fn aligned_timestamp_option(value: u32, tsecr: u32) -> Vec<u8> {
     [&[1, 1][..], &timestamp_option(value, tsecr)].concat()
 }
@@ -277,12 +271,11 @@ pub fn tcp_segment_sum(frame: &[u8]) -> u16 {
     let address_range =
         if is_ipv6(frame) { ETHERNET_BYTES + 8..ETHERNET_BYTES + 40 } else { ETHERNET_BYTES + 12..ETHERNET_BYTES + 20 };
     let segment_length = (frame.len() - tcp_start) as u16;
-    // IPv6 has longer fields for length and protocol; their zeros do not change the sum.
+    // IPv6 has longer fields for length and protocol, but their zeros do not change the sum.
     let pseudo_header = [&frame[address_range], &[0, 6], &segment_length.to_be_bytes()].concat();
     ones_complement_sum(&[&pseudo_header, &frame[tcp_start..]].concat())
 }
 
-/// Returns the offset of the TCP header in a frame.
 pub fn tcp_offset(frame: &[u8]) -> usize {
     if !is_ipv6(frame) {
         return ETHERNET_BYTES + usize::from(frame[ETHERNET_BYTES] & 0xf) * 4;
@@ -295,7 +288,7 @@ pub fn tcp_offset(frame: &[u8]) -> usize {
     at
 }
 
-/// Returns the length of an extension header from its second byte; `None` when `number` is no extension header.
+/// Returns the length of an extension header by its second byte, or `None` if `number` is no extension header.
 fn extension_header_length(number: u8, length: Option<&u8>) -> Option<usize> {
     let length_field = usize::from(*length?);
     match number {
@@ -306,7 +299,7 @@ fn extension_header_length(number: u8, length: Option<&u8>) -> Option<usize> {
     }
 }
 
-/// Returns the offset of TSval in a frame; `None`: the frame has no timestamp option (RFC 9293, Sect. 3.1).
+/// Returns the offset of TSval in a frame, or `None` if the frame has no timestamp option (RFC 9293, Sect. 3.1).
 pub fn tsval_offset(frame: &[u8]) -> Option<usize> {
     let tcp_start = tcp_offset(frame);
     let header_length = usize::from(frame.get(tcp_start + 12)? >> 4) * 4;
@@ -331,7 +324,6 @@ pub fn tsval_offset(frame: &[u8]) -> Option<usize> {
     None
 }
 
-/// Returns the 32-bit word at `offset` of a frame, in network byte order.
 pub fn read_u32(frame: &[u8], offset: usize) -> u32 {
     u32::from_be_bytes(frame[offset..offset + 4].try_into().unwrap())
 }

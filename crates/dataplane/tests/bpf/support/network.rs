@@ -1,4 +1,4 @@
-//! Hosts in anonymous network namespaces, which the kernel removes with this process, and their network.
+//! Network of simulated hosts. Each is an anonymous network namespace, which the kernel removes when this process ends.
 
 use std::fs::{self, File};
 use std::net::Ipv4Addr;
@@ -17,9 +17,9 @@ pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 
 /// Pins the calling thread and its later children to one CPU, which then also processes their packets over veth.
 ///
-/// With several CPUs a segment overtakes an older segment now and then. If both were sent within a millisecond, Linux
-/// accepts the older one, whose TSval is one tick less (TCP_PAWS_WINDOW in include/net/tcp.h). With stamping a
-/// millisecond is 65,536 ticks (4,096 with timestamps = "lb"): the older segment counts in PAWSEstab and is dropped.
+/// With several CPUs, a segment now and then overtakes an older segment. If both were sent within a millisecond, Linux
+/// accepts the older one, whose TSval is one tick less (TCP_PAWS_WINDOW in include/net/tcp.h). With stamping, a
+/// millisecond is 65,536 ticks (4,096 with timestamps = "lb"). The older segment is then dropped (PAWSEstab).
 pub fn pin_to_one_cpu() {
     let (mut cpu_set, this) = (CpuSet::new(), Pid::from_raw(0));
     let allowed_cpus = sched_getaffinity(this).unwrap();
@@ -29,14 +29,13 @@ pub fn pin_to_one_cpu() {
     sched_setaffinity(this, &cpu_set).unwrap();
 }
 
-/// Returns the MAC address of an interface in the calling thread's network namespace.
 pub fn mac_address(interface: &str) -> MacAddress {
     let link_entries = nix::ifaddrs::getifaddrs().unwrap().filter(|entry| entry.interface_name == interface);
     let mac_addresses = link_entries.filter_map(|entry| entry.address?.as_link_addr()?.addr()).collect::<Vec<_>>();
     MacAddress(mac_addresses[0])
 }
 
-/// Simulated host: a network namespace.
+/// Simulated host, which is a network namespace.
 #[derive(Debug)]
 pub struct NamespaceHost {
     namespace_file: File,
@@ -78,7 +77,7 @@ impl NamespaceHost {
                 .map(|file| fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap())
                 .concat()
         });
-        // The files have pairs of lines: "Group: name name ...", "Group: value value ...".
+        // The files have pairs of lines, "Group: name name ..." and "Group: value value ...".
         let counter_lines: Vec<&str> = counter_text.lines().collect();
         let counter_value = counter_lines.chunks(2).find_map(|pair| {
             let (group, names) = pair[0].split_once(':').unwrap();
@@ -89,7 +88,7 @@ impl NamespaceHost {
     }
 }
 
-/// Client and server connected by a veth pair. The server also has the VIP; both devices are called eth0.
+/// Client and server connected by a veth pair. The server also has the VIP. Both devices are called eth0.
 #[derive(Debug)]
 pub struct VethPair {
     pub client: NamespaceHost,
@@ -115,7 +114,6 @@ impl VethPair {
         Self { client, server }
     }
 
-    /// Returns the index of the server's device.
     pub fn server_interface_index(&self) -> u32 {
         self.server.run_inside(|| nix::net::if_::if_nametoindex("eth0").unwrap())
     }
@@ -189,7 +187,7 @@ impl NetworkSegment {
         Self { load_balancer, client, servers, _switch: switch_host }
     }
 
-    /// Returns the address of a host: of the load balancer (0), the client (1), or server K (2 + K).
+    /// Returns the address of the load balancer (`number` 0), the client (1), or server K (2 + K).
     pub fn host_address(number: u8) -> Ipv4Addr {
         Ipv4Addr::new(10, 1, 0, 1 + number)
     }
@@ -201,7 +199,7 @@ impl NetworkSegment {
         host.ip(&format!("address add {}/24 dev eth0", Self::host_address(number)));
         host.ip("link set lo up");
         host.ip("link set eth0 up");
-        // veth leaves checksums to a NIC, and packets that XDP forwards would have unfinished checksums.
+        // veth leaves checksums to a NIC, so packets that XDP forwards would have incomplete checksums.
         let turn_off_checksum_offload = || Command::new("ethtool").args(["-K", "eth0", "tx", "off"]).output().unwrap();
         assert!(host.run_inside(turn_off_checksum_offload).status.success(), "ethtool -K eth0 tx off");
         switch.ip(&format!("link set port{number} master br0"));

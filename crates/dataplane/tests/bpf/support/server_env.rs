@@ -1,4 +1,4 @@
-//! A client, and a server with `bpf/server/server.bpf.c` at its device, both with the kernel's TCP.
+//! A client, and a server with `bpf/server/server.bpf.c` at its device. Both use the kernel's TCP.
 
 use std::io::{Read as _, Write as _};
 use std::mem::MaybeUninit;
@@ -31,7 +31,6 @@ pub fn id() -> ServerId {
     ServerId::try_from(0x1234).unwrap()
 }
 
-/// Returns the address and port of the server's IPv4 or IPv6 service.
 pub fn vip_address(family: Family) -> SocketAddr {
     let address = match family {
         Family::Ipv4 => IpAddr::from(VIP),
@@ -40,7 +39,6 @@ pub fn vip_address(family: Family) -> SocketAddr {
     (address, PORT).into()
 }
 
-/// Returns the client's address of this family, with `port`.
 pub fn client_address(family: Family, port: u16) -> SocketAddr {
     let address = match family {
         Family::Ipv4 => IpAddr::from(CLIENT),
@@ -49,7 +47,6 @@ pub fn client_address(family: Family, port: u16) -> SocketAddr {
     (address, port).into()
 }
 
-/// Adds IPv6 addresses to the client and the server, and the IPv6 VIP to the server.
 fn add_ipv6_addresses(pair: &VethPair) {
     for (host, address) in [(&pair.client, CLIENT_IPV6), (&pair.server, SERVER_IPV6)] {
         host.ip(&format!("address add {address}/64 dev eth0 nodad"));
@@ -109,7 +106,6 @@ impl TestEnv {
         stream
     }
 
-    /// Opens a connection. Returns its client end and its server end.
     pub fn open_connection(&self, listener: &TcpListener) -> (TcpStream, TcpStream) {
         let client = self.connect_client();
         let (server, _) = listener.accept().unwrap();
@@ -117,8 +113,8 @@ impl TestEnv {
         (client, server)
     }
 
-    /// Asserts that neither side has counted an error. (Retransmissions are allowed: on few CPUs, veth sometimes loses
-    /// a packet, with and without programs.)
+    /// Asserts that neither side has counted an error. Retransmissions are allowed, because on few CPUs veth sometimes
+    /// loses a packet, even without programs.
     pub fn assert_no_errors(&self) {
         for host in [&self.pair.client, &self.pair.server] {
             for counter in
@@ -156,7 +152,7 @@ impl Sniffer {
         Self { socket, family: env.family }
     }
 
-    /// Sends a frame by the client's device.
+    /// Sends a frame from the client's device.
     pub fn send_frame(&self, env: &TestEnv, frame: &[u8]) {
         env.pair.client.run_inside(|| {
             let interface_index = nix::net::if_::if_nametoindex("eth0").unwrap();
@@ -188,7 +184,6 @@ impl Sniffer {
         self.received_frames().into_iter().filter(|frame| is_of_family(self.family, frame)).collect()
     }
 
-    /// Returns the first 160 bytes of each frame that was received since the last call.
     fn received_frames(&self) -> Vec<Vec<u8>> {
         let mut frames = vec![];
         loop {
@@ -200,7 +195,8 @@ impl Sniffer {
     }
 
     /// Waits until the server has processed all packets sent so far and its replies have arrived. Returns the first 160
-    /// bytes of each packet until then. On the one CPU an ARP request follows the packets, and its reply their replies.
+    /// bytes of each packet until then. An ARP request after the packets is answered after their replies, as there is
+    /// one CPU.
     pub fn collect_until_processed(&self, env: &TestEnv) -> Vec<Vec<u8>> {
         static ARP_REQUESTS: AtomicU32 = AtomicU32::new(0);
         let number = ARP_REQUESTS.fetch_add(1, Ordering::Relaxed).to_be_bytes();
@@ -238,8 +234,8 @@ fn is_from_vip(family: Family, frame: &[u8]) -> bool {
         }
 }
 
-/// Returns an ARP request (RFC 826) for `target` from the MAC address `asking`, with a sender address in the client's
-/// network.
+/// Returns an ARP request (RFC 826) for `target` from the MAC address `asking`. Its sender IP address is in the
+/// client's network.
 fn arp_request(asking: [u8; 6], target: Ipv4Addr) -> Vec<u8> {
     const ARP_SENDER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);
     let ethernet_header = [&[0xff; 6][..], &asking, &[8, 6]].concat();

@@ -29,7 +29,6 @@ pub const STATEFUL_MODE: ServiceMode = ServiceMode {
 
 pub type ClientEndpoint = (Ipv4Addr, u16);
 
-/// Returns the address and port of the client of an IPv4 connection.
 pub fn ipv4_client(connection: &Connection) -> ClientEndpoint {
     match connection.client.ip() {
         IpAddr::V4(address) => (address, connection.client.port()),
@@ -41,7 +40,6 @@ pub fn owner_number(number: u64) -> TableOwnerNumber {
     TableOwnerNumber::try_from(number).unwrap()
 }
 
-/// Returns the owner number of the load balancer under test.
 pub fn own_owner_number() -> TableOwnerNumber {
     owner_number(5)
 }
@@ -78,12 +76,11 @@ pub fn established_frame(balancer: &Balancer, client: ClientEndpoint, number: u1
     established_packet(&balancer.fleet_keys, client, number, ACK).frame()
 }
 
-/// Returns the TSecr of a SYN that was forwarded to a server.
 pub fn tsecr_of(frame: &[u8]) -> u32 {
     read_u32(frame, tsval_offset(frame).unwrap() + 4)
 }
 
-/// Returns the index in a forwarded SYN that the server will put into its cookies; `None`: the SYN has no index.
+/// Returns the index in a forwarded SYN that the server will put into its cookies, or `None` if the SYN has no index.
 pub fn cookie_index_of(frame: &[u8]) -> Option<u16> {
     let tsecr = tsecr_of(frame);
     let cookie_index = (tsecr & intf::COOKIE_ID_MASK) as u16;
@@ -108,20 +105,19 @@ impl Balancer {
         self.server_macs.iter().find(|(_, of)| **of == server_mac).expect("a server's MAC address").0.1
     }
 
-    /// Sends a SYN. Returns the server, and the number for cookies; `None`: the connection got no entry.
+    /// Sends a SYN. Returns the server and the index for cookies, which is `None` if the connection got no table entry.
     pub fn send_syn(&self, client: ClientEndpoint) -> (ServerId, Option<u16>) {
         let (verdict, packet) = self.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         assert_eq!(verdict, XDP_TX);
         (self.server_with_mac(&packet[..6]), cookie_index_of(&packet))
     }
 
-    /// Sends a SYN, and asserts that the connection gets a table entry.
+    /// Sends a SYN and asserts that the connection gets a table entry.
     pub fn open_connection_with_entry(&self, client: ClientEndpoint) -> EstablishedConnection {
         let (server, number) = self.send_syn(client);
         EstablishedConnection { client, server, cookie_index: number.expect("an entry") }
     }
 
-    /// Returns the table entry of a client's connection, if it has one.
     pub fn connection_entry(&self, client: ClientEndpoint) -> Option<Connection> {
         let client = SocketAddr::from(client);
         let mut client_connections =

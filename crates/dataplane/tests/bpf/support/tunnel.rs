@@ -1,4 +1,4 @@
-//! Forms of encapsulation, and addresses of both families.
+//! Kinds of encapsulation, and addresses of both address families.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -38,7 +38,6 @@ impl TunnelVariant {
         self.forwarding.overhead_bytes(own_outer_address(self.outer_family))
     }
 
-    /// Returns the protocol number that the outer IP header contains.
     pub fn outer_protocol(self) -> u8 {
         match (self.forwarding, self.inner_family) {
             (Forwarding::Gue, _) => 17,
@@ -73,7 +72,7 @@ pub fn own_outer_address(family: Family) -> IpAddr {
     }
 }
 
-/// Returns the address of a server as the destination of outer headers.
+/// Returns a server's address as the destination of outer headers.
 pub fn server_outer_address(family: Family, server: ServerId) -> IpAddr {
     let [high, low] = server.get().to_be_bytes();
     match family {

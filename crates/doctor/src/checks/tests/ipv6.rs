@@ -1,8 +1,8 @@
-//! Servers with IPv6 services.
+//! Tests of checks for servers with IPv6 services.
 
 use super::*;
 
-/// Returns facts of a server with an IPv6 service only, whose VIP is on `device`.
+/// Returns facts about a server that has only an IPv6 service. The service's VIP is on `device`.
 pub(super) fn ipv6_server_facts(device: &str) -> Facts {
     let mut facts = passing_facts(Role::Server);
     let vip = "2001:db8::1".parse().unwrap();

@@ -18,7 +18,6 @@ fn pop_services<T>(feo: &mut FirstEligibleOut<T>, now: u64, count: usize) -> Vec
     (0..count).map_while(|_| feo.pop(now, ALL_SERVICES).map(|(service, _)| service)).collect()
 }
 
-/// Returns a scheduler with `count` waiting requests of each service.
 fn scheduler_with_backlog(config: &FirstEligibleOutConfig, count: u32) -> FirstEligibleOut<u32> {
     let mut scheduler = FirstEligibleOut::new(config).unwrap();
     for request in 0..count {
@@ -109,7 +108,7 @@ fn rate_limit_holds_requests_until_the_next_token() {
     }
 }
 
-/// Group 0 has two thirds of the dispatches: service 0 before service 1. Group 1 has one third: service 2.
+/// Group 0 has two thirds of the dispatches, with service 0 before service 1. Group 1 has one third, for service 2.
 #[test]
 fn groups_are_ranked_before_their_services() {
     let mut config = one_level_config(Ranking::StrictPriority, &[0, 1, 0]);
@@ -145,7 +144,7 @@ fn configurations_out_of_range_are_rejected() {
 }
 
 proptest! {
-    /// Every request leaves once, in order within its service; the choice agrees with a search over all heads.
+    /// Every request leaves once, in order within its service, and each choice agrees with a search over all heads.
     #[test]
     fn scheduler_decisions_equal_a_linear_search(
         deadline in any::<bool>(),

@@ -19,17 +19,17 @@ const SYNS_PER_BATCH: u32 = 1 << 13;
 
 /// Command to the flooding thread, which has a CPU of its own.
 pub enum FlooderCommand {
-    /// Send SYNs through the empty program, which is the same work without the load balancer.
+    /// Send SYNs through the empty program, so that the CPU does the same work without the load balancer.
     SynsThroughEmptyProgram,
     /// Send SYNs through this XDP program.
     SynsThroughProgram(OwnedFd),
 }
 
-/// Number of SYNs that a flood has sent, and their CPU time.
+/// Number of SYNs that a flood has sent, and the CPU time that they took.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct FloodCounts {
     pub syn_count: u64,
-    /// CPU time of the program for all SYNs (s).
+    /// CPU time that the program took for all SYNs (s).
     pub time: f64,
 }
 
@@ -113,8 +113,8 @@ impl Drop for Flooder {
     }
 }
 
-/// Prepares the calling thread for a flood. SYNs arrive on another receive queue than the measured packets, as on a NIC
-/// with RSS, because counters have a row per queue.
+/// Prepares the calling thread for a flood. Counters have a row per receive queue. The SYNs therefore arrive on another
+/// queue than the measured packets, as on a NIC with RSS.
 fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
     cpus::bind_to_cpu(THIS_THREAD, cpu)?;
     namespace::enter_new_network_namespace()?;

@@ -1,4 +1,4 @@
-//! Memory of the load balancer's program.
+//! Memory of the maps that the load balancer's program uses.
 
 use std::os::fd::{AsFd as _, AsRawFd as _, BorrowedFd};
 
@@ -9,9 +9,9 @@ use libbpf_rs::{MapCore as _, MapHandle, MapType};
 /// Kernel memory and entries of all maps of a BPF program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MapMemory {
-    /// Number of maps whose entries are preallocated, which are arrays.
+    /// Number of arrays, which are maps with preallocated entries.
     pub array_map_count: u64,
-    /// Number of maps whose memory grows with their entries, which are hash tables.
+    /// Number of hash tables, which are maps whose memory grows with their entries.
     pub hash_map_count: u64,
     pub hash_map_entry_count: u64,
     /// Kernel memory of all maps in bytes (`memlock` of /proc/PID/fdinfo).

@@ -1,4 +1,4 @@
-//! Frames for one load balancer: `bpf/live_frames.bpf.c` from user space.
+//! Generates live frames for one load balancer, by means of `bpf/live_frames.bpf.c`.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -23,14 +23,14 @@ use skeleton::LiveFramesSkelBuilder;
 pub const LIVE_PACKET_COUNT: usize = 1 << 17;
 const MAX_FRAME_BYTES: usize = 80;
 
-/// Variable fields of a live packet: `struct live_packet` of live_frames.bpf.c.
+/// Variable fields of a live packet, as in `struct live_packet` of live_frames.bpf.c.
 #[derive(Debug, Clone, Copy, zerocopy::IntoBytes, zerocopy::FromBytes, zerocopy::Immutable)]
 #[repr(C)]
 struct LivePacket {
     client_address: u32,
     ports: u32,
     tsecr: u32,
-    /// Frame to vary: 0 for a packet of an open connection, 1 for the SYN of a new client.
+    /// Index of the frame to vary, which is 0 for a packet of an open connection and 1 for a new client's SYN.
     kind: u32,
 }
 
@@ -51,17 +51,17 @@ pub enum BaselineProgram {
 }
 
 pub struct GeneratedTraffic<'a> {
-    /// Frames that are varied: a packet of an open connection, and a SYN.
+    /// Frames that are varied, for a packet of an open connection and for a SYN.
     pub frame_templates: [&'a FrameTemplate; 2],
-    /// Packets of open connections; their number is [`LIVE_PACKET_COUNT`].
+    /// Packets of open connections, whose number must be [`LIVE_PACKET_COUNT`].
     pub packets: &'a [PacketVariation],
-    /// Returns whether the packet with this index is a SYN of a new client instead.
+    /// Function that returns whether the packet with this index is a new client's SYN instead.
     pub is_syn: &'a dyn Fn(usize) -> bool,
 }
 
 impl FrameGenerator {
     /// Creates a generator that sends `traffic` into the wire and receives the returned frames. Attaches the baseline
-    /// `floor`, if any, to the tested end. Fails without the capabilities to load BPF programs.
+    /// program `floor`, if any, to the tested end. Fails without the capabilities to load BPF programs.
     pub fn new(
         wire: &VethPair,
         traffic: &GeneratedTraffic<'_>,

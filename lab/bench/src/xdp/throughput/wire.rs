@@ -1,4 +1,5 @@
-//! A veth pair: frames are redirected into one end, and the XDP program under test is attached to the other one.
+//! Veth pair for live frames. They are redirected into one end, and the XDP program under test is attached to the other
+//! end.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -19,17 +20,16 @@ pub struct VethPair {
     pub tested_end: String,
 }
 
-/// Number of frames of a device, and CPU time of its NAPI thread, since their creation.
+/// Number of a device's received frames, and CPU time of its NAPI thread, since their creation.
 #[derive(Debug, Clone, Copy)]
 pub struct NapiUsage {
-    /// Number of frames that the device has received.
     pub received_frames: u64,
     /// CPU time that the thread has used (ns).
     pub time: u64,
 }
 
 impl NapiUsage {
-    /// Returns the frames and the CPU time between `before` and this value.
+    /// Returns the frames and the CPU time since `before`.
     pub fn difference_since(self, before: Self) -> Self {
         Self { received_frames: self.received_frames - before.received_frames, time: self.time - before.time }
     }
@@ -39,7 +39,8 @@ impl VethPair {
     /// Creates veth pair `number` in the calling thread's network namespace. The tested end has the MAC address to
     /// which the frames are sent. Fails without root.
     pub fn new(number: usize) -> anyhow::Result<Self> {
-        // Device names are unique per process, because NAPI threads of all namespaces are found by the device's name.
+        // Device names are unique per process, because a device's name also identifies its NAPI thread across all
+        // namespaces.
         let device_name = |end| format!("b{}{end}{number}", std::process::id());
         let veth_pair = Self { generator_end: device_name('g'), tested_end: device_name('t') };
         let Self { generator_end, tested_end } = &veth_pair;
@@ -47,7 +48,7 @@ impl VethPair {
             "link add {generator_end} type veth peer name {tested_end} address {LOAD_BALANCER_MAC}"
         ))?;
         for end in [generator_end, tested_end] {
-            // Without IPv6 the kernel sends no packets by itself.
+            // Without IPv6, the kernel sends no packets by itself.
             namespace::run_ip_command(&format!("link set {end} addrgenmode none"))?;
             namespace::run_ip_command(&format!("link set {end} up"))?;
         }
@@ -129,7 +130,7 @@ fn received_frames(device: &str) -> anyhow::Result<u64> {
     let device_statistics = fs::read_to_string("/proc/thread-self/net/dev").context("/proc/thread-self/net/dev")?;
     let device_columns =
         device_statistics.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
-    // Received bytes, then received packets.
+    // The first two columns are received bytes and received packets.
     let packet_count = device_columns.and_then(|numbers| numbers.split_whitespace().nth(1)?.parse().ok());
     packet_count.with_context(|| format!("/proc/thread-self/net/dev: no packets of {device}"))
 }

@@ -1,4 +1,4 @@
-//! Output directory of figures.
+//! Directory into which figures are written.
 
 use std::path::{Path, PathBuf};
 
@@ -16,21 +16,21 @@ pub struct OutputDirectory {
 }
 
 impl OutputDirectory {
-    /// Opens the directory, and creates it if necessary. Fails when it cannot be created; the error names its path.
+    /// Opens the directory, and creates it if necessary. Fails with the directory's path when it cannot be created.
     pub fn open(path: &Path, paper_figures: Vec<EmbeddedScenario>) -> anyhow::Result<Self> {
         std::fs::create_dir_all(path).with_context(|| format!("cannot create the directory {}", path.display()))?;
         Ok(Self { path: path.to_owned(), paper_figures })
     }
 
-    /// Returns the figure that an earlier run stored, if its file is complete and it had the same inputs.
+    /// Returns the figure that an earlier run stored, if its file is complete and the run had the same inputs.
     fn load_stored(&self, name: &str, provenance: &Provenance) -> Option<FigureResult> {
         let text = std::fs::read_to_string(self.path.join(format!("{name}.json"))).ok()?;
         let result: FigureResult = serde_json::from_str(&text).ok()?;
         result.provenance.has_same_inputs(provenance).then_some(result)
     }
 
-    /// Writes the files of one figure, then the page of all figures. Fails when a file cannot be written (with its
-    /// path).
+    /// Writes the files of one figure, then updates the page with all figures. Fails with the path of a file that
+    /// cannot be written.
     pub fn write(
         &self,
         result: &FigureResult,
@@ -45,8 +45,8 @@ impl OutputDirectory {
         write_atomically(&self.path, "index.html", &page::render_page(&self.with_earlier_figures(all_figures)))
     }
 
-    /// Returns the figures of this run, and those of papers that an earlier run of this version has stored, in the
-    /// papers' order. A user's own scenarios are last.
+    /// Returns the figures of this run together with the papers' figures that an earlier run of this version stored.
+    /// They are in the papers' order, followed by the user's own scenarios.
     fn with_earlier_figures(&self, made_figures: &[(FigureResult, Scenario)]) -> Vec<(FigureResult, Scenario)> {
         let find_made_figure = |name: &str| made_figures.iter().find(|(result, _)| result.name == name).cloned();
         let paper_results = self.paper_figures.iter().filter_map(|figure| {
@@ -60,7 +60,7 @@ impl OutputDirectory {
         paper_results.chain(own_scenarios.cloned()).collect()
     }
 
-    /// Returns the last line of a run: the numbers of figures and of claims that hold or do not, and the page's path.
+    /// Returns the last line that a run prints, with its numbers of figures and claims, and the path of the page.
     pub fn summary(&self, figures: &[(FigureResult, Scenario)]) -> String {
         let claim_count: usize = figures.iter().map(|(result, _)| result.claims.len()).sum();
         let holding_count: usize = figures.iter().map(|(result, _)| result.holding_claim_count()).sum();

@@ -1,4 +1,4 @@
-//! Overrides that reduce a live figure to a part or a short trial.
+//! Command-line options that reduce a live figure to a part of its points or to a short trial.
 
 use anyhow::ensure;
 use coreward_config::Spanned;
@@ -7,7 +7,7 @@ use crate::figure::point::is_same_point;
 use crate::figure::scenario::Scenario;
 use crate::names::UnknownName;
 
-/// Differences from the scenario, for live figures only.
+/// Settings that replace those of the scenario, for live figures only.
 #[derive(Debug, Clone, Default, clap::Args)]
 #[command(next_help_heading = "Live figures, smaller")]
 pub struct Overrides {
@@ -36,12 +36,12 @@ impl Overrides {
         self.runs.is_none() && self.seconds.is_none() && self.series.is_empty() && self.points.is_empty()
     }
 
-    /// Returns the series' labels as one quoted argument, because labels may contain spaces and parentheses.
+    /// Returns the selected series' labels as one quoted argument, because they may contain spaces and parentheses.
     fn quoted_series_labels(&self) -> Vec<String> {
         if self.series.is_empty() { Vec::new() } else { vec![format!("'{}'", self.series.join(","))] }
     }
 
-    /// Returns the overrides as command-line options, for the command that reproduces the figure.
+    /// Returns the overrides as options, so that the figure's page can show the command that reproduces it.
     pub fn to_command_line_options(&self) -> String {
         let format_option = |name: &str, items: Vec<String>| {
             if items.is_empty() { String::new() } else { format!(" --{name} {}", items.join(",")) }
@@ -55,8 +55,8 @@ impl Overrides {
         .concat()
     }
 
-    /// Applies the overrides to the scenario, and removes claims about omitted parts. Fails when the scenario is not
-    /// that of a live figure, or lacks such a series or point.
+    /// Applies the overrides to the scenario, and removes claims about omitted parts. Fails when the figure is not
+    /// live, or when its scenario lacks a selected series or point.
     pub fn apply(&self, scenario: &mut Scenario) -> anyhow::Result<()> {
         if self.is_empty() {
             return Ok(());

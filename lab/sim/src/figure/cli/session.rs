@@ -1,4 +1,4 @@
-//! A run of `coreward-lab figure`: progress bars and the handling of signals.
+//! One run of `coreward-lab figure`, with progress bars and signal handling.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,16 +16,14 @@ use crate::figure::{live, run};
 /// Exit code of a process that a signal interrupted (128 + SIGINT).
 const INTERRUPT_EXIT_CODE: i32 = 130;
 
-/// State that is locked during writes, so that a signal does not end the process between two files of one figure.
+/// State that is locked while files are written, so that no signal ends the process between two files of a figure.
 #[derive(Debug, Default)]
 struct SessionState {
-    /// Interrupts the running measurement, which then cleans up. Without this function a signal ends the process at
-    /// once.
+    /// Makes the running measurement clean up and return. If it is absent, a signal ends the process at once.
     interrupt_measurement: Option<fn()>,
     is_interrupted: bool,
 }
 
-/// Run of `coreward-lab figure` in progress.
 pub struct Session {
     state: Arc<Mutex<SessionState>>,
 }
@@ -35,8 +33,8 @@ fn lock_state(state: &Mutex<SessionState>) -> MutexGuard<'_, SessionState> {
 }
 
 impl Session {
-    /// Starts a run. From now on SIGINT, SIGTERM and SIGHUP end the process only after the last file of a figure, and a
-    /// measurement only after its cleanup. Fails when signals cannot be handled.
+    /// Installs the signal handlers of a run. SIGINT, SIGTERM and SIGHUP then end the process only after all files of a
+    /// figure are written or a measurement has cleaned up. Fails when signals cannot be handled.
     pub fn begin() -> anyhow::Result<Self> {
         let state = Arc::new(Mutex::new(SessionState::default()));
         let handler_state = Arc::clone(&state);
@@ -55,7 +53,7 @@ impl Session {
     pub fn run(&self, figure: &RequestedFigure) -> anyhow::Result<FigureResult> {
         let start = Instant::now();
         let progress_bar = ProgressBar::new(0).with_prefix(figure.name.clone());
-        // The template is constant and valid.
+        // The template is a constant, so it is always valid.
         let bar_style = ProgressStyle::with_template("{prefix:24} {wide_bar} {pos}/{len} runs {elapsed}");
         progress_bar.set_style(bar_style.expect("the template is right"));
         progress_bar.enable_steady_tick(Duration::from_millis(200));
@@ -76,7 +74,7 @@ impl Session {
         Ok(result)
     }
 
-    /// Measures a live figure. After a signal, the process ends as soon as the measurement has cleaned up.
+    /// Measures a live figure. After a signal, the process exits as soon as the measurement has cleaned up.
     fn measure(
         &self,
         live: &LiveFigure,
@@ -93,7 +91,7 @@ impl Session {
         table
     }
 
-    /// Writes the files of a figure; a signal takes effect only after the last one.
+    /// Runs `write`, which writes the files of a figure, and delays any signal until it returns.
     pub fn without_interruption(&self, write: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let _state = lock_state(&self.state);
         write()

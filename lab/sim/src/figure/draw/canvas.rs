@@ -1,4 +1,4 @@
-//! Lines, markers and text in pixels.
+//! Functions that draw lines, markers and text at pixel positions.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -6,15 +6,15 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 use super::style::MarkerShape;
 
-/// Area of an SVG picture in which shapes are drawn at pixel positions.
+/// Area of an SVG picture in which shapes are placed by pixel.
 pub type SvgArea<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-/// Result of drawing. Drawing into a string fails only for an impossible shape, which would be a bug.
+/// Result of drawing. Writing an SVG into memory cannot fail, so an error means an impossible shape (a bug).
 pub type DrawResult = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 /// Half of a marker's width and height (pixels).
 const MARKER_RADIUS_PX: i32 = 4;
 
-/// Point of a text that is put at the given position.
+/// Point of a text that is placed at the position given to [`draw_text`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Anchor {
     /// Middle of the left edge.
@@ -25,7 +25,7 @@ pub enum Anchor {
     Bottom,
     /// Middle of the right edge.
     Right,
-    /// Centre of a text that runs upwards.
+    /// Centre of the text, which runs upwards.
     Upwards,
 }
 
@@ -59,7 +59,7 @@ pub fn draw_dashed_line(area: &SvgArea<'_>, points: &[(i32, i32)], style: ShapeS
     area.draw(&plotters::element::DashedPathElement::new(points.to_vec(), 6, 4, style))
 }
 
-/// Draws a marker at `centre`: filled, or open (white inside).
+/// Draws a marker at `centre`, either filled or open, that is with a white interior.
 pub fn draw_marker(
     area: &SvgArea<'_>,
     centre: (i32, i32),
@@ -79,7 +79,7 @@ pub fn draw_marker(
     draw_line(area, outline, colour.stroke_width(2))
 }
 
-/// Draws a vertical line with caps from the lowest to the highest value of all seeds.
+/// Draws a vertical line with caps at both ends, which shows the lowest and highest value over all seeds.
 pub fn draw_whisker(area: &SvgArea<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> DrawResult {
     if low == high {
         return Ok(());

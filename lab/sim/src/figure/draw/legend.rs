@@ -1,4 +1,4 @@
-//! Legend below the panels: one entry per series, and the meaning of filled and open markers.
+//! Legend below the panels, with one entry per series and a remark that explains filled and open markers.
 
 use plotters::style::Color;
 
@@ -12,19 +12,18 @@ const ROW_HEIGHT_PX: i32 = 22;
 const SAMPLE_WIDTH_PX: i32 = 34;
 const ENTRY_SPACING_PX: i32 = 22;
 
-/// Layout of the legend: its entries with their positions, and the lines of the remark.
 pub struct Legend {
-    /// For each entry, the index of its series, its label and its position.
+    /// Index of the series, label, and position of each entry.
     entries: Vec<(usize, String, (i32, i32))>,
-    /// [`Scenario::series_style`] of each series.
+    /// [`Scenario::series_style`] of each series in the scenario.
     series_styles: Vec<(usize, bool)>,
-    /// Lines of the remark below the entries.
+    /// Lines of the remark that explains the markers, below the entries.
     remark_lines: Vec<String>,
     row_count: i32,
 }
 
 impl Legend {
-    /// Computes the legend of all series in the panels, in rows of `width` pixels.
+    /// Computes the legend for all series that appear in the panels, in rows of `width` pixels.
     pub fn new(scenario: &Scenario, table: &FigureTable, width: i32) -> Self {
         let (mut x, mut row, mut entries) = (0, 0, Vec::new());
         for (index, series) in scenario.series.iter().enumerate() {

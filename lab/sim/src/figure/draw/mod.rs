@@ -1,5 +1,5 @@
-//! Figure as SVG: panels in a grid, with one legend below. The axes are drawn here and not by a chart library: labels
-//! are measured first, so that nothing overlaps.
+//! Drawing of a figure as SVG, with its panels in a grid and one legend below them. No chart library draws the axes,
+//! because labels must be measured before the layout so that nothing overlaps.
 
 mod canvas;
 mod legend;
@@ -15,7 +15,7 @@ use canvas::{Anchor, DrawResult, SvgArea, draw_text};
 
 const PANEL_SIZE_PX: (i32, i32) = (520, 390);
 const SINGLE_PANEL_SIZE_PX: (i32, i32) = (900, 460);
-/// Number of panels in a row of the picture.
+/// Maximum number of panels side by side in a picture.
 const PANEL_COLUMNS: usize = 2;
 const MARGIN_PX: i32 = 14;
 
@@ -29,14 +29,14 @@ pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (width as u32, height as u32)).into_drawing_area();
-        // Drawing into a string fails only after a wrong computation here; tests draw every scenario.
+        // Drawing into a string can fail only if a position was computed wrongly here. The tests draw every scenario.
         draw_figure(&area, scenario, table, &title, title_height, panel_size, &legend)
             .expect("an SVG is drawn into memory");
     }
     svg
 }
 
-/// Returns the picture's width (pixels), and the lines of its title.
+/// Returns the picture's width (pixels) and the lines into which its title is broken.
 fn title_layout(scenario: &Scenario) -> (i32, Vec<String>) {
     let width = match scenario.panel.len() {
         1 => SINGLE_PANEL_SIZE_PX.0,

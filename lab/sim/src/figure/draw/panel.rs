@@ -1,4 +1,4 @@
-//! Panel: frame, axes and data.
+//! Drawing of one panel, that is its frame, axes and data.
 
 use plotters::prelude::*;
 
@@ -10,36 +10,36 @@ use super::style::{
 use crate::figure::scenario::{Panel, PlotType, Scenario};
 use crate::figure::table::{Cell, Curve, PanelTable, PublishedCell, format_number};
 
-/// Margins above, right of and below the data area (pixels).
+/// Margins above, to the right of and below the area that shows the data (pixels).
 const TOP_MARGIN_PX: i32 = 34;
 const RIGHT_MARGIN_PX: i32 = 18;
 const BOTTOM_MARGIN_PX: i32 = 62;
-/// Distance from the panel's left edge to the middle of the vertical axis' label (pixels).
+/// Distance from the panel's left edge to the middle of the vertical axis's label (pixels).
 const Y_LABEL_OFFSET_PX: i32 = 18;
 const MARK_RIGHT_MARGIN_PX: i32 = 52;
 const BAR_HEADROOM_FRACTION: f64 = 0.1;
-/// Number of points above which a curve is drawn as a line with a band instead of markers with whiskers.
+/// Number of points above which a curve is drawn as a line with a band, instead of as markers with whiskers.
 const MAX_MARKER_POINTS: usize = 40;
 /// Gap between two groups of bars, as a fraction of a group's width.
 const GROUP_GAP_FRACTION: f64 = 0.2;
-/// Maximum number of bars in a panel whose values are written above them.
+/// Maximum number of bars in a panel for which each bar's value is written above it.
 const MAX_LABELLED_BARS: usize = 18;
 
-/// Panel of a figure, with its position in the picture and the scales of its axes.
+/// Panel of a figure, prepared for drawing with its position in the picture and the scales of its axes.
 pub struct PanelFrame<'a> {
     panel: &'a Panel,
     panel_table: &'a PanelTable,
-    /// For each curve, the index of the series whose colour and shape it uses, and whether it is drawn open.
+    /// Index of the series whose colour and shape each curve uses, and whether the curve is drawn with open markers.
     curve_styles: Vec<(usize, bool)>,
     x_scale: AxisScale,
     y_scale: AxisScale,
-    /// Left, top, right and bottom edge of the data area (pixels).
+    /// Left, top, right and bottom edge of the area that shows the data (pixels).
     data_area: (i32, i32, i32, i32),
     origin: (i32, i32),
 }
 
 impl<'a> PanelFrame<'a> {
-    /// Computes the layout of a panel whose top left corner is `origin`; `size` is in pixels.
+    /// Computes the layout of a panel of `size` pixels, whose top left corner is at `origin`.
     pub fn new(
         scenario: &Scenario,
         panel: &'a Panel,
@@ -234,7 +234,7 @@ impl<'a> PanelFrame<'a> {
         Ok(())
     }
 
-    /// Draws in each group a bar per series, and an open bar next to it for the paper's value, if any.
+    /// Draws a bar for each series in each group, followed by an open bar for the paper's value if there is one.
     fn draw_bars(&self, area: &SvgArea<'_>) -> DrawResult {
         let group_x_values = bar_x_values(self.panel_table);
         let has_published = self.panel_table.curves.iter().any(|curve| !curve.published.is_empty());
@@ -316,7 +316,7 @@ impl<'a> PanelFrame<'a> {
     }
 }
 
-/// Returns the text of a bar's value, with one to three significant digits below 1000.
+/// Returns a bar's value as text, with one to three significant digits if it is below 1000.
 fn format_bar_value(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),
@@ -327,7 +327,7 @@ fn format_bar_value(value: f64) -> String {
     }
 }
 
-/// Returns all values of a curve that the vertical axis must include.
+/// Returns all y values of a curve, measured and published, that the vertical axis must include.
 fn axis_y_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     let own_values = curve.cells.iter().flat_map(|cell| [cell.spread.low, cell.spread.median, cell.spread.high]);
     let published_values = curve.published.iter().flat_map(|cell| {
@@ -341,7 +341,7 @@ fn x_values(curve: &Curve) -> impl Iterator<Item = f64> + '_ {
     curve.cells.iter().map(|cell| cell.x).chain(curve.published.iter().map(|cell| cell.x))
 }
 
-/// Returns the x values that have bars, ascending.
+/// Returns the x values at which the panel has bars, in ascending order.
 fn bar_x_values(panel_table: &PanelTable) -> Vec<f64> {
     let mut x_values: Vec<f64> = panel_table.curves.iter().flat_map(x_values).collect();
     x_values.sort_by(f64::total_cmp);

@@ -1,6 +1,6 @@
-//! Axis: maps values to pixels, and places ticks.
+//! Scale of an axis, which maps values to pixels and places the ticks.
 
-/// Linear or logarithmic scale of an axis, which maps a range of values to a range of pixels.
+/// Linear or logarithmic scale of an axis, which maps values to pixels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AxisScale {
     low: f64,
@@ -12,11 +12,11 @@ pub struct AxisScale {
 
 /// Approximate number of ticks on a linear axis.
 const TICK_COUNT: f64 = 6.0;
-/// Number of decades below which a logarithmic axis also has ticks between the powers of ten.
+/// Number of decades below which a logarithmic axis also gets ticks between the powers of ten.
 const MINOR_TICK_MAX_DECADES: f64 = 2.2;
 
 impl AxisScale {
-    /// Returns a scale that covers `values` with a margin, or exactly `range` if given. With `from_zero`, a linear
+    /// Returns a scale that covers `values` with a margin, or exactly `range` if given. If `from_zero` is set, a linear
     /// scale starts at 0 unless a value is negative.
     pub fn new(
         values: &[f64],
@@ -41,12 +41,11 @@ impl AxisScale {
         Self { low, high, is_log, pixel_range }
     }
 
-    /// Returns the scale with its upper end raised by a fraction of the axis' length.
+    /// Returns the scale with its upper end raised by the given fraction of the axis's length.
     pub fn extended_by(self, fraction: f64) -> Self {
         Self { high: self.value_at(1.0 + fraction), ..self }
     }
 
-    /// Returns the value at the lower end of the axis.
     pub fn min_value(&self) -> f64 {
         self.low
     }
@@ -64,7 +63,7 @@ impl AxisScale {
         }
     }
 
-    /// Returns the pixel position of a value; that of the nearer end for values outside of the axis.
+    /// Returns the pixel position of a value, or that of the nearer end if the value is outside the axis.
     pub fn to_pixel(self, value: f64) -> i32 {
         let (from, to) = self.pixel_range;
         from + (f64::from(to - from) * self.axis_fraction(value).clamp(0.0, 1.0)).round() as i32
@@ -75,7 +74,7 @@ impl AxisScale {
         value.is_finite() && (-EDGE_TOLERANCE..=1.0 + EDGE_TOLERANCE).contains(&self.axis_fraction(value))
     }
 
-    /// Returns the values of the ticks, each with its label.
+    /// Returns the values at which the axis has ticks, each with its label.
     pub fn ticks(&self) -> Vec<(f64, String)> {
         let values = if self.is_log { self.log_ticks() } else { self.linear_ticks() };
         values.into_iter().filter(|value| self.is_visible(*value)).map(|value| (value, format_tick(value))).collect()
@@ -98,7 +97,7 @@ impl AxisScale {
         exponents.flat_map(|decade| leading_digits.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 
-    /// Returns the parts of the line through `points` that are within the vertical axis. All x must be within the
+    /// Returns the parts of the line through `points` that lie within the vertical axis. All x must be within the
     /// horizontal axis.
     pub fn clip_line(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
         let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();

@@ -1,8 +1,8 @@
-//! Colours, shapes and sizes of the pictures.
+//! Colours, marker shapes and font sizes of the pictures.
 
 use plotters::style::RGBColor;
 
-/// Colours of Okabe and Ito, which colour-blind readers can distinguish; without yellow, which is too pale on white.
+/// Palette of Okabe and Ito, which colour-blind readers can distinguish. Yellow is omitted, being too pale on white.
 const SERIES_COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
@@ -13,28 +13,28 @@ const SERIES_COLOURS: [RGBColor; 7] = [
     RGBColor(0, 0, 0),
 ];
 
-/// Colour of text and axes.
+/// Colour of text and of the axes.
 pub const TEXT_COLOUR: RGBColor = RGBColor(40, 40, 40);
 /// Colour of the grid lines behind the data.
 pub const GRID_COLOUR: RGBColor = RGBColor(225, 225, 225);
 pub const MARK_COLOUR: RGBColor = RGBColor(110, 110, 110);
 
-/// Font size of titles in the unit of plotters; the SVG has this size divided by 1.24.
+/// Font size of titles, in the unit of plotters, whose SVG contains this size divided by 1.24.
 pub const TITLE_FONT_SIZE: u32 = 20;
-/// Font size of labels, in the unit of [`TITLE_FONT_SIZE`].
+/// Font size of axis and legend labels, in the unit of [`TITLE_FONT_SIZE`].
 pub const TEXT_FONT_SIZE: u32 = 17;
 /// Font size of small labels, in the unit of [`TITLE_FONT_SIZE`].
 pub const SMALL_FONT_SIZE: u32 = 15;
 
-/// Returns the colour of the series with this index.
+/// Returns the colour of the series with this index. Colours repeat after the last.
 pub fn series_colour(index: usize) -> RGBColor {
     SERIES_COLOURS[index % SERIES_COLOURS.len()]
 }
 
-/// Shape of a series' markers, by which series can also be distinguished in print without colour.
+/// Shape of a series' markers, which distinguishes the series in print without colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MarkerShape {
-    /// Circle, whose radius is that of the marker.
+    /// Circle whose radius is the marker's.
     Circle,
     /// Square with horizontal sides.
     Square,
@@ -44,14 +44,13 @@ pub enum MarkerShape {
     TriangleDown,
 }
 
-/// Returns the marker shape of the series with this index.
 pub fn series_shape(index: usize) -> MarkerShape {
     [MarkerShape::Circle, MarkerShape::Square, MarkerShape::TriangleUp, MarkerShape::Diamond, MarkerShape::TriangleDown]
         [index % 5]
 }
 
 impl MarkerShape {
-    /// Returns the corners of a marker around (0, 0), about twice `radius` wide; none for a circle.
+    /// Returns the corners of a marker centred at (0, 0) and about twice `radius` wide. A circle has none.
     pub fn corners(self, radius: i32) -> Vec<(i32, i32)> {
         match self {
             Self::Circle => Vec::new(),
@@ -63,12 +62,12 @@ impl MarkerShape {
     }
 }
 
-/// Returns the approximate width of a text (pixels), with a margin, because the SVG's viewer chooses the font.
+/// Returns the estimated width of a text (pixels). It includes a margin because the SVG's viewer chooses the font.
 pub fn text_width(text: &str, font_size: u32) -> i32 {
     (text.chars().count() as f64 * f64::from(font_size) * 0.5).ceil() as i32
 }
 
-/// Breaks `text` into lines of at most about `max_width` pixels.
+/// Breaks `text` into lines that are each at most about `max_width` pixels wide.
 pub fn wrap_text(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
@@ -86,7 +85,7 @@ pub fn wrap_text(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
     lines
 }
 
-/// Breaks `text` like [`wrap_text`], but into lines of similar length, without a single word in the last line.
+/// Breaks `text` into as many lines as [`wrap_text`], but of similar length, so that the last is not a single word.
 pub fn balance_lines(text: &str, font_size: u32, max_width: i32) -> Vec<String> {
     let line_count = wrap_text(text, font_size, max_width).len() as i32;
     let min_width = text_width(text, font_size) / line_count;

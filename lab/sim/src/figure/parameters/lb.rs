@@ -1,4 +1,4 @@
-//! Packets of a trace at servers and cores.
+//! Parameters of simulations that replay a trace's packets through the load balancer to servers and cores.
 
 use coreward_model::fleet::IndirectionTableDraw;
 use serde::Deserialize;
@@ -12,37 +12,37 @@ use crate::trace::TraceSource;
 /// Name of this kind of simulation in scenario files.
 pub const SIMULATION_KIND: &str = "lb";
 
-/// How cores are distributed over the servers' RSS indirection tables.
+/// How the entries of a server's RSS indirection table are assigned to its cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum IndirectionTables {
-    /// Every core has the same number of table entries.
+    /// Each core has the same number of entries.
     Balanced,
-    /// Every table entry has an independent random core, as in CrossRSS.
+    /// Each entry has an independently drawn random core, as in CrossRSS.
     Independent,
 }
 
 parameters! {
-    /// Parameters of `[lb]`, with the names of `coreward-lab sim lb --help`.
+    /// Parameters in a scenario's `[lb]` section. Their names are those of `coreward-lab sim lb --help`.
     pub struct LbParameters {
         /// Policy by which the load balancer assigns connections to servers.
         pub policy: String,
-        /// Source of the traffic.
+        /// Capture, arrival log or generator from which the traffic comes.
         pub trace: ParsedText<TraceSource>,
         /// Number of servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
-        /// Number of packets per second that a core can serve; unlimited by default.
+        /// Number of packets that each core can serve per second. Unlimited by default.
         pub core_capacity: f64,
-        /// How cores are distributed over the servers' RSS indirection tables; default: `balanced`.
+        /// How the entries of a server's RSS indirection table are assigned to its cores. The default is `balanced`.
         pub indirection_tables: IndirectionTables,
         /// Replay speed relative to the recorded speed of the trace.
         pub replay_speed: f64,
-        /// Number of rack controllers between servers and controller; default: none.
+        /// Number of rack controllers between the servers and the controller. There are none by default.
         pub racks: u16,
-        /// Maximum number of candidates that a rack sends per bucket.
+        /// Maximum number of candidate cores that a rack controller reports for each bucket.
         pub rack_candidates: u8,
-        /// Time from the reports until the table computed from them is in force (ms).
+        /// Delay from the servers' reports until the load balancer uses the table computed from them (ms).
         pub table_delay_ms: u32,
     }
 }
@@ -59,8 +59,8 @@ impl LbParameters {
         Ok(parameters)
     }
 
-    /// Returns the run for a metric, and the query that selects its value. One run replays the traffic for all
-    /// `policies`, and for all seeds if they share the traffic.
+    /// Returns the run that measures a metric, and the query that selects its value from the outcome. One run replays
+    /// the traffic for all `policies`, and for all seeds if they have the same traffic.
     pub fn build_job(
         &self,
         measure: Metric,
@@ -85,7 +85,7 @@ impl LbParameters {
             },
             policies: policies.to_vec(),
             racks: self.racks,
-            // Without racks the value has no effect; a common value lets all runs be one.
+            // Without racks the value has no effect. The default makes otherwise equal runs share one simulation.
             rack_candidates: self.racks.and(self.rack_candidates).unwrap_or(default.rack_candidates),
             table_delay_ms: self.table_delay_ms.unwrap_or(default.table_delay_ms),
             ..default

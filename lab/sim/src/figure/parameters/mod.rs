@@ -1,5 +1,5 @@
-//! Parameters of each kind of simulation, by their names in scenario files. Each may be set for the scenario, a panel
-//! or a series (the last one wins), and some are swept.
+//! Parameters of each kind of simulation, as named in scenario files. Each can be set for the scenario, a panel or a
+//! series, of which the last that sets it wins. Some parameters can be swept along an axis.
 
 mod lb;
 mod path;
@@ -21,38 +21,29 @@ use crate::names::UnknownName;
 /// Reason why parameters are invalid.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ParameterError {
-    /// A required parameter is missing.
+    /// A required parameter is set nowhere.
     #[error("`{kind}.{parameter}` is missing: expected in [{kind}], in the panel or in the series")]
-    Missing {
-        /// Kind of simulation.
-        kind: &'static str,
-        parameter: &'static str,
-    },
-    /// This kind of simulation does not have the swept parameter.
+    Missing { kind: &'static str, parameter: &'static str },
+    /// The horizontal axis sweeps a parameter that this kind of simulation does not have.
     #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", variant_name(swept))]
     NotSwept {
-        /// Kind of simulation.
         kind: &'static str,
         swept: SweepAxis,
-        /// Further explanation, appended to the message.
+        /// Further explanation, which is appended to the error message.
         detail: &'static str,
     },
-    /// The swept parameter cannot have this value.
+    /// The swept parameter has a value that is not allowed.
     #[error("`{}` cannot be {value}", variant_name(swept))]
     Value { swept: SweepAxis, value: f64 },
-    /// This kind of simulation does not measure the metric.
+    /// The panel shows a metric that this kind of simulation does not measure.
     #[error("a simulation of kind `{kind}` does not measure `{}`", variant_name(measure))]
-    NotMeasured {
-        /// Kind of simulation.
-        kind: &'static str,
-        measure: Metric,
-    },
-    /// The simulator rejected the configuration, with this message.
+    NotMeasured { kind: &'static str, measure: Metric },
+    /// The simulator rejected the configuration with this error message.
     #[error("{0}")]
     Rejected(String),
 }
 
-/// Returns the name that an enum variant has in scenario files.
+/// Returns the name of an enum variant in scenario files.
 fn variant_name(variant: &impl std::fmt::Debug) -> String {
     let debug_name = format!("{variant:?}");
     let kebab_case_parts = debug_name.char_indices().map(|(index, letter)| match letter {
@@ -62,7 +53,7 @@ fn variant_name(variant: &impl std::fmt::Debug) -> String {
     kebab_case_parts.collect()
 }
 
-/// Parameter that is parsed from text, as on the command line.
+/// Parameter that is parsed from the same text as on the command line.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParsedText<T>(pub T);
 
@@ -73,7 +64,7 @@ impl<'de, T: FromStr<Err: std::fmt::Display>> Deserialize<'de> for ParsedText<T>
     }
 }
 
-/// Parameter that is one of a few named choices, as on the command line.
+/// Parameter whose value is one of a few named choices, as on the command line.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct NamedChoice<T>(pub T);
 
@@ -96,7 +87,7 @@ macro_rules! parameters {
         pub struct $name { $($(#[$field_about])* pub $field: Option<$type>,)* }
 
         impl $name {
-            /// Returns these parameters, overridden by those that `over` has.
+            /// Returns these parameters, with those that are set in `over` replaced.
             pub fn overridden_by(&self, over: Option<&Self>) -> Self {
                 let Some(over) = over else { return self.clone() };
                 Self { $($field: over.$field.clone().or_else(|| self.$field.clone()),)* }

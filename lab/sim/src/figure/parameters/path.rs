@@ -1,4 +1,4 @@
-//! Connections placed by a load balancer, with requests queued at cores.
+//! Parameters of simulations in which a load balancer places connections and servers queue their requests at cores.
 
 use super::{ParameterError, ParsedText, parameters, to_integer};
 use crate::figure::axes::{Metric, SweepAxis};
@@ -10,8 +10,8 @@ use crate::rpc::{Policy, ServiceTimeDistribution};
 pub const SIMULATION_KIND: &str = "path";
 
 parameters! {
-    /// Parameters of `[path]`, with the names of `coreward-lab sim path --help`. Times without a unit are in short
-    /// service times.
+    /// Parameters in a scenario's `[path]` section. Their names are those of `coreward-lab sim path --help`. Times
+    /// without a unit are in short service times.
     pub struct PathParameters {
         /// Policy by which the load balancer assigns connections to servers.
         pub policy: String,
@@ -20,22 +20,22 @@ parameters! {
         /// Number of servers behind the load balancer.
         pub servers: u16,
         pub cores: u16,
-        /// Distribution of service times.
+        /// Distribution of the requests' service times.
         pub service: ParsedText<ServiceTimeDistribution>,
-        /// Duration of the short service time (us).
+        /// Duration of the short service time, which is the unit of other times (us).
         pub unit_us: f64,
         /// One-way latency between NIC and cores.
         pub latency: f64,
-        /// Offered load as a fraction of all cores' capacity.
+        /// Offered load as a fraction of the total capacity of all cores.
         pub load: f64,
         pub requests_per_connection: f64,
-        /// Mean time between two requests of a connection.
+        /// Mean time between two successive requests of a connection.
         pub request_gap: f64,
         /// Interval between two reports of a server (ms).
         pub report_ms: f64,
-        /// Time at which agents read their core loads: `aligned` or `random`.
+        /// When agents read their cores' loads, either `aligned` (all at once) or `random` (each at its own time).
         pub report_phase: ReportPhase,
-        /// Duration of the windows in which variance is measured (ms).
+        /// Duration of the windows in which the load variance is measured (ms).
         pub window_ms: f64,
         /// Time during which connections arrive (s).
         pub seconds: f64,
@@ -55,7 +55,7 @@ impl PathParameters {
         Ok(parameters)
     }
 
-    /// Returns the load, as a fraction of capacity, that `requests_per_s` requests per second put on each server.
+    /// Returns the load, as a fraction of capacity, that `requests_per_s` requests per second cause on each server.
     fn load_from_request_rate(&self, requests_per_s: f64) -> Result<f64, ParameterError> {
         let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let mean_service_time = self.service.as_ref().ok_or(missing_error("service"))?.0.mean();
@@ -63,7 +63,7 @@ impl PathParameters {
         Ok(requests_per_s * mean_service_us / 1e6 / f64::from(self.cores.ok_or(missing_error("cores"))?))
     }
 
-    /// Returns the run for a metric, and the query that selects its value.
+    /// Returns the run that measures a metric, and the query that selects its value from the outcome.
     pub fn build_job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {

@@ -1,4 +1,4 @@
-//! Connections while the pool changes.
+//! Parameters of simulations in which servers and load balancers join and leave while connections are open.
 
 use serde::Deserialize;
 
@@ -10,23 +10,23 @@ use crate::pcc::{ArrivalProcess, ClusterUpdates, Config, LoadInfo, MAX_INDEX_BIT
 /// Name of this kind of simulation in scenario files.
 pub const SIMULATION_KIND: &str = "pcc";
 
-/// Published experiment whose settings are the defaults of a scenario.
+/// Published experiment that supplies the default parameters of a scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Experiment {
-    /// Cluster simulated in Cheetah's paper (NSDI'20, Sect. 2.1).
+    /// Cluster that Cheetah's paper simulates (NSDI'20, Sect. 2.1).
     CheetahSimulations,
-    /// Experiment of Cheetah's Figure 9, with its times of server changes; results are per second.
+    /// Experiment of Cheetah's Figure 9, in which servers change at the paper's times and results are per second.
     #[serde(rename = "cheetah-figure-9")]
     CheetahFigure9,
 }
 
 parameters! {
-    /// Parameters of `[pcc]`, with the names of `coreward-lab sim pcc --help`.
+    /// Parameters in a scenario's `[pcc]` section. Their names are those of `coreward-lab sim pcc --help`.
     pub struct PccParameters {
-        /// Experiment that gives the defaults of all other parameters.
+        /// Published experiment that supplies the defaults of all other parameters.
         pub experiment: Experiment,
-        /// Method by which load balancers find a connection's server.
+        /// Method by which load balancers find the server of a connection.
         pub method: ParsedText<Method>,
         /// Mean number of servers in the pool.
         pub servers: usize,
@@ -40,7 +40,7 @@ parameters! {
         pub load_balancers: usize,
         /// Duration of each run after its warm-up (minutes).
         pub minutes: f64,
-        /// Age of the load information that policies have.
+        /// How recent the load information is that policies use.
         pub load_info: NamedChoice<LoadInfo>,
     }
 }
@@ -62,7 +62,7 @@ impl PccParameters {
         Ok(parameters)
     }
 
-    /// Returns the run for a metric, and the query that selects its value. One run simulates all seeds.
+    /// Returns the run that measures a metric, and the query that selects its value. One run simulates all seeds.
     pub fn build_job(
         &self,
         measure: Metric,

@@ -1,4 +1,4 @@
-//! Requests at the cores of a server.
+//! Parameters for simulations of requests at one server's cores.
 
 use std::num::NonZeroU32;
 
@@ -12,33 +12,34 @@ use coreward_model::dispatch::Lambda;
 pub const SIMULATION_KIND: &str = "rpc";
 
 parameters! {
-    /// Parameters of `[rpc]`, with the names of `coreward-lab sim rpc --help`. Times are in short service times.
+    /// Parameters in a scenario's `[rpc]` section. Their names are those of `coreward-lab sim rpc --help`. Times are in
+    /// short service times.
     pub struct RpcParameters {
         /// Policy that assigns requests to cores.
         pub policy: ParsedText<Policy>,
         pub cores: u16,
-        /// Distribution of service times.
+        /// Distribution of the requests' service times.
         pub service: ParsedText<ServiceTimeDistribution>,
         /// One-way latency between NIC and cores.
         pub latency: f64,
-        /// Offered load as a fraction of the cores' capacity.
+        /// Offered load as a fraction of the cores' total capacity.
         pub load: f64,
-        /// Number of requests in each run; the first tenth is warm-up.
+        /// Number of requests in each run, of which the first tenth is the warm-up.
         pub requests: u64,
         /// Number of connections over which the requests are distributed.
         pub connections: NonZeroU32,
-        /// Duration of the windows that a figure over time shows.
+        /// Duration of the windows into which a figure over time is divided.
         pub window: f64,
-        /// Requests per short service time that a dispatcher in front of the cores can process; below this limit it
-        /// adds no delay.
+        /// Maximum number of requests that a dispatcher in front of the cores can process per short service time. Below
+        /// this limit it adds no delay.
         pub dispatcher_limit: f64,
-        /// Upper bound of the p99 latency, for searches of a peak load.
+        /// Upper bound of the p99 latency in searches for the peak load (SLO).
         pub slo: f64,
-        /// Requests whose p99 latency the SLO bounds: `short` (default) or `all`.
+        /// Requests whose p99 latency the SLO bounds, either `short` (default) or `all`.
         pub slo_of: NamedChoice<rpc::SloMetric>,
-        /// Service time in multiples of which the SLO is given: `short` (default) or `mean`.
+        /// Service time in whose multiples the SLO is given, either `short` (default) or `mean`.
         pub slo_unit: NamedChoice<rpc::SloUnit>,
-        /// Number of bisection steps of a search for a peak load.
+        /// Number of bisection steps in a search for the peak load.
         pub steps: u32,
     }
 }
@@ -63,8 +64,8 @@ impl RpcParameters {
         Ok(parameters)
     }
 
-    /// Returns the run for a metric, and the query that selects its value. `None` if the offered load exceeds the
-    /// policy's capacity: latency is unbounded there, so the point is not drawn.
+    /// Returns the run that measures a metric, and the query that selects its value. Returns `None` if the offered load
+    /// exceeds the policy's capacity. Latency is unbounded there, so the point is not drawn.
     pub fn build_job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let is_peak_search = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
@@ -113,7 +114,7 @@ impl RpcParameters {
     }
 }
 
-/// Returns the throughput of the cores at a load (requests per short service time).
+/// Returns the throughput of all cores at the given load (requests per short service time).
 pub fn throughput(config: &Config, load: f64) -> f64 {
     load * f64::from(config.cores) / config.service.mean()
 }

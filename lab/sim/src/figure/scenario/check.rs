@@ -1,4 +1,4 @@
-//! Checks that types cannot express: existence of names, and combinations of values.
+//! Checks of a scenario that its types cannot express, such as whether names exist and values fit together.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ const MAX_SEEDS: u64 = 1_000;
 
 type CheckError = (Range<usize>, String);
 
-/// Checks a scenario. An error names the invalid value and its position.
+/// Checks a scenario. An error names the invalid value with its line and column.
 pub fn check(scenario: &Scenario, source: &Source) -> Result<(), Diagnostic> {
     let checks = [check_seeds, check_kinds, check_names, check_axes, check_published, check_claims, check_runs];
     checks.iter().try_for_each(|check| check(scenario)).map_err(|(span, message)| source.diagnostic_at(span, &message))
@@ -27,7 +27,7 @@ fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
     Err((scenario.seeds.span(), format!("{seeds} seeds: expected 1 to {MAX_SEEDS}")))
 }
 
-/// Returns the names of those of the kinds rpc, lb, pcc and path that are present.
+/// Returns those of the names rpc, lb, pcc and path whose element in `is_present` is true.
 fn present_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
     ["rpc", "lb", "pcc", "path"].into_iter().zip(is_present).filter_map(|(kind, there)| there.then_some(kind)).collect()
 }
@@ -35,7 +35,7 @@ fn present_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
 fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
     let scenario_kinds =
         present_kinds([scenario.rpc.is_some(), scenario.lb.is_some(), scenario.pcc.is_some(), scenario.path.is_some()]);
-    // Metrics of a live figure may be simulated too.
+    // A live figure may also have series that the simulator produces.
     let kind = match (&scenario_kinds[..], &scenario.live) {
         ([kind], _) => *kind,
         ([], Some(_)) => "live",
@@ -196,7 +196,7 @@ fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -
     check_point(scenario, claim, quantity.panel.as_ref(), quantity.at.as_ref())
 }
 
-/// Checks that all panels of the claim have the same metric, and that its point is simulated.
+/// Checks that all panels of the claim have the same metric, and that the claimed x is one of the simulated points.
 fn check_point(
     scenario: &Scenario,
     claim: &Assertion,

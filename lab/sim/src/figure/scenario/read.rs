@@ -5,7 +5,7 @@ use coreward_config::{Diagnostic, Source};
 use super::{Scenario, check};
 
 impl Scenario {
-    /// Parses the text of a scenario file. An error names the file, the invalid value and its position.
+    /// Parses a scenario file's text. An error names the file and the invalid value with its line and column.
     pub fn parse(file_name: &str, text: &str) -> Result<Self, Diagnostic> {
         let source = Source::from_text(file_name, text);
         let scenario: Self = source.parse()?;

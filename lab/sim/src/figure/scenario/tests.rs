@@ -55,7 +55,7 @@ fn run_shared_by_two_panels_is_simulated_once() {
 #[test]
 fn points_above_the_capacity_of_a_policy_are_omitted() {
     let text = VALID_SCENARIO.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
-    // A core is idle for two crossings per request, so the highest load is 1 / 1.5.
+    // A core is idle for two latencies of 0.25 per request, so the highest load is 1 / 1.5.
     let plan = Scenario::parse("s.toml", &text).unwrap().plan_runs().unwrap();
     assert_eq!(plan.plot_points.iter().map(|place| place.x).collect::<Vec<_>>(), [0.5]);
 }

@@ -1,4 +1,5 @@
-//! `jbsrq:assignment=dedicated|hybrid`: two services whose cores change by load hints (RingLeader, NSDI'23, Sect. 4.4).
+//! Server that moves cores between two services by load hints (RingLeader, NSDI'23, Sect. 4.4). The policy is
+//! `jbsrq:assignment=dedicated` or `jbsrq:assignment=hybrid`.
 
 use std::num::NonZeroU64;
 
@@ -15,9 +16,9 @@ use crate::rpc::ticks::{NEVER, Tick};
 
 type PriorityNicServer = NicServer<JoinBoundedShortestRankedQueue, DisciplineCores<PriorityCores>>;
 
-/// Server whose NIC monitors send load hints to the core allocator at the cores. The allocator's decision returns to
-/// the NIC; each way takes the latency of the interface. A core that changes its service first serves its queued
-/// requests.
+/// Server whose load monitors at the NIC send hints to the core allocator. The allocator runs at the cores, and its
+/// decisions return to the NIC. Each way takes the latency of the interface. A core that is moved to another service
+/// first serves its queued requests.
 #[derive(Debug)]
 pub struct RingLeaderServer {
     server: PriorityNicServer,
@@ -29,12 +30,13 @@ pub struct RingLeaderServer {
     assignment_change_line: DelayLine<(u8, Vec<AssignmentChange>)>,
 }
 
-/// Number of calm epochs before a service gives up a core; RingLeader does not publish it.
+/// Number of consecutive epochs without waiting requests after which a service gives up a core. RingLeader does not
+/// publish it.
 const CALM_EPOCHS: u32 = 4;
 
 impl RingLeaderServer {
-    /// Creates a server with `cores` cores, of which those beyond the number in `allocation` serve no requests. Load
-    /// monitors check every `interval`. `latency` is the one-way latency of the interface.
+    /// Creates a server with `cores` cores. Those beyond the number in `allocation` serve no requests. Load monitors
+    /// check every `interval`, and `latency` is the one-way latency between NIC and cores.
     pub fn new(
         mut server: PriorityNicServer,
         cores: u16,
@@ -104,7 +106,7 @@ impl RingLeaderServer {
 
 impl<S: ResponseSink> Server<S> for RingLeaderServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
-        // At the end of a run, until every request is answered.
+        // At the end of a run, monitoring continues until every request is answered.
         let is_run_ending = until == NEVER - 1;
         while self.next_event() <= until && !(is_run_ending && self.server.outstanding_count == 0) {
             let now = self.next_event();

@@ -1,10 +1,10 @@
-//! Interface between NIC and cores: a constant delay, so the order is kept.
+//! Interface between NIC and cores, which delays everything by a constant time and therefore keeps the order.
 
 use std::collections::VecDeque;
 
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// One direction of an interface, which delivers items after a constant delay.
+/// One direction of an interface, in which every item arrives after the same delay.
 #[derive(Debug)]
 pub struct DelayLine<T> {
     latency: Tick,
@@ -12,12 +12,11 @@ pub struct DelayLine<T> {
 }
 
 impl<T> DelayLine<T> {
-    /// Returns an empty line with a delay of `latency`.
     pub fn new(latency: Tick) -> Self {
         Self { latency, in_flight: VecDeque::new() }
     }
 
-    /// Sends an item at `now`, which must not be before the last send.
+    /// Sends an item at the time `now`, which must not be earlier than the previous send.
     #[inline]
     pub fn send(&mut self, now: Tick, item: T) {
         self.in_flight.push_back((now + self.latency, item));
@@ -28,7 +27,7 @@ impl<T> DelayLine<T> {
         self.in_flight.front().map_or(NEVER, |(at, _)| *at)
     }
 
-    /// Removes the first item to arrive, and returns it with its arrival time.
+    /// Removes the item that arrives first, and returns it with its arrival time.
     #[inline]
     pub fn receive(&mut self) -> Option<(Tick, T)> {
         self.in_flight.pop_front()

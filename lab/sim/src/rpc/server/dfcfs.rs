@@ -1,23 +1,24 @@
-//! `dfcfs:X,Y`: orchestrators that each have a share of the cores.
+//! Dispatcher of the policy `dfcfs:X,Y`, which divides the cores among several orchestrators.
 
 use coreward_model::dispatch::{DispatchHeader, Dispatcher, TournamentTree};
 
 use crate::rpc::ticks::Tick;
 
-/// X groups of Y cores, each with one ideal queue in order of arrival; requests are hashed to groups (RingLeader,
-/// NSDI'23, Sect. 2.1, D-ideal). In an ideal queue a core gets the next request of its group without delay. No real NIC
-/// can do that: it would have to know service times and arrivals at the cores in advance. Such a queue assigns each
-/// request to the core that becomes free first (Kiefer and Wolfowitz, 1955).
+/// Dispatcher for X groups of Y cores, to which requests are hashed (RingLeader, NSDI'23, Sect. 2.1, D-ideal).
+///
+/// Each group has one ideal queue in order of arrival, from which a free core gets the next request without delay. No
+/// real NIC can do that, because it would have to know service times and arrivals at the cores in advance. The queue
+/// assigns each request to the core that becomes free first (Kiefer and Wolfowitz, 1955).
 #[derive(Debug)]
 pub struct GroupedFcfsDispatcher {
     latency: Tick,
     cores_per_group: u16,
-    /// For each group, the times from which its cores are idle.
+    /// Time from which each core is idle, for every group.
     core_idle_times: Vec<TournamentTree<Tick>>,
 }
 
 impl GroupedFcfsDispatcher {
-    /// Creates a dispatcher for idle cores; `latency` is the one-way latency between NIC and cores.
+    /// Creates a dispatcher for idle cores. `latency` is the one-way latency between NIC and cores.
     pub fn new(groups: u16, cores_per_group: u16, latency: Tick) -> Self {
         Self {
             latency,

@@ -7,27 +7,27 @@ use coreward_model::dispatch::TournamentTree;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// Cores with a fixed order, so the end of a request is known when it is dispatched (Lindley's recursion, 1952): a
-/// request starts when it arrives at the core, or when the previous one ends. The only event per request is its
-/// response at the NIC.
+/// Cores that serve their requests in order of arrival. A request starts when it reaches the core or when the previous
+/// request ends, whichever is later (Lindley's recursion, 1952). Its end is therefore known when it is dispatched. The
+/// only event of a request is its response at the NIC.
 #[derive(Debug)]
 pub struct FifoCores {
     latency: Tick,
     cores: Vec<Core>,
-    /// Time at which the next response of each core reaches the NIC.
+    /// Time at which each core's next response reaches the NIC.
     next_response_times: TournamentTree<Tick>,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Core {
     idle_from: Tick,
-    /// Work of all requests that were ever dispatched to the core.
+    /// Total service time of all requests that have ever been dispatched to the core.
     total_work: Tick,
     unfinished_responses: VecDeque<Response>,
 }
 
 impl FifoCores {
-    /// Creates idle cores; `latency` is the one-way latency between NIC and cores.
+    /// Creates idle cores. `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self {
             latency,
@@ -38,7 +38,7 @@ impl FifoCores {
 }
 
 impl FifoCores {
-    /// Returns for each core the remaining service time of the requests that were dispatched until `now`.
+    /// Returns, for each core, the remaining service time of all requests that were dispatched by `now`.
     pub fn backlog(&self, now: Tick) -> impl Iterator<Item = Tick> {
         self.cores.iter().map(move |core| core.idle_from.saturating_sub(now))
     }

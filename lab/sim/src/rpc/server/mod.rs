@@ -1,7 +1,7 @@
-//! Server: a dispatcher at the NIC, and cores behind an interface with latency.
+//! Simulated server, in which a dispatcher at the NIC sends requests over an interface with latency to the cores.
 //!
-//! The caller steps a server: [`Server::advance`] to a time, then [`Server::offer`] for the requests of that time. A
-//! simulation can therefore have many servers, and step each only at its own events.
+//! The caller first calls [`Server::advance`] up to a time, then [`Server::offer`] for each request that arrives at
+//! this time. A simulation can therefore have many servers and advance each only at its own events.
 
 mod allocated;
 mod delay;
@@ -31,18 +31,18 @@ use super::ticks::Tick;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// Arrival time at the NIC.
+    /// Time at which the request arrives at the NIC.
     pub arrived_at: Tick,
-    /// Service time of the request.
+    /// Service time that the request needs at a core.
     pub work: Tick,
     pub hash: u32,
-    /// RSS hash of the connection.
+    /// RSS hash of the request's connection.
     pub flow_hash: u32,
-    /// Number of the request's connection, if the policy uses it.
+    /// Number of the request's connection, if the policy uses connections.
     pub connection: u32,
-    /// Class of service time, as in [`super::ServiceTimeDistribution::class_times`].
+    /// Index of the request's class in [`super::ServiceTimeDistribution::class_times`].
     pub class: u8,
-    /// Service to which the request belongs, by priority: 0 is served first.
+    /// Service to which the request belongs. Services are numbered by priority, and 0 is served first.
     pub service: u8,
 }
 
@@ -58,43 +58,42 @@ impl Request {
     }
 }
 
-/// Response that leaves the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Response {
-    /// Time at which the response leaves the NIC.
+    /// Time at which the response leaves the server's NIC.
     pub departed_at: Tick,
     pub request: Request,
 }
 
 pub trait ResponseSink {
-    /// Processes a response that leaves the NIC. Must be called in the order of departures.
+    /// Processes a response that leaves the NIC. Responses must be passed in the order of their departure.
     fn handle_response(&mut self, response: &Response);
 }
 
-/// Interface of a server to a simulation.
+/// Interface between a server and the simulation that it is part of.
 pub trait Server<S: ResponseSink> {
-    /// Processes all events up to and including the time `until`.
+    /// Processes all of the server's events up to and including the time `until`.
     fn advance(&mut self, until: Tick, sink: &mut S);
 
-    /// Adds a request. All events up to `request.arrived_at` must have been processed.
+    /// Adds a request that arrives at the NIC. All events up to `request.arrived_at` must have been processed.
     fn offer(&mut self, request: Request);
 
-    /// Returns the number of requests whose responses have not left the NIC yet.
+    /// Returns how many requests have arrived whose responses have not left the NIC yet.
     fn outstanding_count(&self) -> u64;
 
-    /// Returns each core's busy time until `now`; all events up to `now` must have been processed.
+    /// Returns each core's busy time until `now`. All events up to `now` must have been processed.
     fn busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
-/// Cores behind the NIC.
+/// Cores that serve requests, behind the interface to the NIC.
 pub trait Cores {
     /// Sends `request` from the NIC to `core` at `now`.
     fn dispatch(&mut self, now: Tick, core: u16, request: Request);
 
-    /// Returns the time of the next event; [`super::ticks::LONG_TIMEOUT`] without outstanding requests.
+    /// Returns the time of the next event, or [`super::ticks::NEVER`] if no request is outstanding.
     fn next_event(&self) -> Tick;
 
-    /// Processes the next event. Returns the response and its core, if a response reaches the NIC.
+    /// Processes the next event. If a response reaches the NIC, returns it with the core that sent it.
     fn step(&mut self) -> Option<(u16, Response)>;
 
     /// Returns each core's busy time until `now`.
@@ -110,12 +109,12 @@ pub struct NicServer<D, C> {
 }
 
 impl<D: Dispatcher, C: Cores> NicServer<D, C> {
-    /// Creates a server with a queue at the NIC for each of `services` services.
+    /// Creates a server whose NIC has one queue for each of `services` services.
     pub fn new(dispatcher: D, cores: C, services: u8) -> Self {
         Self { dispatcher, cores, waiting_requests: vec![VecDeque::new(); usize::from(services)], outstanding_count: 0 }
     }
 
-    /// Sends those waiting requests to cores that the dispatcher now allows.
+    /// Sends waiting requests to cores for as long as the dispatcher allows it.
     #[inline]
     fn release_waiting_requests(&mut self, now: Tick) {
         while let Some(release) = self.dispatcher.release(now) {

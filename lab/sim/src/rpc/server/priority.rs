@@ -1,4 +1,4 @@
-//! Cores with priorities and yielding (RingLeader, NSDI'23, Sect. 3.1 and 4.2).
+//! Cores that serve by priority and can interrupt a request (RingLeader, NSDI'23, Sect. 3.1 and 4.2).
 
 use std::collections::VecDeque;
 
@@ -8,8 +8,9 @@ use super::Request;
 use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
-/// Cores with a queue per service. A core serves the service of highest priority, and within it in order of arrival. A
-/// running request yields only at the end of a quantum, and only to a higher priority; it continues later.
+/// Cores that have one queue per service. A core serves the service of highest priority first, and its requests in
+/// order of arrival. A running request yields only at the end of a quantum, and only to one of higher priority. It
+/// continues later.
 #[derive(Debug)]
 pub struct PriorityCores {
     quantum: Tick,
@@ -20,12 +21,12 @@ pub struct PriorityCores {
 #[derive(Debug, Clone)]
 struct Core {
     running_job: Option<Job>,
-    /// Time at which the running job was started or continued, after a switch of the service.
+    /// Time at which the running job was last started or continued, after any switch of services.
     started_at: Tick,
     last_service: u8,
-    /// Waiting jobs of each service.
+    /// Waiting jobs of each service, by priority.
     waiting_jobs: Vec<VecDeque<Job>>,
-    /// Time of all requests that ran here, and of switches; includes the remaining time of the running request.
+    /// Time for all requests that ran here and for switches, including the running request's remaining time.
     busy_time: Tick,
 }
 
@@ -36,7 +37,7 @@ struct Job {
 }
 
 impl PriorityCores {
-    /// Creates idle cores. A request can yield after `quantum`; a switch to another service takes `switch_cost`.
+    /// Creates idle cores. A request can yield after each `quantum`, and a switch of services takes `switch_cost`.
     pub fn new(cores: u16, services: u8, quantum: Tick, switch_cost: Tick) -> Self {
         let idle_core = Core {
             running_job: None,
@@ -69,7 +70,7 @@ impl Discipline for PriorityCores {
             Some(job) if request.service < job.request.service => {
                 let quanta = now.saturating_sub(entry.started_at).div_ceil(self.quantum);
                 let end_of_quantum = (entry.started_at + quanta * self.quantum).max(now);
-                // A timer before the end of the request makes it yield.
+                // If the timer fires before the request ends, the request yields.
                 timers.set(core, timers.get(core).min(end_of_quantum));
             }
             Some(_) => {}

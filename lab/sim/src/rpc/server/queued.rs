@@ -1,5 +1,5 @@
-//! Cores whose order of service is not known at a request's arrival: it waits, and may be served in parts or by another
-//! core.
+//! Cores for which it is not known at a request's arrival when the request will be served. It waits in a queue, and may
+//! be served in several parts or by another core.
 
 use coreward_model::dispatch::TournamentTree;
 
@@ -7,18 +7,18 @@ use super::delay::DelayLine;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// Order in which cores serve requests.
+/// Rule that determines in which order the cores serve their requests.
 pub trait Discipline {
     fn handle_arrival(&mut self, now: Tick, core: u16, request: Request, timers: &mut TournamentTree<Tick>);
 
-    /// Processes the timer of a core, which is already cleared. Returns the request that the core has finished, if any.
+    /// Processes a core's timer, which has been cleared. Returns the request that the core has finished, if any.
     fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request>;
 
     /// Returns each core's busy time until `now`.
     fn busy_times(&self, now: Tick) -> Vec<Tick>;
 }
 
-/// Cores behind the interface, which serve requests in the order of a discipline. Each core has one timer.
+/// Cores behind the interface, which serve requests in the order that a discipline determines. Each core has one timer.
 #[derive(Debug)]
 pub struct DisciplineCores<Q> {
     discipline: Q,
@@ -28,7 +28,7 @@ pub struct DisciplineCores<Q> {
 }
 
 impl<Q: Discipline> DisciplineCores<Q> {
-    /// Creates idle cores; `latency` is the one-way latency between NIC and cores.
+    /// Creates idle cores. `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick, discipline: Q) -> Self {
         Self {
             discipline,

@@ -1,4 +1,4 @@
-//! `rss-rebalanced:T`: RSS with periodic regrouping of the buckets, without cost.
+//! RSS with a periodic redistribution of the buckets that costs nothing (policy `rss-rebalanced:T`).
 
 use coreward_model::dispatch::{RssDispatcher, assign_buckets_to_cores};
 use coreward_model::rss::IndirectionTable;
@@ -6,24 +6,25 @@ use coreward_model::rss::IndirectionTable;
 use super::{FifoCores, NicServer, Request, ResponseSink, Server};
 use crate::rpc::ticks::Tick;
 
-/// Server that regroups the buckets every T. Each core's queued work plus the expected work of its buckets within the
-/// next T (by their shares so far) becomes as equal as possible.
+/// Server that redistributes its buckets over the cores every T. It equalizes, as far as possible, the expected load of
+/// each core. This load is the core's queued work, plus the work that its buckets will bring within T according to
+/// their shares so far.
 ///
-/// Queued requests stay at their cores: the NIC cannot move requests that it has delivered to a core's memory. If they
-/// moved, the tail would be lower than published. With exponential service on 12 cores at 80 % load, latency 0.275 and
-/// T of 50 service times, p99 would be 2.2 times JSQ's; without moves it is 2.7 times. Turbo (HPCA'23, Sect. I and
-/// VII-E) has 2.7 for 100 us; for 1 ms it has 3.4, as this simulation.
+/// Queued requests stay at their cores, because the NIC cannot move requests that it has delivered to a core's memory.
+/// If they moved, the tail would be shorter than published. For exponential service on 12 cores at 80 % load, with
+/// latency 0.275 and T of 50 service times, p99 would be 2.2 times JSQ's. Without moves, it is 2.7 times. Turbo
+/// (HPCA'23, Sect. I and VII-E) has 2.7 for 100 us, and for 1 ms it has 3.4, the same as this simulation.
 #[derive(Debug)]
 pub struct RebalancedServer {
     server: NicServer<RssDispatcher, FifoCores>,
     regroup_interval: Tick,
     next_regroup_at: Tick,
-    /// Work of the requests that have arrived so far, by bucket.
+    /// Total work of the requests that have arrived so far, for each bucket.
     bucket_work: Vec<u64>,
 }
 
 impl RebalancedServer {
-    /// Creates a server that regroups its buckets every `regroup_interval` ticks.
+    /// Creates a server that redistributes its buckets every `regroup_interval` ticks.
     pub fn new(server: NicServer<RssDispatcher, FifoCores>, regroup_interval: Tick) -> Self {
         let bucket_count = server.dispatcher.table().entry_count();
         Self { server, regroup_interval, next_regroup_at: regroup_interval, bucket_work: vec![0; bucket_count] }
@@ -42,7 +43,7 @@ impl RebalancedServer {
 
 impl<S: ResponseSink> Server<S> for RebalancedServer {
     fn advance(&mut self, until: Tick, sink: &mut S) {
-        // Without outstanding requests many regroupings have the same result as one.
+        // While no request is outstanding, several redistributions have the same result as one.
         while self.next_regroup_at <= until && self.server.outstanding_count > 0 {
             self.server.advance(self.next_regroup_at, sink);
             self.regroup(self.next_regroup_at);

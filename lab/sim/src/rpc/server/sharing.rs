@@ -1,4 +1,5 @@
-//! `ps`: ideal processor sharing, a bound for policies without preemption under long-tailed service times.
+//! Ideal processor sharing (policy `ps`), which bounds what policies without preemption achieve under long-tailed
+//! service times.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,31 +8,32 @@ use super::delay::DelayLine;
 use super::{Cores, Request, Response};
 use crate::rpc::ticks::{NEVER, Tick};
 
-/// n requests share k cores: each request gets min(1, k/n) of a core, without cost. (Turbo, HPCA'23, Sect. VII-F,
-/// instead switches requests every 10 ns.)
+/// Cores that are shared equally. If there are n requests and k cores, each request receives min(1, k/n) cores at no
+/// cost. (Turbo, HPCA'23, Sect. VII-F, instead switches requests every 10 ns.)
 ///
-/// Virtual time runs at the rate of each request's service, so the virtual end of a request does not depend on later
-/// arrivals (Demers, Keshav and Shenker, SIGCOMM'89), and a heap of virtual ends suffices.
+/// Virtual time advances at the rate at which each request is served. A request ends when virtual time has advanced by
+/// its work. Later arrivals therefore do not change its virtual end time (Demers, Keshav and Shenker, SIGCOMM'89). A
+/// heap of these end times is sufficient.
 #[derive(Debug)]
 pub struct ProcessorSharing {
     core_count: u64,
     requests_to_cores: DelayLine<Request>,
     responses_to_nic: DelayLine<Request>,
     jobs: BinaryHeap<Reverse<Job>>,
-    /// Virtual time at `updated_at`, in [`FIXED_POINT_ONE`]s of a tick.
+    /// Virtual time at `updated_at`, in fractions of a tick ([`FIXED_POINT_ONE`] is one tick).
     virtual_now: u128,
     updated_at: Tick,
-    /// Advance of the virtual time per tick, in [`FIXED_POINT_ONE`]s of a tick.
+    /// Advance of virtual time per tick of simulated time, in the same unit.
     virtual_time_per_tick: u128,
     next_end_at: Tick,
-    /// Number of the next job to arrive, which orders jobs with equal ends.
+    /// Number of the next job to arrive. It determines the order of jobs that end at the same time.
     next_arrival_number: u64,
-    /// Busy time of all cores together until `updated_at`.
+    /// Total busy time of all cores until `updated_at`.
     total_busy_time: Tick,
 }
 
-/// One tick in virtual time: 32 fractional bits keep the rate exact to 1e-9 for any number of requests that fits into
-/// memory.
+/// One tick of virtual time. With 32 fractional bits, its rate is exact to 1e-9 for any number of requests that fits
+/// into memory.
 const FIXED_POINT_ONE: u128 = 1 << 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +56,7 @@ impl PartialOrd for Job {
 }
 
 impl ProcessorSharing {
-    /// Creates idle cores; `latency` is the one-way latency between NIC and cores.
+    /// Creates idle cores. `latency` is the one-way latency between NIC and cores.
     pub fn new(cores: u16, latency: Tick) -> Self {
         Self {
             core_count: u64::from(cores),
@@ -80,7 +82,7 @@ impl ProcessorSharing {
         (now - self.updated_at) * self.core_count.min(self.jobs.len() as u64)
     }
 
-    /// Updates the rate of virtual time and the next end after a change of the number of jobs.
+    /// Updates the rate of virtual time and the next end after the number of jobs has changed.
     fn update_rate(&mut self) {
         let job_count = self.jobs.len() as u128;
         self.virtual_time_per_tick = if job_count <= u128::from(self.core_count) {
@@ -125,7 +127,7 @@ impl Cores for ProcessorSharing {
     }
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {
-        // All cores share all work equally.
+        // All cores share all work equally, so their busy times are equal.
         vec![(self.total_busy_time + self.busy_time_since_update(now)) / self.core_count; self.core_count as usize]
     }
 }

@@ -1,4 +1,4 @@
-//! Server of a policy.
+//! Construction of the server that a policy requires.
 
 use std::num::NonZeroU16;
 
@@ -21,24 +21,24 @@ pub struct ServerSpec<'a> {
     pub policy: &'a Policy,
     /// Number of cores, at least 1.
     pub cores: u16,
-    /// Number of classes of service times.
+    /// Number of classes in the distribution of service times.
     pub class_count: u8,
     /// One-way latency between NIC and cores.
     pub latency: Tick,
-    /// Indirection table for policies that use RSS.
+    /// Indirection table that policies with RSS use.
     pub indirection_table: &'a IndirectionTable,
 }
 
-/// Generic visitor of a server: each server type gets specialized code without dynamic calls.
+/// Visitor that is generic over the server's type, so that the compiled code has no dynamic calls.
 pub trait ServerVisitor<S: ResponseSink> {
     type Output;
 
-    /// Uses the server, whose type is known at compile time.
+    /// Uses the server, whose type the compiler knows.
     fn visit(self, server: impl Server<S> + 'static) -> Self::Output;
 }
 
 impl ServerSpec<'_> {
-    /// Builds the server and passes it to `visitor`.
+    /// Builds the server for the policy and passes it to `visitor`.
     pub fn build<S: ResponseSink, V: ServerVisitor<S>>(&self, visitor: V) -> V::Output {
         let Self { cores, latency, .. } = *self;
         let fifo_cores = || FifoCores::new(cores, latency);

@@ -1,4 +1,4 @@
-//! `work-stealing`: cores with their own queues; idle cores steal requests.
+//! Cores that each have a queue and, when idle, steal requests from other queues (policy `work-stealing`).
 
 use std::collections::VecDeque;
 
@@ -8,8 +8,8 @@ use super::Request;
 use super::queued::Discipline;
 use crate::rpc::ticks::Tick;
 
-/// Cores that serve their own queues in order of arrival. An idle core steals a waiting request of another core; a
-/// stolen request takes `stealing_cost` longer.
+/// Cores that serve their own queues in order of arrival. An idle core steals a waiting request from another core, and
+/// a stolen request takes `stealing_cost` longer.
 #[derive(Debug)]
 pub struct StealingCores {
     stealing_cost: Tick,
@@ -22,12 +22,12 @@ struct Core {
     request_in_service: Option<Request>,
     busy_until: Tick,
     queue: VecDeque<Request>,
-    /// Time of all requests that started here, including the cost of stealing.
+    /// Time for all requests that have started here, including the cost of stealing.
     busy_time: Tick,
 }
 
 impl StealingCores {
-    /// Creates idle cores; a stolen request takes `stealing_cost` longer.
+    /// Creates idle cores, at which a stolen request takes `stealing_cost` longer.
     pub fn new(cores: u16, stealing_cost: Tick) -> Self {
         Self {
             stealing_cost,

@@ -1,81 +1,81 @@
-//! Errors of captures.
+//! Errors that occur when a capture file is read.
 
-/// Maximum step back of a time stamp (ns); the packet then gets the time of the packet before. Several queues of a NIC
-/// are read in turn, so captures are slightly out of order.
+/// Maximum amount by which a time stamp may precede the one before (ns). The packet then gets the time of the packet
+/// before. Captures are slightly out of order because a NIC's queues are read in turn.
 pub const REORDER_TOLERANCE_NS: u64 = 10_000_000;
 
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
-    /// The file has an unknown format.
+    /// The file does not begin like any known format.
     #[error(
         "begins with {mark:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) or an \
          arrival log of the demo"
     )]
     UnknownFormat { mark: Vec<u8> },
-    /// The file ends within a record.
+    /// The file ends in the middle of a record.
     #[error("cut off in packet {number}: {read} packets were read before, up to {last_s:.6} s after the first")]
     Truncated {
-        /// Number of the record, from 1.
+        /// Number of the incomplete record, counted from 1.
         number: u64,
-        /// Number of packets that were read before the record.
+        /// Number of complete packets before the record.
         read: u64,
-        /// Time of the last packet that was read, after the first one (s).
+        /// Time from the first packet to the last complete one (s).
         last_s: f64,
     },
     /// A record claims to be longer than any valid record.
     #[error("packet {number} claims to have {bytes} bytes: expected at most {max_bytes}; the file is damaged there")]
     Damaged {
-        /// Number of the record, from 1.
+        /// Number of the record, counted from 1.
         number: u64,
         bytes: u64,
         max_bytes: u32,
     },
-    /// A block of a pcapng file is invalid.
+    /// A pcapng file contains an invalid block.
     #[error("after packet {number} comes what is no pcapng block ({reason}): the file is damaged there")]
     Block {
-        /// Number of packets before the block.
+        /// Number of packets before the invalid block.
         number: u64,
         reason: String,
     },
     /// The file cannot be read, or its compressed data is damaged.
     #[error("after packet {number}: {error}")]
     Read {
-        /// Number of packets before the error.
+        /// Number of packets before the error occurred.
         number: u64,
         error: std::io::Error,
     },
-    /// The capture has an unknown link layer.
+    /// The capture has a link layer that is not supported.
     #[error(
         "link type {0}: expected Ethernet (1), raw IP (12, 14, 101, 228, 229), Linux cooked (113, 276) or BSD loopback \
          (0)"
     )]
     LinkType(u32),
-    /// The capture does not contain the ports.
+    /// Packets were captured with too small a snap length to contain the ports.
     #[error(
         "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length \
          of at least {expected} bytes (64 is enough for most, 96 for nearly all)"
     )]
     SnapLength {
-        /// Number of the packet, from 1.
+        /// Number of the packet, counted from 1.
         number: u64,
         captured: u32,
-        /// Length of the packet (bytes).
+        /// Length of the packet on the wire (bytes).
         length: u32,
-        /// End of the ports in a packet without options (bytes).
+        /// Offset at which the ports end in a packet without options (bytes).
         expected: u32,
     },
-    /// Packets are out of order.
+    /// A packet's time stamp is much earlier than that of a packet before it.
     #[error(
         "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps \
          in order, or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
         before = number - 1, tolerated = REORDER_TOLERANCE_NS / 1_000_000
     )]
     Unsorted {
-        /// Number of the packet, from 1.
+        /// Number of the packet, counted from 1.
         number: u64,
         /// Time of the packet (s since 1970).
         time_s: f64,
-        /// Latest time of the packets before (s since 1970).
+        /// Latest time stamp of all packets before it (s since 1970).
         before_s: f64,
     },
 }

@@ -1,9 +1,10 @@
-//! Assignment of packets to flows, and the ends of flows.
+//! Assignment of captured packets to flows, and the times at which flows end.
 //!
-//! A flow is a 5-tuple in one direction: a load balancer with direct server return only gets the clients' packets, and
-//! a capture of both directions has two flows per connection. A flow ends after the idle timeout. A TCP flow with FIN
-//! or RST ends after [`LINGER_NS`], because a few packets may follow, or when a new SYN starts a flow with its 5-tuple.
-//! Flow numbers are reused, so memory is only needed for the flows of one timeout.
+//! A flow consists of the packets with one 5-tuple in one direction. With direct server return, a load balancer only
+//! receives the clients' packets, and a capture of both directions has two flows per connection. A flow ends after the
+//! idle timeout. A TCP flow with FIN or RST ends after [`LINGER_NS`], because a few packets may follow. It also ends
+//! when a new SYN starts a flow with the same 5-tuple. Flow numbers are reused, so memory is only needed for the flows
+//! within one timeout.
 
 use std::collections::HashMap;
 use std::net::{Ipv4Addr, Ipv6Addr};
@@ -15,35 +16,35 @@ use super::headers::{FLAG_ENDS_CONNECTION, FLAG_IPV6, FLAG_OPENS_CONNECTION};
 use super::records::{Record, RecordBatch};
 use crate::trace::{Batch, FirstPacket, FlowEvent, Packet};
 
-/// Time in which a TCP flow may still send after its FIN or RST (ns).
+/// Time during which a TCP flow may still send after its FIN or RST (ns).
 const LINGER_NS: u64 = 2_000_000_000;
 
-/// Key of an IPv4 flow: addresses, ports and protocol.
+/// Key of an IPv4 flow, composed of its addresses, ports and protocol.
 type Ipv4FlowKey = u128;
-/// Key of an IPv6 flow: addresses, then ports and protocol.
+/// Key of an IPv6 flow. The first part has the addresses, the second one the ports and protocol.
 type Ipv6FlowKey = ([u8; 32], u64);
 
 #[derive(Debug, Clone, Copy)]
 enum FlowKey {
     V4(Ipv4FlowKey),
     V6(Ipv6FlowKey),
-    /// The flow number is free.
+    /// The flow number is not in use.
     None,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct FlowState {
     last_packet_ns: u64,
-    /// Whether the flow had FIN or RST.
+    /// Whether the flow has sent a FIN or RST.
     is_closing: bool,
 }
 
 pub struct FlowTracker {
-    // Keys come from a file, not from an attacker: a fixed seed makes runs reproducible.
+    // Keys come from a file and not from an attacker, so a fixed seed is safe and makes runs reproducible.
     ipv4_flow_numbers: HashMap<Ipv4FlowKey, u32, FixedState>,
     ipv6_flow_numbers: HashMap<Ipv6FlowKey, u32, FixedState>,
     flows: Vec<FlowState>,
-    /// Keys of the flows by flow number; separate from `flows`, which every packet accesses.
+    /// Key of each flow by flow number. They are separate because every packet accesses `flows` but not the keys.
     flow_keys: Vec<FlowKey>,
     free_flow_numbers: Vec<u32>,
     idle_timeout_ns: u64,
@@ -146,7 +147,7 @@ impl FlowTracker {
         batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: record.bytes, event });
     }
 
-    /// Removes the flows that have ended until `now_ns`.
+    /// Removes the flows that have ended by `now_ns`.
     fn remove_ended_flows(&mut self, now_ns: u64, events: &mut Vec<Packet>) {
         for number in 0..self.flows.len() as u32 {
             let flow = self.flows[number as usize];
@@ -162,12 +163,12 @@ impl FlowTracker {
             self.free_flow_numbers.push(number);
             events.push(Packet { time_ns: now_ns, flow: number, bytes: 0, event: FlowEvent::EXPIRES });
         }
-        // Often enough to free ended flows soon, and seldom enough that a scan costs nothing per packet.
+        // This is often enough to free ended flows soon, and so seldom that the scan costs almost nothing per packet.
         self.next_sweep_ns = now_ns + (LINGER_NS.min(self.idle_timeout_ns) / 4).max(1);
     }
 }
 
-/// Returns the 4-tuple of a flow, with its sender as the client.
+/// Returns the 4-tuple of a flow, in which the sender is the client.
 fn key_to_tuple(key: &FlowKey) -> FourTuple {
     let split_ports = |ports: u64| ((ports >> 24) as u16, (ports >> 8) as u16);
     match key {

@@ -1,30 +1,30 @@
-//! Parser of link-layer frames: finds addresses and ports.
+//! Parser of link-layer frames, which finds the addresses and ports.
 
 use super::error::CaptureError;
 
-/// Flag of a packet whose addresses are IPv6.
+/// Flag of a packet with IPv6 addresses.
 pub const FLAG_IPV6: u8 = 1;
-/// Flag of a TCP segment that opens a connection: SYN without ACK.
+/// Flag of a TCP segment that opens a connection, that is, has SYN without ACK.
 pub const FLAG_OPENS_CONNECTION: u8 = 2;
 /// Flag of a TCP segment with FIN or RST.
 pub const FLAG_ENDS_CONNECTION: u8 = 4;
 
-/// Link layer with IP: values of pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html).
+/// Link layer of captured frames, with values from pcap's LINKTYPE_ registry (tcpdump.org/linktypes.html).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkType {
     /// `LINKTYPE_ETHERNET` (1)
     Ethernet,
-    /// `LINKTYPE_NULL` (0): the address family in the capturing host's byte order, then the IP packet
+    /// `LINKTYPE_NULL` (0), in which the address family in the capturing host's byte order precedes the IP packet
     Loopback,
-    /// `LINKTYPE_RAW` (101, on some systems 12 or 14): IPv4 or IPv6
+    /// `LINKTYPE_RAW` (101, on some systems 12 or 14), an IPv4 or IPv6 packet without a link-layer header
     Raw,
     /// `LINKTYPE_IPV4` (228)
     Ipv4,
     /// `LINKTYPE_IPV6` (229)
     Ipv6,
-    /// `LINKTYPE_LINUX_SLL` (113): the "any" device
+    /// `LINKTYPE_LINUX_SLL` (113), which Linux uses for captures on the "any" device
     LinuxCooked,
-    /// `LINKTYPE_LINUX_SLL2` (276): the newer format of the "any" device
+    /// `LINKTYPE_LINUX_SLL2` (276), the newer format for captures on the "any" device
     LinuxCooked2,
 }
 
@@ -46,7 +46,7 @@ impl TryFrom<u32> for LinkType {
 }
 
 impl LinkType {
-    /// Returns the length of the headers before the network layer, without VLAN tags (bytes).
+    /// Returns the length of the headers before the network layer (bytes), not counting VLAN tags.
     fn header_bytes(self) -> usize {
         match self {
             LinkType::Ethernet => 14,
@@ -57,7 +57,7 @@ impl LinkType {
         }
     }
 
-    /// Returns the captured length that just includes the ports of an IPv4 packet without options (bytes).
+    /// Returns the smallest captured length that includes the ports of an IPv4 packet without options (bytes).
     pub fn min_snap_length(self) -> u32 {
         self.header_bytes() as u32 + 24
     }
@@ -65,22 +65,22 @@ impl LinkType {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SkipReason {
-    /// Other network protocols: ARP, LLDP, MPLS and others.
+    /// The packet has another network protocol, such as ARP, LLDP or MPLS.
     NotIp,
-    /// Other transport protocols: ICMP, GRE, ESP and others.
+    /// The packet has another transport protocol, such as ICMP, GRE or ESP.
     OtherProtocol,
-    /// A fragment other than the first has no ports.
+    /// The packet is a fragment other than the first, and therefore has no ports.
     Fragment,
     /// The captured bytes end before the ports.
     CutOff,
-    /// A header field is invalid, such as the version or the header length.
+    /// A header field, such as the version or the header length, is invalid.
     Malformed,
-    /// The packet is in a pcapng block without a valid time stamp.
+    /// The packet is in a pcapng block that has no valid time stamp.
     NoTime,
 }
 
 impl SkipReason {
-    /// All reasons, in the order of their declaration.
+    /// All reasons in the order of their declaration.
     pub const ALL: [SkipReason; 6] = [
         SkipReason::NotIp,
         SkipReason::OtherProtocol,
@@ -91,7 +91,6 @@ impl SkipReason {
     ];
     pub const COUNT: usize = Self::ALL.len();
 
-    /// Returns the reason in words.
     pub fn name(self) -> &'static str {
         match self {
             SkipReason::NotIp => "not IP",
@@ -104,23 +103,22 @@ impl SkipReason {
     }
 }
 
-/// Source and destination address.
+/// Source and destination address of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Addresses {
-    /// IPv4 addresses, the source in the upper half.
+    /// IPv4 addresses, with the source in the upper half.
     V4(u64),
-    /// IPv6 addresses, the source first.
+    /// IPv6 addresses, with the source first.
     V6([u8; 32]),
 }
 
 /// Fields of a packet that identify its flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParsedHeaders {
-    /// Source and destination address.
     pub addresses: Addresses,
-    /// Source and destination port, the source in the upper half.
+    /// Source and destination port, with the source in the upper half.
     pub ports: u32,
-    /// IP protocol: 6 (TCP) or 17 (UDP).
+    /// IP protocol number, which is 6 (TCP) or 17 (UDP).
     pub protocol: u8,
     /// Combination of [`FLAG_OPENS_CONNECTION`] and [`FLAG_ENDS_CONNECTION`].
     pub flags: u8,
@@ -128,13 +126,13 @@ pub struct ParsedHeaders {
 
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const ETHERTYPE_IPV6: u16 = 0x86dd;
-/// 802.1Q, 802.1ad, and the earlier value of QinQ.
+/// EtherTypes of VLAN tags, which are 802.1Q, 802.1ad and the earlier value of QinQ.
 const ETHERTYPES_VLAN: [u16; 3] = [0x8100, 0x88a8, 0x9100];
 
 const IP_PROTOCOL_TCP: u8 = 6;
 const IP_PROTOCOL_UDP: u8 = 17;
 
-/// Returns the addresses, ports and flags of a packet. Fails when the packet has no ports, or they were not captured.
+/// Returns the addresses, ports and flags of a packet. Fails when the packet has no ports or they were not captured.
 #[inline]
 pub fn parse_headers(link_type: LinkType, data: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     match link_type {
@@ -155,7 +153,7 @@ fn u16_at(data: &[u8], offset: usize) -> Option<u16> {
     Some(u16::from_be_bytes(data.get(offset..offset + 2)?.try_into().ok()?))
 }
 
-/// Parses a packet from its EtherType on, with any number of VLAN tags.
+/// Parses a packet, beginning at its EtherType. There may be any number of VLAN tags.
 #[inline]
 fn parse_from_ethertype(data: &[u8], mut offset: usize) -> Result<ParsedHeaders, SkipReason> {
     loop {
@@ -191,7 +189,7 @@ fn parse_ipv4(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     if header[0] >> 4 != 4 || header_bytes < 20 {
         return Err(SkipReason::Malformed);
     }
-    // The fragment offset is the lower 13 bits.
+    // The lower 13 bits are the fragment offset.
     if u16::from_be_bytes([header[6], header[7]]) & 0x1fff != 0 {
         return Err(SkipReason::Fragment);
     }
@@ -211,19 +209,19 @@ fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
     let addresses = Addresses::V6(header[8..40].try_into().expect("32 bytes"));
     let (mut next, mut rest) = (header[6], &packet[40..]);
     loop {
-        // RFC 8200, Sect. 4: all headers except the fragment header and AH have their length in units of 8 bytes after
-        // the first 8.
+        // By RFC 8200, Sect. 4, headers other than the fragment header and AH contain their length in units of 8 bytes,
+        // without the first 8.
         let header_bytes = match next {
-            // Hop-by-hop, routing, destination options, mobility, HIP, shim6
+            // These are hop-by-hop options, routing, destination options, mobility, HIP and shim6.
             0 | 43 | 60 | 135 | 139 | 140 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 8 + 8,
             44 => {
-                // The offset is the upper 13 bits.
+                // The upper 13 bits are the fragment offset.
                 if u16_at(rest, 2).ok_or(SkipReason::CutOff)? & 0xfff8 != 0 {
                     return Err(SkipReason::Fragment);
                 }
                 8
             }
-            // Authentication header: length in units of 4 bytes, minus 2.
+            // The authentication header has its length in units of 4 bytes, minus 2.
             51 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 4 + 8,
             _ => return parse_transport(next, rest, addresses),
         };
@@ -238,7 +236,7 @@ fn parse_transport(protocol: u8, segment: &[u8], addresses: Addresses) -> Result
         return Err(SkipReason::OtherProtocol);
     }
     let ports = u32::from_be_bytes(*segment.first_chunk().ok_or(SkipReason::CutOff)?);
-    // A capture may end between ports and flags; the flow then ends by the idle timeout.
+    // If a capture ends between ports and flags, the idle timeout ends the flow.
     let flags = match segment.get(13) {
         Some(flags) if protocol == IP_PROTOCOL_TCP => {
             let (fin, syn, rst, ack) = (flags & 1 != 0, flags & 2 != 0, flags & 4 != 0, flags & 16 != 0);

@@ -1,4 +1,4 @@
-//! Input file, decompressed while reading. Its first bytes determine the format, not its name.
+//! Input file, which is decompressed while it is read. Its first bytes determine its format, not its name.
 
 use std::fs::File;
 use std::io::{self, BufReader, Chain, Cursor, Read};
@@ -12,7 +12,7 @@ use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
 use super::error::CaptureError;
 use crate::trace::TraceError;
 
-/// Format of a file, which its first bytes determine.
+/// Format of a file, as detected from its first bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FileFormat {
     Pcap,
@@ -23,16 +23,15 @@ pub enum FileFormat {
     Xz,
     /// Zstandard (RFC 8878).
     Zstd,
-    /// Any other format.
     Unknown,
 }
 
-/// Length of the longest magic number (bytes).
+/// Length of the longest magic number that identifies a format (bytes).
 const MAX_MAGIC_NUMBER_BYTES: usize = 6;
 
 pub fn detect_format(first_bytes: &[u8]) -> FileFormat {
     match first_bytes {
-        // In both byte orders: microseconds, nanoseconds.
+        // These are the formats with microseconds and with nanoseconds, in both byte orders.
         [0xa1, 0xb2, 0xc3, 0xd4, ..] | [0xd4, 0xc3, 0xb2, 0xa1, ..] => FileFormat::Pcap,
         [0xa1, 0xb2, 0x3c, 0x4d, ..] | [0x4d, 0x3c, 0xb2, 0xa1, ..] => FileFormat::Pcap,
         [0x0a, 0x0d, 0x0d, 0x0a, ..] => FileFormat::Pcapng,
@@ -44,19 +43,19 @@ pub fn detect_format(first_bytes: &[u8]) -> FileFormat {
     }
 }
 
-/// Reader of the input, including the magic number that was read before.
+/// Reader of a file from its beginning, including the magic number that has already been read.
 pub type InputReader = Box<dyn Read + Send>;
 
-/// Opened file whose format is known.
+/// File that has been opened and whose format is known.
 pub struct Input {
-    /// Decompressed contents.
+    /// Reader of the decompressed contents.
     pub reader: InputReader,
-    /// Format after decompression.
+    /// Format of the decompressed contents.
     pub format: FileFormat,
 }
 
-/// Opens a file and decompresses it, also repeatedly. Fails when it cannot be read, or is neither a capture nor an
-/// arrival log.
+/// Opens a file and decompresses it, several times if it was compressed repeatedly. Fails when it cannot be read, or is
+/// neither a capture nor an arrival log.
 pub fn open(path: &Path) -> Result<Input, TraceError> {
     let path_text = || path.display().to_string();
     let file_error = |error| TraceError::File { path: path_text(), error };
@@ -83,7 +82,7 @@ fn decompress(format: FileFormat, reader: InputReader) -> InputReader {
     }
 }
 
-/// Returns the first bytes, and a reader that returns them again.
+/// Returns the first bytes of the input, and a reader that returns them again before the rest.
 fn peek_magic_number(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<u8>, InputReader)> {
     let mut first_bytes = Vec::with_capacity(MAX_MAGIC_NUMBER_BYTES);
     reader.by_ref().take(MAX_MAGIC_NUMBER_BYTES as u64).read_to_end(&mut first_bytes)?;
@@ -91,7 +90,7 @@ fn peek_magic_number(mut reader: impl Read + Send + 'static) -> io::Result<(Vec<
     Ok((first_bytes, Box::new(complete_reader)))
 }
 
-/// Reader of all frames of a Zstandard file; the library decodes a single frame.
+/// Reader of all frames in a Zstandard file. The library alone would only decode a single frame.
 struct ZstdReader {
     source: BufReader<InputReader>,
     decoder: FrameDecoder,
@@ -99,7 +98,7 @@ struct ZstdReader {
 }
 
 impl ZstdReader {
-    /// Starts the next frame, after any skippable ones. Returns whether there is one.
+    /// Starts the next frame after skipping any skippable ones. Returns whether there is a next frame.
     fn start_next_frame(&mut self) -> io::Result<bool> {
         loop {
             if io::BufRead::fill_buf(&mut self.source)?.is_empty() {

@@ -1,13 +1,13 @@
-//! Captures: pcap and pcapng files, also compressed.
+//! Captures in pcap and pcapng files, which may be compressed.
 //!
 //! * [`input`]: decompressed file
 //! * [`pcap`], [`pcapng`]: records of the two formats
 //! * [`headers`]: parser of addresses and ports
 //! * [`records`]: parsed packets, with checks of their order
-//! * [`writer`]: writes a trace as a capture
+//! * [`writer`]: writer of a trace as a capture
 //! * [`flows`]: assignment of packets to flows, and the ends of flows
 //!
-//! One thread reads and parses; the consumer's thread assigns flows.
+//! One thread reads and parses the file, and the thread that uses the trace assigns flows.
 
 mod error;
 mod flows;
@@ -31,23 +31,23 @@ use self::input::Input;
 pub use error::CaptureError;
 pub use input::FileFormat;
 
-/// Number of batches that circulate between the two threads.
+/// Number of packet batches that circulate between the two threads.
 const BATCH_COUNT: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ReadOptions {
-    /// Idle timeout of a flow (ns).
+    /// Time without packets after which a flow has ended (ns).
     pub idle_timeout_ns: u64,
 }
 
 impl Default for ReadOptions {
-    /// 60 s: longer than pauses of applications, and short enough that a day's capture only needs memory for a minute.
+    /// Returns an idle timeout of 60 s. Applications rarely pause longer, and memory is only needed for one minute.
     fn default() -> Self {
         Self { idle_timeout_ns: 60_000_000_000 }
     }
 }
 
-/// Trace with the packets of a capture.
+/// Trace whose packets are read from a capture.
 pub struct CaptureTrace {
     filled_batches: Receiver<RecordBatch>,
     empty_batches: SyncSender<RecordBatch>,
@@ -58,7 +58,7 @@ pub struct CaptureTrace {
 }
 
 impl CaptureTrace {
-    /// Starts to read a capture in another thread; errors name `path`.
+    /// Starts a thread that reads the capture. Later errors name `path`.
     pub fn start(input: Input, path: &Path, options: ReadOptions) -> Self {
         let path_text = path.display().to_string();
         let (fill, filled_batches) = sync_channel(BATCH_COUNT);
@@ -86,7 +86,7 @@ impl CaptureTrace {
 impl Trace for CaptureTrace {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        // A batch of records may contain only skipped packets, but an empty batch would mean the end.
+        // Reading continues if all packets of the records were skipped, because an empty batch would signal the end.
         while batch.packets.is_empty() {
             let Ok(records) = self.filled_batches.recv() else {
                 let reader_result =
@@ -98,7 +98,7 @@ impl Trace for CaptureTrace {
                 *self.skip_counts.entry(reason).or_default() += packets;
             }
             self.reordered_packet_count += records.reordered_packet_count;
-            // The reader may have ended already.
+            // The reader has perhaps ended and no longer receives batches.
             let _ = self.empty_batches.send(records);
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Next-generation capture file (draft-ietf-opsawg-pcapng): sections, interfaces, packets.
+//! Reader of pcapng files (draft-ietf-opsawg-pcapng), which contain sections, interfaces and packets.
 
 use std::io::{self, ErrorKind, Read};
 
@@ -10,12 +10,12 @@ use super::headers::{LinkType, SkipReason};
 use super::input::InputReader;
 use super::records::{Frame, FrameParser, StopReason};
 
-/// Initial size of the library's buffer, and maximum size of a block (bytes).
+/// Initial size of the library's buffer, followed by the maximum size of a block (bytes).
 const INITIAL_BUFFER_BYTES: usize = 1 << 20;
 const MAX_BLOCK_BYTES: usize = 1 << 25;
 
-/// Reader that fills whole buffers: the library needs a file's first block in its first read. A truncated compressed
-/// file ends like any other file.
+/// Reader that fills the whole buffer in each read, because the library needs a file's first block in its first read.
+/// For a truncated compressed file, it signals a normal end of file.
 struct FullBufferReader(InputReader);
 
 impl Read for FullBufferReader {
@@ -40,15 +40,15 @@ struct Interface {
     time_offset_s: i64,
 }
 
-/// Returns the ticks per second of the option if_tsresol: a power of 10, or of 2 if the uppermost bit is set (which the
-/// library does not support). 10^38 is the largest supported value.
+/// Returns the ticks per second that the option if_tsresol specifies. This is a power of 10, or of 2 if the uppermost
+/// bit is set (which the library does not support). The largest supported value is 10^38.
 fn ticks_per_s(if_tsresol: u8) -> i128 {
     let exponent = u32::from(if_tsresol & 0x7f);
     if if_tsresol & 0x80 == 0 { 10i128.pow(exponent.min(38)) } else { 1 << exponent.min(126) }
 }
 
 impl Interface {
-    /// Converts a time stamp to ns since 1970; `None` when it is earlier, or more than 500 years later.
+    /// Converts a time stamp to ns since 1970. Returns `None` if it is before 1970, or more than 500 years after.
     fn time_ns(&self, high: u32, low: u32) -> Option<u64> {
         let ticks = i128::from(u64::from(high) << 32 | u64::from(low));
         let ns = ticks * 1_000_000_000 / self.ticks_per_s + i128::from(self.time_offset_s) * 1_000_000_000;
@@ -56,7 +56,7 @@ impl Interface {
     }
 }
 
-/// Reads a whole file and parses its frames. An error names the fault and its position.
+/// Reads a whole file and passes its frames to `frame_parser`. An error names the fault and its position.
 pub fn read(reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
     let mut block_reader = match PcapNGReader::new(INITIAL_BUFFER_BYTES, FullBufferReader(reader)) {
         Ok(file) => file,

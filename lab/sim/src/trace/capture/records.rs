@@ -1,4 +1,4 @@
-//! Batches of parsed packets in order of time, with the numbers of skipped ones.
+//! Batches of parsed packets, sorted by time, and counts of the packets that were skipped.
 
 use std::sync::mpsc::{Receiver, SyncSender};
 
@@ -7,15 +7,15 @@ use super::headers::{self, Addresses, FLAG_IPV6, LinkType, ParsedHeaders, SkipRe
 
 const PACKETS_PER_BATCH: usize = 32_768;
 
-/// Number of records without ports that is tolerated while reading; more are tolerated if more records are complete.
+/// Number of packets without ports above which reading stops, unless there are more packets with ports.
 const TOLERATED_CUT_OFF_COUNT: u64 = 100;
 
 /// Reason why reading stopped before the end of the file.
 #[derive(Debug)]
 pub enum StopReason {
-    /// The capture is invalid.
+    /// The capture file is invalid.
     Error(CaptureError),
-    /// The receiver of the packets was closed.
+    /// The thread that uses the packets has closed its end of the channel.
     ReceiverClosed,
 }
 
@@ -25,38 +25,37 @@ impl From<CaptureError> for StopReason {
     }
 }
 
-/// Parsed packet.
+/// Packet whose headers have been parsed.
 #[derive(Debug, Clone, Copy)]
 pub struct Record {
-    /// Time after the first packet of the file (ns).
+    /// Time since the first packet of the file (ns).
     pub time_ns: u64,
-    /// IPv4: source and destination address; IPv6: index in [`RecordBatch::ipv6_addresses`].
+    /// Source and destination address in IPv4, or the index in [`RecordBatch::ipv6_addresses`] in IPv6.
     pub addresses: u64,
-    /// Source and destination port, the source in the upper half.
+    /// Source and destination port, with the source in the upper half.
     pub ports: u32,
     /// Length of the packet on the wire (bytes), at most 65,535.
     pub bytes: u16,
-    /// IP protocol: 6 (TCP) or 17 (UDP).
+    /// IP protocol number, which is 6 (TCP) or 17 (UDP).
     pub protocol: u8,
-    /// Flags such as [`FLAG_IPV6`].
+    /// Combination of flags such as [`FLAG_IPV6`].
     pub flags: u8,
 }
 
-/// Batch of packets, with the numbers of skipped ones.
+/// Batch of parsed packets, with counts of the packets that were skipped between them.
 #[derive(Debug, Default)]
 pub struct RecordBatch {
-    /// Parsed packets.
     pub packets: Vec<Record>,
-    /// Source and destination addresses of the IPv6 packets.
+    /// Source and destination addresses of the IPv6 packets in the batch.
     pub ipv6_addresses: Vec<[u8; 32]>,
-    /// Number of skipped packets by reason.
+    /// Number of skipped packets for each reason.
     skip_counts: [u64; SkipReason::COUNT],
-    /// Number of packets that were earlier than their predecessors, within the tolerance.
+    /// Number of packets with earlier time stamps than the packets before them, within the tolerance.
     pub reordered_packet_count: u64,
 }
 
 impl RecordBatch {
-    /// Returns the numbers of skipped packets, by the reasons that occurred.
+    /// Returns the reasons for which packets were skipped, each with the number of these packets.
     pub fn skip_counts(&self) -> impl Iterator<Item = (&'static str, u64)> {
         SkipReason::ALL
             .into_iter()
@@ -73,22 +72,22 @@ impl RecordBatch {
     }
 }
 
-/// Packet of a capture file.
+/// Packet as it is in a capture file.
 pub struct Frame<'a> {
-    /// Time stamp (ns since 1970).
+    /// Time stamp of the packet (ns since 1970).
     pub time_ns: u64,
     pub length: u32,
     pub data: &'a [u8],
 }
 
-/// Parser of frames, which sends batches of records to another thread.
+/// Parser of frames, which sends batches of records to the thread that uses them.
 pub struct FrameParser {
     filled_batches: SyncSender<RecordBatch>,
     empty_batches: Receiver<RecordBatch>,
     records: RecordBatch,
     first_packet_ns: Option<u64>,
     latest_packet_ns: u64,
-    /// Number of packets that have been read from the file.
+    /// Number of packets that have been read from the file so far.
     packet_count: u64,
     recorded_count: u64,
     cut_off_count: u64,
@@ -114,7 +113,7 @@ impl FrameParser {
         self.packet_count
     }
 
-    /// Returns the error for a file that ends within the next packet.
+    /// Returns the error for a file that ends in the middle of the next packet.
     pub fn truncation_error(&self) -> CaptureError {
         let last_ns = self.first_packet_ns.map_or(0, |first_ns| self.latest_packet_ns - first_ns);
         CaptureError::Truncated { number: self.packet_count + 1, read: self.packet_count, last_s: last_ns as f64 / 1e9 }
@@ -132,13 +131,14 @@ impl FrameParser {
         if self.records.packets.len() == PACKETS_PER_BATCH { self.send_batch() } else { Ok(()) }
     }
 
-    /// Counts a skipped packet.
+    /// Counts a packet that is skipped for the given reason.
     pub fn skip(&mut self, reason: SkipReason) {
         self.packet_count += 1;
         self.records.skip_counts[reason as usize] += 1;
     }
 
-    /// Returns the time after the first packet, at least that of the packet before. Fails when it is too far back.
+    /// Returns the packet's time since the first packet, but not less than that of the packet before. Fails when the
+    /// time stamp is too much earlier.
     #[inline]
     fn ordered_time_ns(&mut self, time_ns: u64) -> Result<u64, StopReason> {
         let first_ns = *self.first_packet_ns.get_or_insert(time_ns);
@@ -186,8 +186,8 @@ impl FrameParser {
         if self.cut_off_count > TOLERATED_CUT_OFF_COUNT { self.check_cut_off() } else { Ok(()) }
     }
 
-    /// Checks the share of packets without ports. A few (long chains of IPv6 headers) are skipped; if most are
-    /// truncated, this is an error.
+    /// Fails if most packets so far have been cut off before their ports. A few packets, with long chains of IPv6
+    /// headers, are merely skipped.
     fn check_cut_off(&mut self) -> Result<(), StopReason> {
         if self.cut_off_count > self.recorded_count
             && let Some(error) = self.first_cut_off.take()
@@ -204,7 +204,7 @@ impl FrameParser {
         self.filled_batches.send(full_batch).map_err(|_| StopReason::ReceiverClosed)
     }
 
-    /// Sends the last batch at the end of the file.
+    /// Checks and sends the last batch at the end of the file.
     pub fn finish(mut self) -> Result<(), StopReason> {
         self.check_cut_off()?;
         self.send_batch()

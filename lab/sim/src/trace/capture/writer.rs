@@ -1,5 +1,4 @@
-//! Writes a trace as a capture: for measurements of the reader's speed, for tests, and for analysis of `campus` with
-//! other tools.
+//! Writer that stores a trace as a capture, for tests, reader benchmarks, and analysis of `campus` by other tools.
 
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr};
@@ -8,13 +7,14 @@ use coreward_model::FourTuple;
 
 use crate::trace::{Batch, FlowEvent, Trace};
 
-/// Total length of Ethernet, IPv4 and TCP headers without options (bytes).
+/// Total length of the Ethernet, IPv4 and TCP headers, without options (bytes).
 const HEADERS_BYTES: usize = 54;
 
-/// Writes a classic capture of all packets, as TCP over IPv4 over Ethernet, with SYN on a flow's first packet and FIN
-/// on its last. Times are in nanoseconds, because microseconds would lose the order. Each packet is truncated to
-/// `snap_length` bytes (at least 54). A history has no packets and is omitted. Fails when the trace cannot be read or
-/// the capture cannot be written. Panics when a flow is IPv6.
+/// Writes all packets as a classic capture of TCP over IPv4 over Ethernet, and returns their number.
+///
+/// A flow's first packet has SYN and its last one FIN. Times are in nanoseconds, because microseconds would lose the
+/// order. Each packet is truncated to `snap_length` bytes (at least 54). A history has no packets and is omitted. Fails
+/// when the trace cannot be read or the capture cannot be written. Panics when a flow is IPv6.
 pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> io::Result<u64> {
     let snap_length = snap_length.max(HEADERS_BYTES);
     let mut file_header = Vec::with_capacity(24);
