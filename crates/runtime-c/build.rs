@@ -4,8 +4,8 @@
 use std::path::Path;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    for changed in ["src", "cbindgen.toml"] {
-        println!("cargo::rerun-if-changed={changed}");
+    for watched_path in ["src", "cbindgen.toml"] {
+        println!("cargo::rerun-if-changed={watched_path}");
     }
     let config = cbindgen::Config::from_file("cbindgen.toml")?;
     let sources = ["call", "server", "worker"].map(|name| format!("src/{name}.rs"));

@@ -11,11 +11,11 @@ fn main() {
     // Debian keeps asm/types.h in an architecture's directory, which clang does not search for the BPF target.
     let architecture_headers = format!("/usr/include/{}-linux-gnu", std::env::var("CARGO_CFG_TARGET_ARCH").unwrap());
     let include_options =
-        [bpf_directory.clone(), bpf_directory.join("include")].map(|folder| format!("-I{}", folder.display()));
-    let [folders, layouts] = &include_options;
+        [bpf_directory.clone(), bpf_directory.join("include")].map(|directory| format!("-I{}", directory.display()));
+    let [bpf_flag, bpf_include_flag] = &include_options;
     let out_directory = PathBuf::from(std::env::var_os("OUT_DIR").unwrap());
-    for folder in [&bpf_directory, &crate_directory.join("bpf")] {
-        println!("cargo::rerun-if-changed={}", folder.display());
+    for directory in [&bpf_directory, &crate_directory.join("bpf")] {
+        println!("cargo::rerun-if-changed={}", directory.display());
     }
     // OUT_DIR is target/PROFILE/build/coreward-bench-HASH/out.
     let profile =
@@ -33,8 +33,8 @@ fn main() {
                 "-Wall",
                 "-Wextra",
                 "-Werror",
-                folders,
-                layouts,
+                bpf_flag,
+                bpf_include_flag,
                 "-idirafter",
                 &architecture_headers,
             ])

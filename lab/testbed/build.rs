@@ -18,8 +18,8 @@ fn main() {
     let bpf_directory = manifest_directory.join("../../bpf");
     println!("cargo::rerun-if-changed={}", bpf_directory.display());
     let include_flags =
-        [bpf_directory.clone(), bpf_directory.join("include")].map(|folder| format!("-I{}", folder.display()));
-    let [folders, layouts] = &include_flags;
+        [bpf_directory.clone(), bpf_directory.join("include")].map(|directory| format!("-I{}", directory.display()));
+    let [bpf_flag, bpf_include_flag] = &include_flags;
     // Debian keeps asm/types.h in a directory of the architecture, which clang does not search for the BPF target.
     let architecture_include_path =
         format!("/usr/include/{}-linux-gnu", std::env::var("CARGO_CFG_TARGET_ARCH").unwrap());
@@ -29,7 +29,7 @@ fn main() {
         SkeletonBuilder::new()
             .source(&bpf_source_path)
             .clang("clang-19")
-            .clang_args([folders, layouts, "-idirafter", &architecture_include_path, "-Wall", "-Werror"])
+            .clang_args([bpf_flag, bpf_include_flag, "-idirafter", &architecture_include_path, "-Wall", "-Werror"])
             .build_and_generate(output_directory.join(format!("{program}.skel.rs")))
             .unwrap_or_else(|error| panic!("{program}.bpf.c (needs the Debian package clang-19): {error:?}"));
     }

@@ -22,8 +22,8 @@ use coreward_model::load::CoreReadings;
 use coreward_model::rss::RssConfig;
 use coreward_model::tuple::Protocol;
 use coreward_wire::{
-    AgentConfiguration, AgentService, Report, ReportDetails, ReportedRss, SocketAnswer, SocketQuery, UnusableService,
-    reduce_oversized_report, v1,
+    AgentConfiguration, AgentReport, AgentService, ReportDetails, ReportedRss, SocketAnswer, SocketQuery,
+    UnusableService, reduce_oversized_report, v1,
 };
 
 use crate::config::{self, Config};
@@ -33,7 +33,7 @@ use crate::decapsulation::{self, Decapsulator};
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoadFile;
 use crate::load::{LoadSource, queues};
-use crate::report_state::ReportState;
+use crate::report_state::SentReportState;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;
 use crate::rss::input::TransformSearch;
@@ -72,7 +72,7 @@ pub struct Agent {
     daisy_chain: DaisyChain,
     decapsulator: Decapsulator,
     stall_detector: StallDetector,
-    unstamped_syn_acks: UnstampedSynAckMonitor,
+    unstamped_syn_ack_monitor: UnstampedSynAckMonitor,
     cpu_of_queue: Vec<usize>,
     applied_configuration: Option<AgentConfiguration>,
     /// Parts of the newest configuration that the agent rejected.
@@ -95,10 +95,10 @@ fn interface_index(interface: &str) -> anyhow::Result<u32> {
         .with_context(|| format!("interface {interface}: expected a device of this network namespace"))
 }
 
-fn rss_device(config: &Config, nic: &str) -> Box<dyn RssDevice> {
+fn rss_device(config: &Config, nic_name: &str) -> Box<dyn RssDevice> {
     match &config.rss {
-        config::Rss::Ethtool {} => Box::new(EthtoolRss::new(nic)),
-        config::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), nic, *entries)),
+        config::Rss::Ethtool {} => Box::new(EthtoolRss::new(nic_name)),
+        config::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), nic_name, *entries)),
     }
 }
 
@@ -114,13 +114,13 @@ impl Agent {
             pin_directory: config.pin_directory.clone(),
             sample_every_syn: false,
         })?;
-        let attached_or_taken_over = if bpf_programs.is_taken_over() { "taken over" } else { "attached" };
+        let start_action = if bpf_programs.is_taken_over() { "taken over" } else { "attached" };
         tracing::info!(
             event = "programs-attached",
             server = config.server,
             interface = config.interface,
             attachment = ?bpf_programs.attach_mechanism(),
-            "the agent has {attached_or_taken_over} its BPF programs"
+            "the agent has {start_action} its BPF programs"
         );
         let dispatcher = config.dispatch.as_ref().map(Dispatcher::start).transpose()?;
         let load_source: Box<dyn LoadSource> = match &config.load {
@@ -131,8 +131,8 @@ impl Agent {
             steering: Steering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
-            stall_detector: StallDetector::from(handshake_counters(&bpf_programs)),
-            unstamped_syn_acks: UnstampedSynAckMonitor::from(
+            stall_detector: StallDetector::starting_at(handshake_counters(&bpf_programs)),
+            unstamped_syn_ack_monitor: UnstampedSynAckMonitor::starting_at(
                 bpf_programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK),
             ),
             rss_manager: RssManager::new(rss_device(&config, &nic_name)),
@@ -162,12 +162,12 @@ impl Agent {
         Ok(agent)
     }
 
-    pub fn server(&self) -> &str {
+    pub fn server_name(&self) -> &str {
         &self.config.server
     }
 
     /// Returns the NIC's RSS key, input transform and indirection table, or `None` if they are unknown.
-    pub fn rss(&self) -> Option<&RssConfig> {
+    pub fn rss_config(&self) -> Option<&RssConfig> {
         self.rss_manager.known_rss()
     }
 
@@ -175,7 +175,7 @@ impl Agent {
         self.config.metrics
     }
 
-    pub fn tls(&self) -> Option<&coreward_tls::CredentialFiles> {
+    pub fn tls_credential_files(&self) -> Option<&coreward_tls::CredentialFiles> {
         self.config.tls.as_ref()
     }
 
@@ -195,24 +195,24 @@ impl Agent {
     }
 
     /// Starts a stream to a controller. Forgets earlier streams' generations, which another controller may have set.
-    pub fn begin_stream(&mut self) {
+    pub fn begin_controller_stream(&mut self) {
         self.accepted_config_generation = 0;
-        self.connection_counter.begin_stream();
+        self.connection_counter.begin_controller_stream();
     }
 
     /// Returns the configuration generation to confirm to the controller, or 0 if there is none. A configuration is
     /// confirmed only after the server has switched to its cookie key. Until then, packets are stamped with the other
     /// key, which the controller may overwrite once all servers have confirmed.
     fn confirmed_generation(&self) -> u64 {
-        let (_, switch_ms) = self.bpf_programs.keys_and_switch_ms();
-        let is_new_key_in_force = monotonic_ms().wrapping_sub(switch_ms) as i32 >= 0;
+        let (_, key_switch_ms) = self.bpf_programs.keys_and_switch_ms();
+        let is_new_key_in_force = monotonic_ms().wrapping_sub(key_switch_ms) as i32 >= 0;
         if is_new_key_in_force { self.accepted_config_generation } else { 0 }
     }
 
     /// Applies a configuration. On failure, logs the error and keeps the previous configuration.
-    pub fn configure(&mut self, mut configuration: AgentConfiguration, refused: &[UnusableService]) {
+    pub fn configure(&mut self, mut configuration: AgentConfiguration, unusable_services: &[UnusableService]) {
         let generation = configuration.generation;
-        for service in refused {
+        for service in unusable_services {
             tracing::warn!(
                 event = "service-rejected",
                 generation,
@@ -222,16 +222,19 @@ impl Agent {
             );
         }
         // Services with a rejected configuration keep their previous one.
-        let previous_services = self.applied_configuration.iter().flat_map(|before| &before.services);
-        let is_refused = |service: &&AgentService| refused.iter().any(|refused| refused.name == service.name);
+        let previous_services =
+            self.applied_configuration.iter().flat_map(|previous_configuration| &previous_configuration.services);
+        let is_refused = |service: &&AgentService| {
+            unusable_services.iter().any(|unusable_service| unusable_service.name == service.name)
+        };
         let has_free_address =
             |service: &&AgentService| configuration.services.iter().all(|other| other.address != service.address);
         let kept_services: Vec<AgentService> =
             previous_services.filter(is_refused).filter(has_free_address).cloned().collect();
         configuration.services.extend(kept_services);
-        self.refused_updates = refused.iter().map(|service| service.to_refused_update(generation)).collect();
+        self.refused_updates = unusable_services.iter().map(|service| service.to_refused_update(generation)).collect();
         if let Err(error) = self.try_apply_configuration(&configuration) {
-            self.refuse_all(generation, format!("{error:#}"));
+            self.reject_configuration(generation, format!("{error:#}"));
             tracing::warn!(
                 event = "configuration-rejected",
                 generation,
@@ -253,37 +256,52 @@ impl Agent {
     }
 
     /// Records that the agent rejects the whole configuration, and why.
-    pub fn refuse_all(&mut self, generation: u64, reason: String) {
-        self.refused_updates.retain(|refused| !refused.service.is_empty());
+    pub fn reject_configuration(&mut self, generation: u64, reason: String) {
+        self.refused_updates.retain(|refused_update| !refused_update.service.is_empty());
         self.refused_updates.push(v1::RefusedUpdate { service: String::new(), generation, reason, table: false });
     }
 
-    fn try_apply_configuration(&mut self, new: &AgentConfiguration) -> anyhow::Result<()> {
+    fn try_apply_configuration(&mut self, new_configuration: &AgentConfiguration) -> anyhow::Result<()> {
         let old_configuration = self.applied_configuration.as_ref();
-        if old_configuration.is_none_or(|old| old.keys != new.keys) {
-            let key_switch_ms =
-                key_activation::activation_time_ms(&self.bpf_programs.keys_and_switch_ms(), &new.keys, monotonic_ms());
-            self.bpf_programs.set_keys(&new.keys, key_switch_ms);
+        if old_configuration.is_none_or(|old| old.keys != new_configuration.keys) {
+            let key_switch_ms = key_activation::activation_time_ms(
+                &self.bpf_programs.keys_and_switch_ms(),
+                &new_configuration.keys,
+                monotonic_ms(),
+            );
+            self.bpf_programs.set_keys(&new_configuration.keys, key_switch_ms);
         }
-        if old_configuration.is_none_or(|old| old.previous_servers != new.previous_servers) {
-            self.daisy_chain.set_previous_servers(&new.previous_servers, &mut self.bpf_programs)?;
+        if old_configuration.is_none_or(|old| old.previous_servers != new_configuration.previous_servers) {
+            self.daisy_chain.set_previous_servers(&new_configuration.previous_servers, &mut self.bpf_programs)?;
         }
-        if old_configuration.is_none_or(|old| old.services != new.services || old.address != new.address) {
-            if self.config.manage_timestamps && has_stamped_services(new) {
-                timestamps::manage_sysctl(stamps_new_connections(new), &mut self.saved_settings)?;
+        if old_configuration
+            .is_none_or(|old| old.services != new_configuration.services || old.address != new_configuration.address)
+        {
+            if self.config.manage_timestamps && has_stamped_services(new_configuration) {
+                timestamps::manage_sysctl(stamps_new_connections(new_configuration), &mut self.saved_settings)?;
             }
-            let services_with_ids_and_modes: Vec<_> =
-                new.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
-            new.address.into_iter().for_each(|address| self.bpf_programs.set_outer_address_family(address));
+            let services_with_ids_and_modes: Vec<_> = new_configuration
+                .services
+                .iter()
+                .map(|service| (service.address, service.server_id, service.mode))
+                .collect();
+            new_configuration
+                .address
+                .into_iter()
+                .for_each(|address| self.bpf_programs.set_outer_address_family(address));
             self.bpf_programs.set_services(&services_with_ids_and_modes)?;
-            self.decapsulator.set_services(&new.services)?;
+            self.decapsulator.set_services(&new_configuration.services)?;
             // Only TCP services are steered, because only they have listening sockets.
-            let tcp_services = new.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
+            let tcp_services =
+                new_configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
             let tcp_service_addresses: Vec<_> = tcp_services.map(|service| service.address).collect();
             self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map())?;
         }
         if self.config.manage_rss {
-            let desired_rss = DesiredRss { rss_key: new.fleet_rss_key.clone(), table_seed: new.server_id };
+            let desired_rss = DesiredRss {
+                rss_key: new_configuration.fleet_rss_key.clone(),
+                table_seed: new_configuration.server_id,
+            };
             self.rss_manager.manage_rss(desired_rss, &mut self.saved_settings);
             self.on_rss_changed();
         }
@@ -296,7 +314,7 @@ impl Agent {
         if self.rss_manager.sync_with_nic(&mut self.saved_settings) {
             self.on_rss_changed();
         }
-        self.cpu_of_queue = queues::cpus_of_queues(&self.nic_name, self.rss_manager.receive_queues());
+        self.cpu_of_queue = queues::cpus_of_queues(&self.nic_name, self.rss_manager.receive_queue_count());
         self.load_source.set_queue_cpus(&self.cpu_of_queue);
         self.renew_times_in_maps();
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
@@ -312,7 +330,7 @@ impl Agent {
         self.warnings
             .extend(self.stall_detector.observe_counters(handshake_counters(&self.bpf_programs)).map(str::to_owned));
         let foreign_clock_count = self.bpf_programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
-        self.warnings.extend(self.unstamped_syn_acks.observe_count(foreign_clock_count, Instant::now()));
+        self.warnings.extend(self.unstamped_syn_ack_monitor.observe_count(foreign_clock_count, Instant::now()));
         let services = self.applied_configuration.iter().flat_map(|configuration| &configuration.services);
         let forwarded_services = services.filter(|service| self.bpf_programs.forwards_syn_acks(&service.address));
         self.warnings.extend(forwarded_services.filter_map(unstamped_syn_acks::lost_features));
@@ -322,7 +340,7 @@ impl Agent {
         self.warnings.extend(self.load_source.warnings());
         self.warnings.extend(self.steering.update(&self.cpu_of_queue));
         self.warnings.extend(self.dispatcher.iter().flat_map(dispatch::warnings));
-        if self.rss_conflicts_checked_at.is_none_or(|at| at.elapsed() > RSS_CONFLICT_CHECK_INTERVAL) {
+        if self.rss_conflicts_checked_at.is_none_or(|checked_at| checked_at.elapsed() > RSS_CONFLICT_CHECK_INTERVAL) {
             self.rss_conflicts = RssConflicts::gather(&self.nic_name).describe(&self.nic_name);
             self.rss_conflicts_checked_at = Some(Instant::now());
         }
@@ -331,20 +349,20 @@ impl Agent {
 
     /// Renews the 32-bit times in BPF maps before they become so old that the difference to the current time wraps.
     fn renew_times_in_maps(&mut self) {
-        let (keys, switch_ms) = self.bpf_programs.keys_and_switch_ms();
-        let renewed_switch_ms = key_activation::renew_activation_time_ms(switch_ms, monotonic_ms());
-        if renewed_switch_ms != switch_ms {
-            self.bpf_programs.set_keys(&keys, renewed_switch_ms);
+        let (keys, key_switch_ms) = self.bpf_programs.keys_and_switch_ms();
+        let renewed_key_switch_ms = key_activation::renew_activation_time_ms(key_switch_ms, monotonic_ms());
+        if renewed_key_switch_ms != key_switch_ms {
+            self.bpf_programs.set_keys(&keys, renewed_key_switch_ms);
         }
         self.bpf_programs.refresh_clamp_times(monotonic_ms());
     }
 
     fn on_rss_changed(&mut self) {
-        self.bpf_programs.set_rss_config(self.rss_manager.known_rss(), self.rss_manager.generation() as u32);
-        let (matched, mismatched) = self.syn_queue_match_counts();
-        self.syn_rss_verifier.restart(matched, mismatched);
-        let (matched, mismatched) = self.established_queue_match_counts();
-        self.established_rss_verifier.restart(matched, mismatched);
+        self.bpf_programs.set_rss_config(self.rss_manager.known_rss(), self.rss_manager.change_count() as u32);
+        let (matched_count, mismatched_count) = self.syn_queue_match_counts();
+        self.syn_rss_verifier.restart(matched_count, mismatched_count);
+        let (matched_count, mismatched_count) = self.established_queue_match_counts();
+        self.established_rss_verifier.restart(matched_count, mismatched_count);
         self.input_transform_search.restart(self.bpf_programs.newest_sample_sequence());
     }
 
@@ -354,32 +372,35 @@ impl Agent {
     }
 
     fn verify_rss(&mut self) -> Option<String> {
-        let (matched, mismatched) = self.syn_queue_match_counts();
+        let (matched_count, mismatched_count) = self.syn_queue_match_counts();
         let known_rss = self.rss_manager.known_rss()?;
-        let verdict = self.syn_rss_verifier.observe_counts(&known_rss.indirection_table, matched, mismatched);
-        if verdict == RssVerdict::NotInForce {
+        let syn_verdict =
+            self.syn_rss_verifier.observe_counts(&known_rss.indirection_table, matched_count, mismatched_count);
+        if syn_verdict == RssVerdict::NotInForce {
             let syn_samples = self.bpf_programs.samples_after(self.input_transform_search.last_sample_number());
-            if let Some(input) = self.input_transform_search.observe_samples(known_rss, &syn_samples) {
-                self.rss_manager.set_input_transform(input);
+            if let Some(input_transform) = self.input_transform_search.observe_samples(known_rss, &syn_samples) {
+                self.rss_manager.set_input_transform(input_transform);
                 self.on_rss_changed();
                 return None;
             }
         }
-        if verdict == RssVerdict::NotInForce {
+        if syn_verdict == RssVerdict::NotInForce {
             return Some(format!(
-                "the RSS table that {} shows is not in force: {mismatched} of {} SYNs arrived on another receive queue",
+                "the RSS table that {} shows is not in force: {mismatched_count} of {} SYNs arrived on another receive \
+                 queue",
                 self.nic_name,
-                matched + mismatched
+                matched_count + mismatched_count
             ));
         }
-        let (matched, mismatched) = self.established_queue_match_counts();
-        let verdict = self.established_rss_verifier.observe_counts(&known_rss.indirection_table, matched, mismatched);
-        (verdict == RssVerdict::NotInForce).then(|| {
+        let (matched_count, mismatched_count) = self.established_queue_match_counts();
+        let established_verdict =
+            self.established_rss_verifier.observe_counts(&known_rss.indirection_table, matched_count, mismatched_count);
+        (established_verdict == RssVerdict::NotInForce).then(|| {
             format!(
-                "{} moves open connections to other receive queues than RSS chose: {mismatched} of {} packets sampled \
-                 (ATR of ixgbe and i40e? `coreward doctor` names the remedy)",
+                "{} moves open connections to other receive queues than RSS chose: {mismatched_count} of {} packets \
+                 sampled (ATR of ixgbe and i40e? `coreward doctor` names the remedy)",
                 self.nic_name,
-                matched + mismatched
+                matched_count + mismatched_count
             )
         })
     }
@@ -397,7 +418,7 @@ impl Agent {
     /// service's sockets are not visible here. Fails when the service does not use TCP or the kernel does not answer.
     pub fn answer_socket_query(&self, query: &SocketQuery) -> anyhow::Result<SocketAnswer> {
         ensure!(query.service.protocol == Protocol::Tcp, "sockets of {}: expected a service of TCP", query.service);
-        let to_four_tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.socket);
+        let to_four_tuple = |client: &SocketAddr| FourTuple::new(*client, query.service.vip_and_port);
         let four_tuples: Vec<FourTuple> = query.clients.iter().map(to_four_tuple).collect::<Result<_, _>>()?;
         let are_open = match self.bpf_programs.forwards_syn_acks(&query.service) {
             true => vec![true; four_tuples.len()],
@@ -406,29 +427,32 @@ impl Agent {
         Ok(query.answer(are_open))
     }
 
-    /// Returns all warnings for `coreward status`, including `more` warnings about the connection to the controller.
-    fn all_warnings(&self, more: &[String]) -> Vec<String> {
-        let describe_refused_update = |refused: &v1::RefusedUpdate| {
+    /// Returns all warnings for `coreward status`, including `extra_warnings` warnings about the connection to the
+    /// controller.
+    fn all_warnings(&self, extra_warnings: &[String]) -> Vec<String> {
+        let describe_refused_update = |refused_update: &v1::RefusedUpdate| {
             format!(
                 "configuration {} cannot be used (service {:?}): {}",
-                refused.generation, refused.service, refused.reason
+                refused_update.generation, refused_update.service, refused_update.reason
             )
         };
         let refusal_warnings: Vec<String> = self.refused_updates.iter().map(describe_refused_update).collect();
-        [&self.warnings[..], more, &refusal_warnings].concat()
+        [&self.warnings[..], extra_warnings, &refusal_warnings].concat()
     }
 
-    /// Returns the next report without the parts that were already `sent`, or `None` while the cores' load is unknown.
-    pub fn report(&mut self, sent: &ReportState, more_warnings: &[String]) -> Option<v1::Report> {
+    /// Returns the next report without the parts that were already `report_state`, or `None` while the cores' load is
+    /// unknown.
+    pub fn report(&mut self, report_state: &SentReportState, extra_warnings: &[String]) -> Option<v1::Report> {
         self.core_busy_ns.clear();
         let measured_ns = monotonic_ns();
-        let problem = self.load_source.read(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
-        if problem != self.load_read_error {
-            match &problem {
-                Some(text) => {
+        let load_read_error =
+            self.load_source.append_busy_times(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
+        if load_read_error != self.load_read_error {
+            match &load_read_error {
+                Some(error_text) => {
                     tracing::warn!(
                         event = "load-unknown",
-                        error = text,
+                        error = error_text,
                         "the agent cannot read the load of its cores and sends no reports meanwhile"
                     );
                 }
@@ -437,7 +461,7 @@ impl Agent {
                     "the agent can read the load of its cores again and sends reports"
                 ),
             }
-            self.load_read_error = problem;
+            self.load_read_error = load_read_error;
         }
         if self.load_read_error.is_some() {
             return None;
@@ -446,25 +470,26 @@ impl Agent {
         // This does not wait for maintenance, because packets for a server are dropped until its MAC address is known.
         self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
         self.connection_counter.poll(self.applied_configuration.as_ref());
-        let rss_generation = self.rss_manager.generation();
-        let changed_rss = (rss_generation != sent.sent_rss_generation()).then(|| ReportedRss {
+        let rss_generation = self.rss_manager.change_count();
+        let changed_rss = (rss_generation != report_state.sent_rss_generation()).then(|| ReportedRss {
             source: self.rss_manager.settings_source().to_owned(),
             rss: self.rss_manager.known_rss().cloned(),
         });
         let counters = self.bpf_programs.counters();
-        let warnings = self.all_warnings(more_warnings);
-        let details = sent.needs_details(self.applied_configuration.as_ref(), &warnings).then(|| ReportDetails {
-            counters: [counters_by_name(&counters, &self.steering), self.decapsulator.counters()].concat(),
-            warnings,
-            dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
-            connections: self.connection_counter.newest(),
-            refused: self.refused_updates.clone(),
-        });
-        let report = Report {
+        let warnings = self.all_warnings(extra_warnings);
+        let details =
+            report_state.needs_details(self.applied_configuration.as_ref(), &warnings).then(|| ReportDetails {
+                counters: [counters_by_name(&counters, &self.steering), self.decapsulator.counters()].concat(),
+                warnings,
+                dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
+                connections: self.connection_counter.newest_counted_connections(),
+                refused: self.refused_updates.clone(),
+            });
+        let report = AgentReport {
             sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
             time_to_live: (self.report_interval() * REPORT_LIFETIME_IN_INTERVALS).max(MIN_REPORT_LIFETIME),
             readings: CoreReadings {
-                sequence: self.report_sequence_number,
+                report_sequence: self.report_sequence_number,
                 measured_ns,
                 busy_ns: self.core_busy_ns.clone(),
             },
@@ -479,21 +504,21 @@ impl Agent {
         Some(reduce_oversized_report(report.into()))
     }
 
-    /// Applies the `[dispatch]` section of the changed `file` and logs that other changes need a restart. On failure,
-    /// for example when the kernel rejects something, the previous state remains.
-    pub fn reload(&mut self, file: &Path, config: Config) -> anyhow::Result<()> {
+    /// Applies the `[dispatch]` section of the changed `config_file` and logs that other changes need a restart. On
+    /// failure, for example when the kernel rejects something, the previous state remains.
+    pub fn reload(&mut self, config_file: &Path, config: Config) -> anyhow::Result<()> {
         if (Config { dispatch: self.config.dispatch.clone(), ..config.clone() }) != self.config {
             tracing::warn!(
                 event = "restart-required",
-                file = %file.display(),
+                file = %config_file.display(),
                 "the agent reloads only `[dispatch]`: restart the agent to apply the other changed keys"
             );
         }
         match (&self.dispatcher, &config.dispatch) {
-            (Some(dispatcher), Some(options)) if dispatcher.is_running() => {
-                dispatcher.replace_config(options.clone())?
+            (Some(dispatcher), Some(dispatch_config)) if dispatcher.is_running() => {
+                dispatcher.replace_config(dispatch_config.clone())?
             }
-            (_, Some(options)) => self.dispatcher = Some(Dispatcher::start(options)?),
+            (_, Some(dispatch_config)) => self.dispatcher = Some(Dispatcher::start(dispatch_config)?),
             (_, None) => self.stop_dispatch()?,
         }
         self.config.dispatch = config.dispatch;
@@ -504,7 +529,7 @@ impl Agent {
     /// Stops the dispatch of requests, so that the kernel selects the worker for each request again.
     fn stop_dispatch(&mut self) -> anyhow::Result<()> {
         self.dispatcher = None;
-        self.config.dispatch.take().map_or(Ok(()), |before| dispatcher::detach(&before))
+        self.config.dispatch.take().map_or(Ok(()), |dispatch_config| dispatcher::detach(&dispatch_config))
     }
 
     /// Restores the NIC's RSS at an orderly shutdown. The BPF programs and the sysctl remain while services are
@@ -529,7 +554,7 @@ impl Agent {
         steering::end_all_steering(&self.config.pin_directory)?;
         decapsulation::detach_program(&self.config)?;
         timestamps::restore_sysctl(&mut self.saved_settings)?;
-        self.bpf_programs.remove()?;
+        self.bpf_programs.detach_and_unpin()?;
         self.saved_settings.remove()?;
         pins::remove_if_empty(&self.config.pin_directory)
     }

@@ -37,8 +37,8 @@ struct ConnectionCount {
 impl ConnectionCounter {
     /// Collects the result of a finished count, and starts the next count when it is due.
     pub fn poll(&mut self, configuration: Option<&AgentConfiguration>) {
-        if let Some(ended) = self.counting_thread.take_if(|thread| thread.is_finished()) {
-            let count_result = ended.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
+        if let Some(finished_thread) = self.counting_thread.take_if(|thread| thread.is_finished()) {
+            let count_result = finished_thread.join().unwrap_or_else(|_| Err(anyhow!("the thread has panicked")));
             self.record_count(count_result);
         }
         let Some(configuration) = configuration else { return };
@@ -47,9 +47,11 @@ impl ConnectionCounter {
         }
     }
 
-    fn is_count_due(&self, draining: bool) -> bool {
-        let interval = if draining { DRAINING_COUNT_INTERVAL } else { CONNECTION_COUNT_INTERVAL };
-        self.last_start_and_duration.is_none_or(|(began, took)| began.elapsed() >= interval.max(took * PAUSE_FACTOR))
+    fn is_count_due(&self, is_draining: bool) -> bool {
+        let interval = if is_draining { DRAINING_COUNT_INTERVAL } else { CONNECTION_COUNT_INTERVAL };
+        self.last_start_and_duration.is_none_or(|(last_start, last_duration)| {
+            last_start.elapsed() >= interval.max(last_duration * PAUSE_FACTOR)
+        })
     }
 
     fn start_count(&mut self, configuration: &AgentConfiguration) {
@@ -57,10 +59,10 @@ impl ConnectionCounter {
         self.last_start_and_duration = Some((started_at, Duration::ZERO));
         let configuration_generation = configuration.generation;
         let tcp_services = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
-        let (names, addresses): (Vec<String>, Vec<SocketAddr>) =
-            tcp_services.map(|service| (service.name.clone(), service.address.socket)).unzip();
+        let (service_names, service_addresses): (Vec<String>, Vec<SocketAddr>) =
+            tcp_services.map(|service| (service.name.clone(), service.address.vip_and_port)).unzip();
         let count_connections = move || {
-            let counts_by_service = names.into_iter().zip(connection_counts(&addresses)?).collect();
+            let counts_by_service = service_names.into_iter().zip(connection_counts(&service_addresses)?).collect();
             Ok(ConnectionCount {
                 started_at,
                 duration: started_at.elapsed(),
@@ -74,12 +76,12 @@ impl ConnectionCounter {
         }
     }
 
-    fn record_count(&mut self, outcome: anyhow::Result<ConnectionCount>) {
-        if let (Some((_, took)), Ok(counted)) = (&mut self.last_start_and_duration, &outcome) {
-            *took = counted.duration;
+    fn record_count(&mut self, count_result: anyhow::Result<ConnectionCount>) {
+        if let (Some((_, last_duration)), Ok(connection_count)) = (&mut self.last_start_and_duration, &count_result) {
+            *last_duration = connection_count.duration;
         }
-        let problem = outcome.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
-        if let Err(error) = &outcome
+        let problem = count_result.as_ref().err().map(|error| format!("connections are not counted: {error:#}"));
+        if let Err(error) = &count_result
             && self.count_problem != problem
         {
             tracing::warn!(
@@ -89,19 +91,19 @@ impl ConnectionCounter {
             );
         }
         self.count_problem = problem;
-        self.newest_count = outcome.ok();
+        self.newest_count = count_result.ok();
     }
 
     /// Starts a stream to a controller. Discards older counts, which refer to the previous stream's configurations.
-    pub fn begin_stream(&mut self) {
+    pub fn begin_controller_stream(&mut self) {
         *self = Self { count_problem: self.count_problem.take(), ..Self::default() };
     }
 
-    pub fn newest(&self) -> Option<CountedConnections> {
-        self.newest_count.as_ref().map(|counted| CountedConnections {
-            elapsed: counted.started_at.elapsed(),
-            configuration_generation: counted.configuration_generation,
-            services: counted.counts_by_service.clone(),
+    pub fn newest_counted_connections(&self) -> Option<CountedConnections> {
+        self.newest_count.as_ref().map(|connection_count| CountedConnections {
+            elapsed: connection_count.started_at.elapsed(),
+            configuration_generation: connection_count.configuration_generation,
+            services: connection_count.counts_by_service.clone(),
         })
     }
 

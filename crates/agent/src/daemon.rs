@@ -21,7 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 use crate::agent::Agent;
 use crate::config::Config;
-use crate::report_state::ReportState;
+use crate::report_state::SentReportState;
 
 /// Interval between the checks whether other programs have changed settings.
 const MAINTENANCE_INTERVAL: Duration = Duration::from_secs(1);
@@ -37,11 +37,11 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         let hangup_signal = signal(SignalKind::hangup())?;
         let scrape_receiver = ScrapeReceiver::listen(agent.metrics_address())?;
         let background_tasks = BackgroundTasks {
-            maintenance: start_interval(MAINTENANCE_INTERVAL),
-            reload: Some((hangup_signal, config_file.to_owned())),
-            scrapes: scrape_receiver,
+            maintenance_timer: start_interval(MAINTENANCE_INTERVAL),
+            reload_signal_and_file: Some((hangup_signal, config_file.to_owned())),
+            scrape_receiver,
         };
-        let controller_connection = connection(&agent)?;
+        let controller_connection = connect_options(&agent)?;
         coreward_daemon::run_until_shutdown(async {
             match run_sessions(&mut agent, controller_connection, background_tasks).await {}
         })
@@ -56,75 +56,79 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 /// The future is boxed, so that the compiler does not generate the agent's code again in each calling crate.
 pub fn serve(agent: &mut Agent) -> LocalBoxFuture<'_, anyhow::Result<std::convert::Infallible>> {
     Box::pin(async {
-        let controller_connection = connection(agent)?;
+        let controller_connection = connect_options(agent)?;
         let background_tasks = BackgroundTasks {
-            maintenance: start_interval(MAINTENANCE_INTERVAL),
-            reload: None,
-            scrapes: ScrapeReceiver::default(),
+            maintenance_timer: start_interval(MAINTENANCE_INTERVAL),
+            reload_signal_and_file: None,
+            scrape_receiver: ScrapeReceiver::default(),
         };
         Ok(run_sessions(agent, controller_connection, background_tasks).await)
     })
 }
 
-fn connection(agent: &Agent) -> anyhow::Result<ControllerConnection> {
-    ControllerConnection::new(agent.controllers().clone(), agent.tls(), &[Role::Controller, Role::Rack])
+fn connect_options(agent: &Agent) -> anyhow::Result<ControllerConnection> {
+    ControllerConnection::new(
+        agent.controllers().clone(),
+        agent.tls_credential_files(),
+        &[Role::Controller, Role::Rack],
+    )
 }
 
 /// Periodic tasks of the agent, which also run while no controller is connected.
 struct BackgroundTasks {
-    maintenance: Interval,
+    maintenance_timer: Interval,
     /// Stream of SIGHUP signals and the configuration file to read at each signal, or `None` if there is no such file.
-    reload: Option<(Signal, PathBuf)>,
-    scrapes: ScrapeReceiver,
+    reload_signal_and_file: Option<(Signal, PathBuf)>,
+    scrape_receiver: ScrapeReceiver,
 }
 
-enum Task {
+enum BackgroundTask {
     Maintain,
     Reload(PathBuf),
-    Scrape(oneshot::Sender<Snapshot>),
+    AnswerScrape(oneshot::Sender<Snapshot>),
 }
 
 impl BackgroundTasks {
     /// Waits for the next background task. It is cancel-safe, so no task is lost if the future is dropped.
-    async fn next(&mut self) -> Task {
+    async fn next_task(&mut self) -> BackgroundTask {
         let reload = async {
-            match &mut self.reload {
-                Some((hangup, path)) => {
-                    hangup.recv().await;
+            match &mut self.reload_signal_and_file {
+                Some((hangup_signal, path)) => {
+                    hangup_signal.recv().await;
                     path.clone()
                 }
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
-            _ = self.maintenance.tick() => Task::Maintain,
-            path = reload => Task::Reload(path),
-            scrape = self.scrapes.next() => Task::Scrape(scrape),
+            _ = self.maintenance_timer.tick() => BackgroundTask::Maintain,
+            path = reload => BackgroundTask::Reload(path),
+            scrape = self.scrape_receiver.next_scrape() => BackgroundTask::AnswerScrape(scrape),
         }
     }
 
-    /// Runs background tasks until `other` completes, and returns its result.
+    /// Runs background tasks until `future` completes, and returns its result.
     async fn run_while<T>(
         &mut self,
         agent: &mut Agent,
         connection: &ControllerConnection,
-        other: impl Future<Output = T>,
+        future: impl Future<Output = T>,
     ) -> T {
-        tokio::pin!(other);
+        tokio::pin!(future);
         loop {
             tokio::select! {
-                outcome = &mut other => return outcome,
-                task = self.next() => task.perform(agent, connection),
+                outcome = &mut future => return outcome,
+                task = self.next_task() => task.perform(agent, connection),
             }
         }
     }
 }
 
-impl Task {
+impl BackgroundTask {
     fn perform(self, agent: &mut Agent, connection: &ControllerConnection) {
         let config_file = match self {
             Self::Maintain => return agent.run_maintenance(),
-            Self::Scrape(scrape) => {
+            Self::AnswerScrape(scrape) => {
                 let mut snapshot = agent.metrics(&connection.warnings());
                 connection.add_metrics(&mut snapshot);
                 // Sending fails only if the client has disconnected, so the error is ignored.
@@ -173,8 +177,8 @@ async fn run_sessions(
 ) -> std::convert::Infallible {
     loop {
         let error = run_session(&mut connection, agent, &mut tasks).await.err();
-        let pause = connection.record_end(error.as_ref());
-        tasks.run_while(agent, &connection, tokio::time::sleep(pause)).await;
+        let retry_delay = connection.record_stream_end(error.as_ref());
+        tasks.run_while(agent, &connection, tokio::time::sleep(retry_delay)).await;
     }
 }
 
@@ -183,23 +187,23 @@ async fn run_session(
     agent: &mut Agent,
     tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
-    let channel = tasks.run_while(agent, connection, connection.connect()).await?;
-    let mut client = ControlClient::new(channel);
-    let (messages, receiver) = mpsc::channel(4);
+    let grpc_channel = tasks.run_while(agent, connection, connection.connect()).await?;
+    let mut client = ControlClient::new(grpc_channel);
+    let (message_sender, message_receiver) = mpsc::channel(4);
     let registration =
-        v1::AgentRegistration { server: agent.server().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
-    messages.send(message(Message::Registration(registration))).await?;
-    let stream = client.agent(ReceiverStream::new(receiver));
-    let begun = tasks.run_while(agent, connection, stream).await?;
-    let mut updates = connection.accept_stream(begun)?;
-    agent.begin_stream();
+        v1::AgentRegistration { server: agent.server_name().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
+    message_sender.send(to_agent_message(Message::Registration(registration))).await?;
+    let stream_request = client.agent(ReceiverStream::new(message_receiver));
+    let stream_response = tasks.run_while(agent, connection, stream_request).await?;
+    let mut updates = connection.accept_stream(stream_response)?;
+    agent.begin_controller_stream();
     tracing::info!(
         event = "controller-connected",
-        controller = %connection.controller(),
+        controller = %connection.next_controller(),
         "the agent has opened its stream to the controller"
     );
-    let mut tick = start_interval(agent.report_interval());
-    let mut sent = ReportState::default();
+    let mut report_timer = start_interval(agent.report_interval());
+    let mut report_state = SentReportState::default();
     loop {
         tokio::select! {
             update = updates.message() => {
@@ -209,50 +213,52 @@ async fn run_session(
                     Some(Update::Configuration(configuration)) => {
                         let generation = configuration.generation;
                         match AgentConfiguration::read(configuration) {
-                            Ok((configuration, refused)) => agent.configure(configuration, &refused),
+                            Ok((configuration, unusable_services)) => {
+                                agent.configure(configuration, &unusable_services);
+                            }
                             Err(error) => {
                                 tracing::warn!(
                                     event = "configuration-rejected",
-                                    controller = %connection.controller(),
+                                    controller = %connection.next_controller(),
                                     generation,
                                     %error,
                                     "the agent cannot decode the controller's configuration: the previous one stays in \
                                      force"
                                 );
-                                agent.refuse_all(generation, error.to_string());
+                                agent.reject_configuration(generation, error.to_string());
                             }
                         }
                     }
                     Some(Update::SocketQuery(query)) => {
                         // If the channel is full, the answer is dropped, because the load balancer repeats its query.
-                        if let Some(answer) = answer(agent, &query) {
-                            let _ = messages.try_send(message(Message::SocketAnswer(answer)));
+                        if let Some(answer) = socket_answer(agent, &query) {
+                            let _ = message_sender.try_send(to_agent_message(Message::SocketAnswer(answer)));
                         }
                     }
                     None => tracing::warn!(
                         event = "update-unknown",
-                        controller = %connection.controller(),
+                        controller = %connection.next_controller(),
                         "the agent ignores an update of an unknown kind: upgrade the agent"
                     ),
                 }
-                if tick.period() != agent.report_interval() {
-                    tick = start_interval(agent.report_interval());
+                if report_timer.period() != agent.report_interval() {
+                    report_timer = start_interval(agent.report_interval());
                 }
             }
-            _ = tick.tick() => {
-                let Some(report) = agent.report(&sent, &connection.warnings()) else { continue };
-                let then = sent.after_report(&report);
+            _ = report_timer.tick() => {
+                let Some(report) = agent.report(&report_state, &connection.warnings()) else { continue };
+                let next_report_state = report_state.with_report(&report);
                 // If the channel is full, the report is dropped, because the next one is complete.
-                if messages.try_send(message(Message::Report(report))).is_ok() {
-                    sent = then;
+                if message_sender.try_send(to_agent_message(Message::Report(report))).is_ok() {
+                    report_state = next_report_state;
                 }
             }
-            task = tasks.next() => task.perform(agent, connection),
+            task = tasks.next_task() => task.perform(agent, connection),
         }
     }
 }
 
-fn answer(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
+fn socket_answer(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
     let answer =
         SocketQuery::try_from(query).map_err(anyhow::Error::from).and_then(|query| agent.answer_socket_query(&query));
     match answer {
@@ -269,6 +275,6 @@ fn answer(agent: &Agent, query: &v1::SocketQuery) -> Option<v1::SocketAnswer> {
     }
 }
 
-fn message(message: Message) -> v1::AgentMessage {
+fn to_agent_message(message: Message) -> v1::AgentMessage {
     v1::AgentMessage { message: Some(message) }
 }

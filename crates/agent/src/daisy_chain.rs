@@ -37,7 +37,7 @@ impl DaisyChain {
     pub fn set_previous_servers(
         &mut self,
         servers: &[PreviousServer],
-        programs: &mut ServerPrograms,
+        bpf_programs: &mut ServerPrograms,
     ) -> anyhow::Result<()> {
         self.server_ids_by_address.clear();
         for server in servers {
@@ -46,9 +46,11 @@ impl DaisyChain {
         self.mac_addresses.retain(|address, _| self.server_ids_by_address.contains_key(address));
         let needed_server_ids: BTreeSet<ServerId> = self.server_ids_by_address.values().flatten().copied().collect();
         let all_server_ids = (0..ServerId::COUNT as u64).filter_map(|id| ServerId::try_from(id).ok());
-        all_server_ids.filter(|id| !needed_server_ids.contains(id)).for_each(|id| programs.set_server_mac(id, None));
+        all_server_ids
+            .filter(|id| !needed_server_ids.contains(id))
+            .for_each(|id| bpf_programs.set_server_mac(id, None));
         for (address, mac) in &self.mac_addresses {
-            self.server_ids_by_address[address].iter().for_each(|id| programs.set_server_mac(*id, Some(*mac)));
+            self.server_ids_by_address[address].iter().for_each(|id| bpf_programs.set_server_mac(*id, Some(*mac)));
         }
         if self.resolver_and_changes.is_none() && !self.server_ids_by_address.is_empty() {
             self.resolver_and_changes =
@@ -61,11 +63,11 @@ impl DaisyChain {
     }
 
     /// Copies newly resolved MAC addresses to the BPF maps.
-    pub fn apply_mac_address_changes(&mut self, programs: &mut ServerPrograms) {
-        let Some((_, changes)) = &self.resolver_and_changes else { return };
-        for MacChange { address, mac } in changes.try_iter() {
-            let Some(ids) = self.server_ids_by_address.get(&address) else { continue };
-            ids.iter().for_each(|id| programs.set_server_mac(*id, mac));
+    pub fn apply_mac_address_changes(&mut self, bpf_programs: &mut ServerPrograms) {
+        let Some((_, mac_changes)) = &self.resolver_and_changes else { return };
+        for MacChange { address, mac } in mac_changes.try_iter() {
+            let Some(server_ids) = self.server_ids_by_address.get(&address) else { continue };
+            server_ids.iter().for_each(|id| bpf_programs.set_server_mac(*id, mac));
             match mac {
                 Some(mac) => self.mac_addresses.insert(address, mac),
                 None => self.mac_addresses.remove(&address),

@@ -20,7 +20,7 @@ impl Decapsulator {
     /// process. Fails when the device has another XDP program.
     pub fn start(config: &Config, interface_index: u32) -> anyhow::Result<Self> {
         let Some(sources) = &config.decapsulate_from else {
-            decap::remove(&config.pin_directory)?;
+            decap::detach_and_unpin(&config.pin_directory)?;
             return Ok(Self { decapsulation_program: None, encapsulating_services: Vec::new() });
         };
         let decapsulation_program = Decapsulation::attach(interface_index, &config.pin_directory)?;
@@ -31,7 +31,7 @@ impl Decapsulator {
     pub fn set_services(&mut self, services: &[AgentService]) -> anyhow::Result<()> {
         let encapsulating_services = || services.iter().filter(|service| service.mode.forwarding.encapsulates());
         self.encapsulating_services = encapsulating_services().map(|service| service.name.clone()).collect();
-        let vips: Vec<IpAddr> = encapsulating_services().map(|service| service.address.socket.ip()).collect();
+        let vips: Vec<IpAddr> = encapsulating_services().map(|service| service.address.vip_and_port.ip()).collect();
         self.decapsulation_program.as_ref().map_or(Ok(()), |program| program.set_vips(&vips))
     }
 
@@ -56,5 +56,5 @@ impl Decapsulator {
 }
 
 pub fn detach_program(config: &Config) -> anyhow::Result<()> {
-    decap::remove(&config.pin_directory)
+    decap::detach_and_unpin(&config.pin_directory)
 }

@@ -13,5 +13,5 @@ pub fn warnings(dispatcher: &Dispatcher) -> Vec<String> {
 
 /// Returns the state of each dispatched service when the dispatcher last polled it.
 pub fn service_reports(dispatcher: &Dispatcher) -> Vec<v1::DispatchedService> {
-    dispatcher.state().services.into_iter().map(v1::DispatchedService::from).collect()
+    dispatcher.state().service_statuses.into_iter().map(v1::DispatchedService::from).collect()
 }

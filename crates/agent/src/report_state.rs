@@ -9,7 +9,7 @@ const DETAILS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Parts of a report that were already sent on a stream. It is empty when the stream starts.
 #[derive(Debug, Clone, Default)]
-pub struct ReportState {
+pub struct SentReportState {
     sent_rss_generation: u64,
     sent_details: Option<SentDetails>,
 }
@@ -20,7 +20,7 @@ struct SentDetails {
     warnings: Vec<String>,
 }
 
-impl ReportState {
+impl SentReportState {
     /// Returns the generation of the newest RSS settings that were sent on this stream, or 0 if none were sent.
     pub fn sent_rss_generation(&self) -> u64 {
         self.sent_rss_generation
@@ -31,10 +31,12 @@ impl ReportState {
     pub fn needs_details(&self, configuration: Option<&AgentConfiguration>, warnings: &[String]) -> bool {
         let may_omit_details = configuration.is_some_and(|configuration| !configuration.is_draining);
         let newest_details = self.sent_details.as_ref().filter(|_| may_omit_details);
-        newest_details.is_none_or(|newest| newest.sent_at.elapsed() >= DETAILS_INTERVAL || newest.warnings != *warnings)
+        newest_details.is_none_or(|sent_details| {
+            sent_details.sent_at.elapsed() >= DETAILS_INTERVAL || sent_details.warnings != *warnings
+        })
     }
 
-    pub fn after_report(&self, report: &v1::Report) -> Self {
+    pub fn with_report(&self, report: &v1::Report) -> Self {
         let new_details = || SentDetails { sent_at: Instant::now(), warnings: report.warnings.clone() };
         let sent_details = if report.without_details { self.sent_details.clone() } else { Some(new_details()) };
         Self { sent_rss_generation: report.rss_generation, sent_details }
@@ -47,13 +49,13 @@ mod tests {
 
     #[test]
     fn details_are_sent_first_and_when_warnings_change() {
-        let initial_state = ReportState::default();
+        let initial_state = SentReportState::default();
         assert!(initial_state.needs_details(None, &[]), "nothing was sent");
         let report = v1::Report { rss_generation: 3, warnings: vec!["aRFS is on".into()], ..Default::default() };
-        let sent_state = initial_state.after_report(&report);
+        let sent_state = initial_state.with_report(&report);
         assert_eq!(sent_state.sent_rss_generation(), 3);
         assert!(sent_state.needs_details(None, &report.warnings), "there is no configuration yet");
         let report_without_details = v1::Report { rss_generation: 4, without_details: true, ..Default::default() };
-        assert_eq!(sent_state.after_report(&report_without_details).sent_details.unwrap().warnings, report.warnings);
+        assert_eq!(sent_state.with_report(&report_without_details).sent_details.unwrap().warnings, report.warnings);
     }
 }

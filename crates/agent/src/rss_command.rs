@@ -95,7 +95,7 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
         .with_context(|| format!("interface {}: expected a device of this network namespace", args.interface))?;
     let mut nic_device = EthtoolRss::new(&vlan_device::underlying_nic(&args.interface));
     set_rss(args, &mut nic_device)?;
-    let rss_config = nic_device.read()?;
+    let rss_config = nic_device.read_config()?;
     let receive_queue_count = nic_device.receive_queue_count();
     let nic_line = OutputLine::Nic {
         interface: &args.interface,
@@ -116,41 +116,42 @@ pub fn run(args: &RssArgs) -> anyhow::Result<bool> {
     watch_syns(args, &bpf_programs, &rss_config)
 }
 
-fn set_rss(args: &RssArgs, device: &mut EthtoolRss) -> anyhow::Result<()> {
+fn set_rss(args: &RssArgs, nic_device: &mut EthtoolRss) -> anyhow::Result<()> {
     if args.set_key.is_none() && args.balanced_seed.is_none() {
         return Ok(());
     }
     let mut settings = RssSettings { key: args.set_key.as_ref().map(|key| key.bytes().to_vec()), ..Default::default() };
     if let Some(seed) = args.balanced_seed {
-        let table = IndirectionTable::balanced(seed.into(), device.table_entry_count()?, device.receive_queue_count())?;
+        let table =
+            IndirectionTable::balanced(seed.into(), nic_device.table_entry_count()?, nic_device.receive_queue_count())?;
         settings.indirection_table = table.queues().iter().map(|queue| u32::from(*queue)).collect();
     }
-    Ok(device.write(&settings)?)
+    Ok(nic_device.write_settings(&settings)?)
 }
 
-fn watch_syns(args: &RssArgs, programs: &ServerPrograms, rss: &RssConfig) -> anyhow::Result<bool> {
+fn watch_syns(args: &RssArgs, bpf_programs: &ServerPrograms, rss_config: &RssConfig) -> anyhow::Result<bool> {
     let deadline = Instant::now() + Duration::from_secs(args.seconds);
-    let (mut last, mut search, mut input) = (0, TransformSearch::default(), None);
+    let (mut last_sample_number, mut transform_search, mut observed_transform) = (0, TransformSearch::default(), None);
     loop {
         let is_time_over = Instant::now() >= deadline;
-        let syn_samples = programs.samples_after(last);
-        input = search.observe_samples(rss, &syn_samples).or(input);
+        let syn_samples = bpf_programs.samples_after(last_sample_number);
+        observed_transform = transform_search.observe_samples(rss_config, &syn_samples).or(observed_transform);
         for sample in syn_samples {
-            last = sample.sequence;
+            last_sample_number = sample.sequence;
             print_line(args.json, &OutputLine::Syn(sample.into()))?;
         }
-        if is_time_over || args.syns.is_some_and(|syns| last >= syns) {
+        if is_time_over || args.syns.is_some_and(|max_syn_count| last_sample_number >= max_syn_count) {
             break;
         }
         std::thread::sleep(SAMPLE_POLL_INTERVAL);
     }
-    let counters = programs.counters();
+    let counters = bpf_programs.counters();
     let counter_value = |counter: intf::server_counter| counters[counter as usize];
     let (matched, mismatched) =
         (counter_value(intf::SERVER_COUNTER_RSS_MATCHED), counter_value(intf::SERVER_COUNTER_RSS_MISMATCHED));
-    let verdict = RssVerifier::default().observe_counts(&rss.indirection_table, matched, mismatched);
+    let verdict = RssVerifier::default().observe_counts(&rss_config.indirection_table, matched, mismatched);
     let without_queue = counter_value(intf::SERVER_COUNTER_RSS_UNPREDICTED);
-    let input = input.filter(|_| verdict == RssVerdict::NotInForce).map(InputTransform::name);
+    let input = observed_transform.filter(|_| verdict == RssVerdict::NotInForce).map(InputTransform::name);
     print_line(args.json, &OutputLine::End { matched, mismatched, without_queue, verdict, input })?;
     Ok(verdict != RssVerdict::NotInForce)
 }
@@ -170,9 +171,9 @@ fn format_line(line: &OutputLine<'_>) -> String {
             let table_rows: Vec<String> = indirection_table
                 .chunks(16)
                 .enumerate()
-                .map(|(row, queues)| {
+                .map(|(row_index, queues)| {
                     let queue_columns: Vec<String> = queues.iter().map(|queue| format!("{queue:3}")).collect();
-                    format!("  {:4}: {}", row * 16, queue_columns.join(" "))
+                    format!("  {:4}: {}", row_index * 16, queue_columns.join(" "))
                 })
                 .collect();
             format!(

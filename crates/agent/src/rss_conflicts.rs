@@ -26,7 +26,9 @@ impl RssConflicts {
     pub fn gather(interface: &str) -> Self {
         let queues_directory = sysfs::device_directory(interface).map(|directory| directory.join("queues"));
         let queues_with_attribute_set = |attribute| {
-            queues_directory.as_deref().map_or_else(Vec::new, |queues| queues_with_nonzero_attribute(queues, attribute))
+            queues_directory
+                .as_deref()
+                .map_or_else(Vec::new, |directory| queues_with_nonzero_attribute(directory, attribute))
         };
         let flow_entries_text = fs::read_to_string("/proc/sys/net/core/rps_sock_flow_entries").unwrap_or_default();
         let (accepts_flow_rules, flow_rule_count) = ntuple_and_rule_count(interface);
@@ -75,8 +77,8 @@ impl RssConflicts {
     }
 }
 
-fn queues_with_nonzero_attribute(queues: &Path, attribute: &str) -> Vec<String> {
-    let mut queue_names: Vec<String> = fs::read_dir(queues)
+fn queues_with_nonzero_attribute(queues_directory: &Path, attribute: &str) -> Vec<String> {
+    let mut queue_names: Vec<String> = fs::read_dir(queues_directory)
         .into_iter()
         .flatten()
         .flatten()
@@ -91,9 +93,10 @@ fn queues_with_nonzero_attribute(queues: &Path, attribute: &str) -> Vec<String> 
 }
 
 fn is_process_running(command: &str) -> bool {
-    fs::read_dir("/proc").into_iter().flatten().flatten().any(|process| {
-        process.file_name().as_encoded_bytes()[0].is_ascii_digit()
-            && fs::read_to_string(process.path().join("comm")).is_ok_and(|name| name.trim_end() == command)
+    fs::read_dir("/proc").into_iter().flatten().flatten().any(|proc_entry| {
+        proc_entry.file_name().as_encoded_bytes()[0].is_ascii_digit()
+            && fs::read_to_string(proc_entry.path().join("comm"))
+                .is_ok_and(|command_name| command_name.trim_end() == command)
     })
 }
 

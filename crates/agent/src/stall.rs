@@ -25,19 +25,20 @@ pub struct StallDetector {
 }
 
 impl StallDetector {
-    /// Returns a detector that ignores everything up to `counts`, which an earlier process has already evaluated.
-    pub fn from(counts: HandshakeCounters) -> Self {
-        Self { counters_at_window_start: counts, warning: None }
+    /// Returns a detector that ignores everything up to `counters`, which an earlier process has already evaluated.
+    pub fn starting_at(counters: HandshakeCounters) -> Self {
+        Self { counters_at_window_start: counters, warning: None }
     }
 
     /// Evaluates the counters, and returns the last complete window's warning as text for `coreward status`.
-    pub fn observe_counters(&mut self, counts: HandshakeCounters) -> Option<&str> {
-        let handshake_count = counts.handshake_count.saturating_sub(self.counters_at_window_start.handshake_count);
+    pub fn observe_counters(&mut self, counters: HandshakeCounters) -> Option<&str> {
+        let handshake_count = counters.handshake_count.saturating_sub(self.counters_at_window_start.handshake_count);
         if handshake_count >= HANDSHAKES_PER_VERDICT {
             let stalled_handshake_count =
-                counts.stalled_handshake_count.saturating_sub(self.counters_at_window_start.stalled_handshake_count);
-            let stalled_connection_count =
-                counts.stalled_connection_count.saturating_sub(self.counters_at_window_start.stalled_connection_count);
+                counters.stalled_handshake_count.saturating_sub(self.counters_at_window_start.stalled_handshake_count);
+            let stalled_connection_count = counters
+                .stalled_connection_count
+                .saturating_sub(self.counters_at_window_start.stalled_connection_count);
             self.warning = ((stalled_handshake_count + stalled_connection_count) as f64
                 > TOLERATED_STALL_FRACTION * handshake_count as f64)
                 .then(|| {
@@ -47,7 +48,7 @@ impl StallDetector {
                      may drop their timestamps (the service's timestamps = \"off\" shows whether), or a SYN flood"
                     )
                 });
-            self.counters_at_window_start = counts;
+            self.counters_at_window_start = counters;
         }
         self.warning.as_deref()
     }
@@ -64,7 +65,7 @@ mod tests {
             stalled_handshake_count: stalled_handshakes,
             stalled_connection_count: stalled_connections,
         };
-        let mut stall_detector = StallDetector::from(counters(1000, 500, 500));
+        let mut stall_detector = StallDetector::starting_at(counters(1000, 500, 500));
         assert_eq!(stall_detector.observe_counters(counters(1100, 600, 500)), None, "the window is not over");
         assert_eq!(stall_detector.observe_counters(counters(1200, 501, 501)), None, "one in a hundred");
         let warning = stall_detector.observe_counters(counters(1400, 503, 502)).unwrap().to_owned();

@@ -23,44 +23,49 @@ fn write_sysctl(value: &str) -> anyhow::Result<()> {
 
 /// Returns the value that the sysctl needs. While a service is handed over to another load balancer, new connections
 /// are not stamped. Older connections stay stamped.
-fn required_sysctl_value(stamp_new: bool) -> &'static str {
-    if stamp_new { SYSCTL_WITHOUT_OFFSETS } else { SYSCTL_WITH_OFFSETS }
+fn required_sysctl_value(stamps_new_connections: bool) -> &'static str {
+    if stamps_new_connections { SYSCTL_WITHOUT_OFFSETS } else { SYSCTL_WITH_OFFSETS }
 }
 
-/// Sets the sysctl to the value that it needs if new connections are stamped (`stamp_new`) or not, and saves the
-/// original value. Fails when the sysctl cannot be read or written.
-pub fn manage_sysctl(stamp_new: bool, memory: &mut SettingsStore) -> anyhow::Result<()> {
-    let (found, required) = (read_sysctl()?, required_sysctl_value(stamp_new));
-    if found != required {
-        if memory.get().tcp_timestamps.is_none() {
-            memory.change(|settings| settings.tcp_timestamps = Some(found.clone()))?;
+/// Sets the sysctl to the value that it needs if new connections are stamped (`stamps_new_connections`) or not, and
+/// saves the original value. Fails when the sysctl cannot be read or written.
+pub fn manage_sysctl(stamps_new_connections: bool, settings_store: &mut SettingsStore) -> anyhow::Result<()> {
+    let (current_value, required_value) = (read_sysctl()?, required_sysctl_value(stamps_new_connections));
+    if current_value != required_value {
+        if settings_store.get().tcp_timestamps.is_none() {
+            settings_store.change(|settings| settings.tcp_timestamps = Some(current_value.clone()))?;
         }
-        write_sysctl(required)?;
+        write_sysctl(required_value)?;
         tracing::info!(
             event = "sysctl-set",
-            before = found,
-            value = required,
+            before = current_value,
+            value = required_value,
             "the agent has set net.ipv4.tcp_timestamps; `coreward agent --detach` restores it"
         );
     }
     Ok(())
 }
 
-pub fn restore_sysctl(memory: &mut SettingsStore) -> anyhow::Result<()> {
-    if let Some(original) = memory.get().tcp_timestamps.clone() {
-        write_sysctl(&original)?;
-        tracing::info!(event = "sysctl-restored", value = original, "the agent has restored net.ipv4.tcp_timestamps");
-        memory.change(|settings| settings.tcp_timestamps = None)?;
+pub fn restore_sysctl(settings_store: &mut SettingsStore) -> anyhow::Result<()> {
+    if let Some(original_value) = settings_store.get().tcp_timestamps.clone() {
+        write_sysctl(&original_value)?;
+        tracing::info!(
+            event = "sysctl-restored",
+            value = original_value,
+            "the agent has restored net.ipv4.tcp_timestamps"
+        );
+        settings_store.change(|settings| settings.tcp_timestamps = None)?;
     }
     Ok(())
 }
 
 /// Returns a warning for `coreward status` if the sysctl has a wrong value.
-pub fn sysctl_warning(stamp_new: bool) -> Option<String> {
-    let (found, required) = (read_sysctl().ok()?, required_sysctl_value(stamp_new));
-    let consequence = match stamp_new {
+pub fn sysctl_warning(stamps_new_connections: bool) -> Option<String> {
+    let (current_value, required_value) = (read_sysctl().ok()?, required_sysctl_value(stamps_new_connections));
+    let consequence = match stamps_new_connections {
         true => "new connections are not stamped and break",
         false => "the load balancer that the services are handed over to does not see all packets of new connections",
     };
-    (found != required).then(|| format!("net.ipv4.tcp_timestamps is {found}: expected {required}; {consequence}"))
+    (current_value != required_value)
+        .then(|| format!("net.ipv4.tcp_timestamps is {current_value}: expected {required_value}; {consequence}"))
 }

@@ -18,22 +18,24 @@ pub struct UnstampedSynAckMonitor {
 
 impl UnstampedSynAckMonitor {
     /// Returns a monitor that ignores the SYN-ACKs which an earlier process has already counted.
-    pub fn from(counted: u64) -> Self {
-        Self { last_count: counted, last_increase_at: None }
+    pub fn starting_at(syn_ack_count: u64) -> Self {
+        Self { last_count: syn_ack_count, last_increase_at: None }
     }
 
     /// Evaluates the total number of unstamped SYN-ACKs. Returns a warning for `coreward status` if it grew recently.
-    pub fn observe_count(&mut self, counted: u64, now: Instant) -> Option<String> {
-        if counted > self.last_count {
-            (self.last_count, self.last_increase_at) = (counted, Some(now));
+    pub fn observe_count(&mut self, syn_ack_count: u64, now: Instant) -> Option<String> {
+        if syn_ack_count > self.last_count {
+            (self.last_count, self.last_increase_at) = (syn_ack_count, Some(now));
         }
-        self.last_increase_at.is_some_and(|at| now.duration_since(at) < WARNING_DURATION).then(|| {
-            format!(
-                "{counted} SYN-ACKs came from another network namespace (a container?) whose net.ipv4.tcp_timestamps \
-                 is not 2: their connections are not stamped and break when the pool changes; expected 2 there \
-                 (`docker run --sysctl`)"
-            )
-        })
+        self.last_increase_at.is_some_and(|increased_at| now.duration_since(increased_at) < WARNING_DURATION).then(
+            || {
+                format!(
+                    "{syn_ack_count} SYN-ACKs came from another network namespace (a container?) whose \
+                 net.ipv4.tcp_timestamps is not 2: their connections are not stamped and break when the pool changes; \
+                 expected 2 there (`docker run --sysctl`)"
+                )
+            },
+        )
     }
 }
 
@@ -67,8 +69,8 @@ mod tests {
 
     #[test]
     fn limitation_is_named_for_modes_that_need_the_socket() {
-        let of = |consistency, timestamps| {
-            let address = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        let lost_features_of = |consistency, timestamps| {
+            let address = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
             let mode = ServiceMode { consistency, timestamps, ..ServiceMode::default() };
             let server_id = 3.try_into().unwrap();
             lost_features(&AgentService { name: "web".to_owned(), address, server_id, mode }).unwrap_or_default()
@@ -81,7 +83,7 @@ mod tests {
             (Consistency::Stateless, TimestampOrigin::Off, "timestamps = \"off\""),
             (Consistency::Beamer, TimestampOrigin::Server, "consistency = \"beamer\""),
         ] {
-            let limitation_text = of(consistency, timestamps);
+            let limitation_text = lost_features_of(consistency, timestamps);
             assert!(
                 limitation_text.contains(expected) && limitation_text.is_empty() == expected.is_empty(),
                 "{consistency:?}: {limitation_text}"
@@ -92,7 +94,7 @@ mod tests {
     #[test]
     fn warning_ends_a_minute_after_the_last_unstamped_syn_ack() {
         let start_time = Instant::now();
-        let mut monitor = UnstampedSynAckMonitor::from(7);
+        let mut monitor = UnstampedSynAckMonitor::starting_at(7);
         assert_eq!(monitor.observe_count(7, start_time), None);
         assert!(monitor.observe_count(9, start_time).unwrap().starts_with("9 SYN-ACKs"));
         assert!(monitor.observe_count(9, start_time + Duration::from_secs(59)).is_some());

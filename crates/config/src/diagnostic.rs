@@ -69,7 +69,7 @@ impl Diagnostic {
     }
 
     /// Returns the diagnostic as a JSON object.
-    pub fn json(&self) -> Value {
+    pub fn to_json(&self) -> Value {
         json!({
             "file": self.file,
             "line": self.location.map(|location| location.line),
@@ -109,20 +109,20 @@ impl std::error::Error for Diagnostic {}
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Diagnostics {
     /// The first mistakes, of which there is at least one.
-    pub list: Vec<Diagnostic>,
+    pub shown_diagnostics: Vec<Diagnostic>,
     /// Minimum number of further mistakes.
-    pub omitted_count: usize,
+    pub omitted_diagnostic_count: usize,
 }
 
 impl fmt::Display for Diagnostics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, mistake) in self.list.iter().enumerate() {
+        for (index, mistake) in self.shown_diagnostics.iter().enumerate() {
             let line_break = if index == 0 { "" } else { "\n" };
             write!(f, "{line_break}{mistake}")?;
         }
-        match self.omitted_count {
+        match self.omitted_diagnostic_count {
             0 => Ok(()),
-            more => write!(f, "\nand at least {more} more"),
+            omitted_count => write!(f, "\nand at least {omitted_count} more"),
         }
     }
 }
@@ -132,30 +132,32 @@ impl std::error::Error for Diagnostics {}
 impl Diagnostics {
     /// Creates the diagnostics of mistakes at these locations of an otherwise correct file. Messages have the form
     /// "found: expected ...".
-    pub fn at(source: &Source, mut wrong: Vec<(Span, String)>) -> Self {
-        let omitted_diagnostic_count = wrong.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
-        wrong.truncate(MAX_SHOWN_DIAGNOSTICS);
-        Self { list: source.diagnostics_at(&wrong), omitted_count: omitted_diagnostic_count }
+    pub fn at(source: &Source, mut mistakes: Vec<(Span, String)>) -> Self {
+        let omitted_diagnostic_count = mistakes.len().saturating_sub(MAX_SHOWN_DIAGNOSTICS);
+        mistakes.truncate(MAX_SHOWN_DIAGNOSTICS);
+        Self { shown_diagnostics: source.diagnostics_at(&mistakes), omitted_diagnostic_count }
     }
 }
 
 impl From<Diagnostic> for Diagnostics {
     fn from(mistake: Diagnostic) -> Self {
-        Self { list: vec![mistake], omitted_count: 0 }
+        Self { shown_diagnostics: vec![mistake], omitted_diagnostic_count: 0 }
     }
 }
 
 /// Minimum Jaro-Winkler similarity (0 to 1) between a name that is suggested and the name that was found.
 const MIN_SIMILARITY: f64 = 0.75;
 
-/// Returns the name in `known` that is most similar to `given`, or `None` if no name is similar enough.
-pub fn find_nearest_name<'a>(given: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    if given.len() > MAX_SHOWN_CHARS {
+/// Returns the name in `known_names` that is most similar to `unknown_name`, or `None` if no name is similar enough.
+pub fn find_nearest_name<'a>(unknown_name: &str, known_names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    if unknown_name.len() > MAX_SHOWN_CHARS {
         return None;
     }
-    let lower_case_name = given.to_lowercase();
+    let lower_case_name = unknown_name.to_lowercase();
     let similarity = |name: &str| strsim::jaro_winkler(&lower_case_name, &name.to_lowercase());
-    let similar_names =
-        known.into_iter().map(|name| (similarity(name), name)).filter(|(likeness, _)| *likeness >= MIN_SIMILARITY);
+    let similar_names = known_names
+        .into_iter()
+        .map(|name| (similarity(name), name))
+        .filter(|(likeness, _)| *likeness >= MIN_SIMILARITY);
     similar_names.max_by(|(a, _), (b, _)| a.total_cmp(b)).map(|(_, name)| name)
 }

@@ -89,7 +89,7 @@ impl<T: FromToml> FromToml for Option<T> {
 
 impl<T: FromToml> FromToml for Spanned<T> {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        T::read(value, reader).map(|read| Spanned::new(value.span(), read))
+        T::read(value, reader).map(|parsed_value| Spanned::new(value.span(), parsed_value))
     }
 
     fn expected() -> String {
@@ -392,19 +392,23 @@ pub fn parse_text<T: FromToml, E: Display>(
     }
 }
 
-/// Reads a value that is written as one of the names in `all`. `what` describes the named objects in diagnostics.
+/// Reads a value that is written as one of the names in `choices`. `subject` describes the named objects in
+/// diagnostics.
 pub fn parse_choice<T: FromToml>(
-    what: &str,
-    all: Vec<(String, T)>,
+    subject: &str,
+    choices: Vec<(String, T)>,
     value: &Spanned<DeValue<'_>>,
     reader: &mut Reader<'_>,
 ) -> Option<T> {
-    let DeValue::String(given) = value.get_ref() else { return reader.report_wrong_type::<T>(value) };
-    let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
-    let chosen_value = all.into_iter().find(|(name, _)| name.as_str() == given.as_ref()).map(|(_, known)| known);
+    let DeValue::String(chosen_name) = value.get_ref() else { return reader.report_wrong_type::<T>(value) };
+    let names: Vec<String> = choices.iter().map(|(name, _)| name.clone()).collect();
+    let chosen_value = choices
+        .into_iter()
+        .find(|(name, _)| name.as_str() == chosen_name.as_ref())
+        .map(|(_, choice_value)| choice_value);
     if chosen_value.is_none() {
-        let message = format!("{what} {given:?} is not known: expected {}", T::expected());
-        reader.report_unknown_name(value.span(), message, given, names.iter().map(String::as_str));
+        let message = format!("{subject} {chosen_name:?} is not known: expected {}", T::expected());
+        reader.report_unknown_name(value.span(), message, chosen_name, names.iter().map(String::as_str));
     }
     chosen_value
 }

@@ -52,15 +52,20 @@ number!(ServerWeight as u64, ServerWeight::new, format!("0 (no new connections) 
     { "type": "integer", "minimum": 0, "maximum": ServerWeight::MAX });
 number!(ServerCapacity as f64, ServerCapacity::new, "a number above 0, at most 1000000: cores of the usual speed",
     { "type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000 });
-number!(Vlan as u64, Vlan::new, format!("1 to {}", Vlan::MAX),
-    { "type": "integer", "minimum": 1, "maximum": Vlan::MAX });
+number!(Vlan as u64, Vlan::new, format!("1 to {}", Vlan::MAX_ID),
+    { "type": "integer", "minimum": 1, "maximum": Vlan::MAX_ID });
 number!(TableSize as u64, TableSize::try_from, "a power of two from 1024 to 4194304",
     { "type": "integer", "minimum": 1024, "maximum": 4_194_304 });
 
-number!(Jitter as f64, |part| Jitter::new(part).ok_or_else(|| format!("{part}: expected {}", Jitter::expected())),
+number!(Jitter as f64, |fraction| Jitter::new(fraction).ok_or_else(|| format!("{fraction}: expected \
+    {}", Jitter::expected())),
     "a part of the interval, from 0 to 1", { "type": "number", "minimum": 0, "maximum": 1 });
 
-string_enum!(ProbeAddress, "place", ProbeAddress::ALL.map(|place| (place.name().to_owned(), place)));
+string_enum!(
+    ProbeAddress,
+    "place",
+    ProbeAddress::ALL.map(|probe_address| (probe_address.name().to_owned(), probe_address))
+);
 string_enum!(WhenAllDown, "when_all_down", WhenAllDown::ALL.map(|when| (when.name().to_owned(), when)));
 
 /// Reads a range of status codes, which is written as "200" or "200-399".
@@ -89,7 +94,7 @@ string_enum!(
     TimestampOrigin,
     "who stamps,",
     [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off]
-        .map(|who| (who.name().to_owned(), who))
+        .map(|origin| (origin.name().to_owned(), origin))
 );
 
 impl SecretText for RssKey {

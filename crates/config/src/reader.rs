@@ -59,9 +59,9 @@ impl<'a> Reader<'a> {
         let root_value = T::read(&root, &mut reader);
         // If the file has syntax errors, values may be missing, so combinations of values are not checked.
         let checked_value =
-            if reader.syntax_errors.has_error { None } else { root_value.and_then(|read| check(read, &mut reader)) };
+            if reader.syntax_errors.has_error { None } else { root_value.and_then(|value| check(value, &mut reader)) };
         match checked_value {
-            Some(checked) if reader.pending_diagnostics.is_empty() => Ok(checked),
+            Some(value) if reader.pending_diagnostics.is_empty() => Ok(value),
             _ => Err(reader.into_diagnostics(root.get_ref())),
         }
     }
@@ -83,14 +83,22 @@ impl<'a> Reader<'a> {
 
     fn into_diagnostics(self, root: &DeValue<'_>) -> Diagnostics {
         let source = self.source;
-        let to_diagnostic = |found: PendingDiagnostic| {
-            let key = found.key.or_else(|| Some(key_at(root.as_table()?, &found.span))).unwrap_or_default();
-            let diagnostic = Diagnostic::new(source.path(), source.location(&found.span), key, &found.message);
-            Diagnostic { nearest: found.nearest.map(String::into), ..diagnostic }
+        let to_diagnostic = |pending_diagnostic: PendingDiagnostic| {
+            let key = pending_diagnostic
+                .key
+                .or_else(|| Some(key_at(root.as_table()?, &pending_diagnostic.span)))
+                .unwrap_or_default();
+            let diagnostic = Diagnostic::new(
+                source.path(),
+                source.location(&pending_diagnostic.span),
+                key,
+                &pending_diagnostic.message,
+            );
+            Diagnostic { nearest: pending_diagnostic.nearest.map(String::into), ..diagnostic }
         };
         let mut shown_diagnostics: Vec<Diagnostic> = self.pending_diagnostics.into_iter().map(to_diagnostic).collect();
         shown_diagnostics.sort_by_key(|mistake| mistake.location);
-        Diagnostics { list: shown_diagnostics, omitted_count: self.omitted_diagnostic_count }
+        Diagnostics { shown_diagnostics, omitted_diagnostic_count: self.omitted_diagnostic_count }
     }
 
     /// Stores a mistake at a location. `message` has the form "found: expected ...".
@@ -111,15 +119,15 @@ impl<'a> Reader<'a> {
         result
     }
 
-    /// Stores a mistake about a name that is not in `known`, and suggests the most similar known name.
+    /// Stores a mistake about a name that is not in `known_names`, and suggests the most similar known name.
     pub fn report_unknown_name<'n>(
         &mut self,
         span: Span,
         message: impl Display,
-        given: &str,
-        known: impl IntoIterator<Item = &'n str>,
+        unknown_name: &str,
+        known_names: impl IntoIterator<Item = &'n str>,
     ) {
-        self.push_diagnostic(span, message, || find_nearest_name(given, known).map(str::to_owned));
+        self.push_diagnostic(span, message, || find_nearest_name(unknown_name, known_names).map(str::to_owned));
     }
 
     fn push_diagnostic(&mut self, span: Span, message: impl Display, nearest: impl FnOnce() -> Option<String>) {
@@ -153,10 +161,10 @@ impl<'a> Reader<'a> {
 
     /// Stores a mistake about a value whose TOML type does not fit `T`, and returns `None`.
     pub fn report_wrong_type<T: FromToml>(&mut self, value: &Spanned<DeValue<'_>>) -> Option<T> {
-        let (kind, written) = (value.get_ref().type_str(), self.text_at(&value.span()));
+        let (kind, source_text) = (value.get_ref().type_str(), self.text_at(&value.span()));
         let description = match value.get_ref() {
             DeValue::Table(_) | DeValue::Array(_) => format!("a TOML {kind}"),
-            _ => format!("{written} is a TOML {kind}"),
+            _ => format!("{source_text} is a TOML {kind}"),
         };
         self.report(value.span(), format!("{description}: expected {}", T::expected()));
         None
@@ -187,33 +195,33 @@ impl<'a> Reader<'a> {
         self.source.path().parent().unwrap_or(Path::new("")).join(path)
     }
 
-    /// Returns a reader of the table's keys, and stores a mistake for each key that is not in `known`. If the value is
-    /// not a table, stores a mistake and returns `None`. `elsewhere` lists keys that belong to other tables, with the
-    /// text that follows "expected".
+    /// Returns a reader of the table's keys, and stores a mistake for each key that is not in `known_keys`. If the
+    /// value is not a table, stores a mistake and returns `None`. `misplaced_keys` lists keys that belong to other
+    /// tables, with the text that follows "expected".
     pub fn read_table<'v, 'i, T: FromToml>(
         &mut self,
         value: &'v Spanned<DeValue<'i>>,
-        known: &[&str],
-        elsewhere: &[(&str, &str)],
+        known_keys: &[&str],
+        misplaced_keys: &[(&str, &str)],
     ) -> Option<TableReader<'v, 'i>> {
         let DeValue::Table(table) = value.get_ref() else {
             self.report_wrong_type::<T>(value);
             return None;
         };
-        for (key, _) in table.iter().filter(|(key, _)| !known.contains(&key.get_ref().as_ref())) {
-            self.report_unknown_key(key.get_ref(), key.span(), known, elsewhere);
+        for (key, _) in table.iter().filter(|(key, _)| !known_keys.contains(&key.get_ref().as_ref())) {
+            self.report_unknown_key(key.get_ref(), key.span(), known_keys, misplaced_keys);
         }
         Some(TableReader { table, span: value.span() })
     }
 
-    fn report_unknown_key(&mut self, key: &str, at: Span, known: &[&str], elsewhere: &[(&str, &str)]) {
+    fn report_unknown_key(&mut self, key: &str, key_span: Span, known_keys: &[&str], misplaced_keys: &[(&str, &str)]) {
         self.key_path.push(key.to_owned());
-        match elsewhere.iter().find(|(name, _)| *name == key) {
-            Some((_, expected)) => self.report(at, format!("is not known here: expected {expected}")),
+        match misplaced_keys.iter().find(|(name, _)| *name == key) {
+            Some((_, expected)) => self.report(key_span, format!("is not known here: expected {expected}")),
             None => {
-                let key_list = known.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+                let key_list = known_keys.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
                 let message = format!("is not known: expected one of {key_list}");
-                self.report_unknown_name(at, message, key, known.iter().copied());
+                self.report_unknown_name(key_span, message, key, known_keys.iter().copied());
             }
         }
         self.key_path.pop();

@@ -76,10 +76,11 @@ pub(crate) fn read_secret_checking_owner(path: &Path, strict: bool) -> Result<St
             "others can read or write {displayed_path} (mode {mode:04o}): expected `chmod 600 {displayed_path}`"
         ));
     }
-    let (owner, own) = (metadata.uid(), nix::unistd::geteuid().as_raw());
-    if strict && owner != own && owner != 0 {
+    let (owner_uid, process_uid) = (metadata.uid(), nix::unistd::geteuid().as_raw());
+    if strict && owner_uid != process_uid && owner_uid != 0 {
         return Err(format!(
-            "{displayed_path} belongs to user {owner}: expected user {own}, as which this runs, or root (chown)"
+            "{displayed_path} belongs to user {owner_uid}: expected user {process_uid}, as which this runs, or root \
+             (chown)"
         ));
     }
     let mut text = String::new();

@@ -38,25 +38,25 @@ pub(crate) struct ParsedToml<'a> {
 }
 
 /// Size, in bytes, of the part that is parsed first. Each further part is larger by half.
-const FIRST_PART_BYTES: usize = 64 << 10;
+const FIRST_PREFIX_BYTES: usize = 64 << 10;
 
 /// Parses growing parts of a text until one has more errors than are shown. Parsing everything at once would be slow.
 /// Each error (also a duplicate key) takes a hundred times as long as valid text of its size.
 fn parse_until_error_limit(text: &str) -> (Spanned<DeTable<'_>>, Vec<toml::de::Error>) {
-    let mut part_bytes = FIRST_PART_BYTES;
+    let mut prefix_bytes = FIRST_PREFIX_BYTES;
     loop {
-        let part = text.get(..part_bytes).and_then(|part| Some(&part[..=part.rfind('\n')?]));
+        let prefix = text.get(..prefix_bytes).and_then(|part| Some(&part[..=part.rfind('\n')?]));
         // A larger part is tried if this one ends within a character or its first line.
-        if part_bytes >= text.len() {
+        if prefix_bytes >= text.len() {
             return DeTable::parse_recoverable(text);
         }
-        if let Some(part) = part {
-            let (table, errors) = DeTable::parse_recoverable(part);
+        if let Some(prefix) = prefix {
+            let (table, errors) = DeTable::parse_recoverable(prefix);
             if errors.len() > MAX_SHOWN_DIAGNOSTICS {
                 return (table, errors);
             }
         }
-        part_bytes += part_bytes / 2;
+        prefix_bytes += prefix_bytes / 2;
     }
 }
 
@@ -138,7 +138,7 @@ impl Source {
     }
 
     /// Returns the file's top-level keys, even if the file has mistakes.
-    pub fn keys(&self) -> Vec<String> {
+    pub fn top_level_keys(&self) -> Vec<String> {
         self.parse_toml().table.get_ref().keys().map(|key| key.get_ref().to_string()).collect()
     }
 
@@ -157,12 +157,12 @@ impl Source {
     }
 
     /// Creates the diagnostics of mistakes at several locations.
-    pub(crate) fn diagnostics_at(&self, wrong: &[(Span, String)]) -> Vec<Diagnostic> {
+    pub(crate) fn diagnostics_at(&self, mistakes: &[(Span, String)]) -> Vec<Diagnostic> {
         let table = self.parse_toml().table;
         let to_diagnostic = |(span, message): &(Span, String)| {
             Diagnostic::new(&self.path, self.location(span), key_at(table.get_ref(), span), message)
         };
-        wrong.iter().map(to_diagnostic).collect()
+        mistakes.iter().map(to_diagnostic).collect()
     }
 
     pub(crate) fn location(&self, span: &Span) -> Location {

@@ -159,7 +159,7 @@ fn every_syntax_error_is_reported_with_earlier_mistakes() {
 fn mistakes_above_the_limit_are_counted() {
     let text = format!("name = \"a\"\n{}", "[[service]]\n".repeat(250));
     let mistakes = parse_daemon(&text).unwrap_err();
-    assert_eq!((mistakes.list.len(), mistakes.omitted_count), (100, 150));
+    assert_eq!((mistakes.shown_diagnostics.len(), mistakes.omitted_diagnostic_count), (100, 150));
     assert!(mistakes.to_string().ends_with("\nand at least 150 more"));
 }
 
@@ -167,9 +167,15 @@ fn mistakes_above_the_limit_are_counted() {
 #[test]
 fn syntax_errors_above_the_limit_are_counted() {
     let mistakes = parse_daemon(&"=\n".repeat(1 << 20)).unwrap_err();
-    assert_eq!(mistakes.list.len(), 100);
-    assert!(mistakes.list.iter().enumerate().all(|(n, mistake)| mistake.location.unwrap().line as usize <= n + 1));
-    assert!(mistakes.omitted_count > 10_000, "{}", mistakes.omitted_count);
+    assert_eq!(mistakes.shown_diagnostics.len(), 100);
+    assert!(
+        mistakes
+            .shown_diagnostics
+            .iter()
+            .enumerate()
+            .all(|(n, mistake)| mistake.location.unwrap().line as usize <= n + 1)
+    );
+    assert!(mistakes.omitted_diagnostic_count > 10_000, "{}", mistakes.omitted_diagnostic_count);
     let value = format!("name = \"a\"\nplace = {{ kind = \"{}\" }}\n", "x".repeat(1 << 20));
     assert!(parse_daemon(&value).unwrap_err().to_string().len() < 10_000);
 }
@@ -178,7 +184,7 @@ fn syntax_errors_above_the_limit_are_counted() {
 fn mistakes_are_printed_as_json() {
     let mistakes = parse_daemon("name = \"a\"\nplace = { kind = \"hear\" }\n").unwrap_err();
     assert_eq!(
-        mistakes.list[0].json(),
+        mistakes.shown_diagnostics[0].to_json(),
         json!({
             "file": "daemon.toml", "line": 2, "column": 18, "key": "place.kind",
             "problem": "kind \"hear\" is not known", "expected": "\"here\" or \"there\"", "nearest": "here",
@@ -298,11 +304,13 @@ fn schema_accepts_what_the_parser_accepts() {
     let valid_text =
         "name = \"a\"\ninterval = \"1h 30.5m\"\nplace = { kind = \"here\" }\n[[service]]\nlisten = \"[::1]:80\"\n";
     assert!(matches_schema(valid_text));
-    for bad in ["", "name = 5", "name = \"a\"\nnmae = 1", "name = \"a\"\ninterval = 5", "name = \"a\"\ncount = 10"] {
-        assert!(!matches_schema(bad) && parse_daemon(bad).is_err(), "{bad}");
+    for invalid_text in
+        ["", "name = 5", "name = \"a\"\nnmae = 1", "name = \"a\"\ninterval = 5", "name = \"a\"\ncount = 10"]
+    {
+        assert!(!matches_schema(invalid_text) && parse_daemon(invalid_text).is_err(), "{invalid_text}");
     }
-    for bad in ["kind = \"hear\"", "kind = \"here\", path = \"x\"", "kind = \"there\"", ""] {
-        assert!(!matches_schema(&format!("name = \"a\"\nplace = {{ {bad} }}")), "{bad}");
+    for invalid_place in ["kind = \"hear\"", "kind = \"here\", path = \"x\"", "kind = \"there\"", ""] {
+        assert!(!matches_schema(&format!("name = \"a\"\nplace = {{ {invalid_place} }}")), "{invalid_place}");
     }
     let schema = schema::<Daemon>("daemon.toml");
     assert_eq!(schema["properties"]["count"]["description"], "How many.");

@@ -14,25 +14,31 @@ use coreward_store::etcd::EtcdStore;
 use crate::config::{ControllerConfig, StoreLocation};
 use crate::server::leader_election;
 
-/// Copies all records from the store that the controller file `from` configures to the store of `to`, and returns a
-/// summary. No controller may use either store meanwhile. Fails if a file is invalid, a store is in use or the source
-/// is empty. Also fails if the destination is not empty and `replace` is false.
-pub fn copy_store(from: &Path, to: &Path, replace: bool) -> anyhow::Result<String> {
-    let [source, target] = [from, to].map(|file| ControllerConfig::load(file).map(|config| config.store));
+/// Copies all records from the store that the controller file `source_file` configures to the store of `target_file`,
+/// and returns a summary. No controller may use either store meanwhile. Fails if a file is invalid, a store is in use
+/// or the source is empty. Also fails if the destination is not empty and `replace` is false.
+pub fn copy_store(source_file: &Path, target_file: &Path, replace: bool) -> anyhow::Result<String> {
+    let [source, target] =
+        [source_file, target_file].map(|file| ControllerConfig::load(file).map(|config| config.store));
     let (source, target) = (source?, target?);
-    ensure!(source != target, "{} and {} name the same store: expected two", from.display(), to.display());
+    ensure!(
+        source != target,
+        "{} and {} name the same store: expected two",
+        source_file.display(),
+        target_file.display()
+    );
     let (source, mut target) = (OpenedStore::open(&source)?, OpenedStore::open(&target)?);
     let mut records =
-        source.store.load()?.with_context(|| format!("the store of {} has no records", from.display()))?;
-    if let Some(before) = target.store.load()? {
+        source.store.load()?.with_context(|| format!("the store of {} has no records", source_file.display()))?;
+    if let Some(previous_records) = target.store.load()? {
         ensure!(
             replace,
             "a fleet of generation {} is on record by {} already: expected nothing there, or --replace",
-            before.generation,
-            to.display()
+            previous_records.generation,
+            target_file.display()
         );
         // The new generation is higher, so that peers of the replaced fleet take this configuration for a newer one.
-        records.generation = records.generation.max(before.generation + 1);
+        records.generation = records.generation.max(previous_records.generation + 1);
     }
     target.store.save(&records)?;
     let (servers, services) = (records.servers.len(), records.services.len());
@@ -57,7 +63,7 @@ impl OpenedStore {
                     .block_on(leader_election::candidate(config)?.campaign_once(cluster.clone()))
                     .context("a controller uses this store: expected all of them to be stopped")?;
                 let leadership = Arc::new(leadership);
-                let store = EtcdStore::open(cluster.clone(), leadership.clone(), &config.prefix)?;
+                let store = EtcdStore::open(cluster.clone(), leadership.clone(), &config.key_prefix)?;
                 Ok(Self { store: Store::Etcd(store), leadership: Some((cluster, leadership)) })
             }
         }

@@ -27,8 +27,8 @@ const MAX_LISTED_PEERS: usize = 100;
 const LOAD_BALANCER_KIND: &str = "lb";
 const AGENT_KIND: &str = "agent";
 
-fn waiting_peer(part: &str, name: &str, configuration_generation: u64) -> Waiting {
-    Waiting { part: part.to_owned(), name: name.to_owned(), configuration_generation }
+fn waiting_peer(component: &str, name: &str, configuration_generation: u64) -> Waiting {
+    Waiting { part: component.to_owned(), name: name.to_owned(), configuration_generation }
 }
 
 impl Controller {
@@ -37,11 +37,14 @@ impl Controller {
         let peers = self.peers(now);
         let waiting_peers: Vec<Waiting> = peers
             .iter()
-            .filter(|(_, _, confirmed, _)| *confirmed < newest_generation)
-            .map(|(part, name, confirmed, _)| waiting_peer(part, name, *confirmed))
+            .filter(|(_, _, confirmed_generation, _)| *confirmed_generation < newest_generation)
+            .map(|(component, name, confirmed_generation, _)| waiting_peer(component, name, *confirmed_generation))
             .collect();
-        let peer_refusals = |(part, name, _, list): &(&str, &str, u64, &[v1::RefusedUpdate])| {
-            list.iter().map(|refused| RefusedUpdate::new(part, name, refused)).collect::<Vec<_>>()
+        let peer_refusals = |(component, name, _, refused_updates): &(&str, &str, u64, &[v1::RefusedUpdate])| {
+            refused_updates
+                .iter()
+                .map(|refused_update| RefusedUpdate::new(component, name, refused_update))
+                .collect::<Vec<_>>()
         };
         let all_refusals: Vec<RefusedUpdate> = peers.iter().flat_map(peer_refusals).collect();
         let lost_load_balancers = self.load_balancers.iter().filter(|(_, balancer)| !balancer.is_alive(now));
@@ -63,13 +66,14 @@ impl Controller {
     fn peers(&self, now: Now) -> Vec<(&'static str, &str, u64, &[v1::RefusedUpdate])> {
         let mut peers = Vec::new();
         for (name, balancer) in self.load_balancers.iter().filter(|(_, balancer)| balancer.is_alive(now)) {
-            let refused_updates = balancer.state.as_ref().map_or(&[][..], |(state, _)| &state.refused);
+            let refused_updates = balancer.reported_state.as_ref().map_or(&[][..], |(state, _)| &state.refused);
             peers.push((LOAD_BALANCER_KIND, name.as_str(), balancer.confirmed_generation, refused_updates));
         }
         for (id, server) in self.fleet.servers.iter().filter(|(_, server)| server.admin_state != AdminState::Left) {
             let is_connected = |agent: &&Agent| agent.session.is_some();
             if let Some(agent) = self.agent(*id).filter(is_connected) {
-                let refused_updates = agent.newest_report.as_ref().map_or(&[][..], |newest| &newest.details.refused);
+                let refused_updates =
+                    agent.newest_report.as_ref().map_or(&[][..], |report| &report.details.refused_updates);
                 peers.push((AGENT_KIND, server.name.as_str(), agent.confirmed_generation, refused_updates));
             }
         }
@@ -77,10 +81,10 @@ impl Controller {
     }
 
     pub(super) fn add_acknowledgement_metrics(&self, snapshot: &mut Snapshot, now: Now) {
-        for (part, name, confirmed, refused) in self.peers(now) {
-            let generation_lag = self.fleet.generation.saturating_sub(confirmed);
-            snapshot.add(&GENERATION_LAG, [part, name], generation_lag as f64);
-            snapshot.add(&REFUSED_UPDATES, [part, name], refused.len() as f64);
+        for (component, name, confirmed_generation, refused_updates) in self.peers(now) {
+            let generation_lag = self.fleet.generation.saturating_sub(confirmed_generation);
+            snapshot.add_value(&GENERATION_LAG, [component, name], generation_lag as f64);
+            snapshot.add_value(&REFUSED_UPDATES, [component, name], refused_updates.len() as f64);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use coreward_api::types::ReportState;
 use coreward_model::load::{CoreLoads, LoadTracker, SmoothingWeight};
 use coreward_model::rss::RssConfig;
-use coreward_wire::{CountedConnections, Report, ReportDetails, ReportError, ReportedRss, v1};
+use coreward_wire::{AgentReport, CountedConnections, ReportDetails, ReportError, ReportedRss, v1};
 
 use super::Now;
 use super::rejection::{MAX_CLOCK_LEAD, REGISTRATION_QUOTA, REPORT_BURST, Rejection};
@@ -39,7 +39,7 @@ pub struct LiveSession {
     pub time_to_live: Duration,
     pub version: String,
     /// Name of the rack that relays the agent's messages, or `None` if the agent is connected directly.
-    pub rack: Option<Arc<str>>,
+    pub rack_name: Option<Arc<str>>,
 }
 
 /// Fields of the newest report that `coreward status` shows.
@@ -62,15 +62,17 @@ pub struct AgentDetails {
     pub counters: Vec<(String, u64)>,
     pub warnings: Vec<String>,
     pub dispatched_services: Vec<v1::DispatchedService>,
-    pub connections: Option<ConnectionCount>,
-    pub refused: Vec<v1::RefusedUpdate>,
+    pub connection_count: Option<ConnectionCount>,
+    pub refused_updates: Vec<v1::RefusedUpdate>,
 }
 
 impl AgentDetails {
     fn from_report(details: ReportDetails, now: Now) -> Self {
-        let ReportDetails { counters, warnings, dispatch: dispatched_services, connections, refused } = details;
-        let connection_count = connections.map(|counted| ConnectionCount::from_report(counted, now));
-        Self { counters, warnings, dispatched_services, connections: connection_count, refused }
+        let ReportDetails { counters, warnings, dispatch: dispatched_services, connections, refused: refused_updates } =
+            details;
+        let connection_count =
+            connections.map(|counted_connections| ConnectionCount::from_report(counted_connections, now));
+        Self { counters, warnings, dispatched_services, connection_count, refused_updates }
     }
 }
 
@@ -80,17 +82,18 @@ pub struct ConnectionCount {
     pub started_at: Duration,
     /// Generation of the agent's configuration when the count began.
     pub configuration_generation: u64,
-    pub services: BTreeMap<String, u32>,
+    pub connections_by_service: BTreeMap<String, u32>,
 }
 
 impl ConnectionCount {
     fn from_report(reported_connections: CountedConnections, now: Now) -> Self {
-        let CountedConnections { elapsed: age, configuration_generation, services } = reported_connections;
-        Self { started_at: now.monotonic.saturating_sub(age), configuration_generation, services }
+        let CountedConnections { elapsed: age, configuration_generation, services: connections_by_service } =
+            reported_connections;
+        Self { started_at: now.monotonic.saturating_sub(age), configuration_generation, connections_by_service }
     }
 
-    pub fn sum(&self) -> u64 {
-        self.services.values().copied().map(u64::from).sum()
+    pub fn total_connections(&self) -> u64 {
+        self.connections_by_service.values().copied().map(u64::from).sum()
     }
 
     pub fn age(&self, now: Now) -> Duration {
@@ -102,7 +105,7 @@ impl ConnectionCount {
 #[derive(Debug, Default)]
 pub struct KnownRss {
     rss_generation: Option<u64>,
-    pub reported: Option<ReportedRss>,
+    pub reported_rss: Option<ReportedRss>,
     /// Reason why the RSS configuration is unknown, if the agent's report is the cause.
     pub problem: Option<String>,
 }
@@ -115,7 +118,7 @@ impl Agent {
 
     /// Returns whether the server's loads come from a rack. If so, the agent's own reports are only displayed.
     pub fn is_behind_rack(&self) -> bool {
-        self.session.as_ref().is_some_and(|session| session.rack.is_some())
+        self.session.as_ref().is_some_and(|session| session.rack_name.is_some())
     }
 
     pub fn core_count(&self) -> Option<usize> {
@@ -123,24 +126,24 @@ impl Agent {
     }
 
     pub fn is_fresh(&self, now: Now) -> bool {
-        self.newest_report.as_ref().is_some_and(|newest| now.monotonic <= newest.expires_at)
+        self.newest_report.as_ref().is_some_and(|report| now.monotonic <= report.expires_at)
     }
 
     /// Returns the newest count of the server's connections, or `None` if it is unknown or expired.
-    pub fn connections(&self, now: Now) -> Option<&ConnectionCount> {
-        self.newest_report.as_ref().filter(|_| self.is_fresh(now))?.details.connections.as_ref()
+    pub fn connection_count(&self, now: Now) -> Option<&ConnectionCount> {
+        self.newest_report.as_ref().filter(|_| self.is_fresh(now))?.details.connection_count.as_ref()
     }
 
     /// Returns the number of the services' open connections at the last count. An agent of an older version reports the
     /// kernel's number of sockets, including listening ones.
     pub fn open_connections(&self) -> u32 {
-        let Some(newest) = &self.newest_report else { return 0 };
-        let counted_connections = newest.details.connections.as_ref().map(ConnectionCount::sum);
-        counted_connections.map_or(newest.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
+        let Some(report) = &self.newest_report else { return 0 };
+        let counted_connections = report.details.connection_count.as_ref().map(ConnectionCount::total_connections);
+        counted_connections.map_or(report.open_connections, |sum| u32::try_from(sum).unwrap_or(u32::MAX))
     }
 
-    pub fn rss(&self) -> Option<&RssConfig> {
-        self.rss.reported.as_ref().and_then(|reported| reported.rss.as_ref())
+    pub fn rss_config(&self) -> Option<&RssConfig> {
+        self.rss.reported_rss.as_ref().and_then(|reported_rss| reported_rss.rss.as_ref())
     }
 
     pub fn report_state(&self, now: Now) -> ReportState {
@@ -155,12 +158,12 @@ impl Agent {
     pub fn take_registration_token(&mut self, now: Now) -> bool {
         self.registration_bucket
             .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic))
-            .take(REGISTRATION_QUOTA, now.monotonic)
+            .try_take(REGISTRATION_QUOTA, now.monotonic)
     }
 
     pub fn take_report_token(&mut self, interval: Duration, now: Now) -> bool {
         let quota = report_quota(interval);
-        self.report_bucket.get_or_insert(quota.from(now.monotonic)).take(quota, now.monotonic)
+        self.report_bucket.get_or_insert(quota.from(now.monotonic)).try_take(quota, now.monotonic)
     }
 
     /// Returns the time until the agent may report again. The controller does not read the agent's stream before then.
@@ -170,7 +173,7 @@ impl Agent {
     }
 
     /// Starts the session of a newly connected agent, which numbers its reports from the beginning.
-    pub fn begin(&mut self, session: LiveSession) {
+    pub fn begin_session(&mut self, session: LiveSession) {
         self.session = Some(session);
         self.load_tracker.start_stream();
     }
@@ -178,7 +181,7 @@ impl Agent {
     /// Records a report. The active configuration's `generation` is the highest that the report can confirm.
     pub fn record_report(
         &mut self,
-        report: Result<Report, ReportError>,
+        report: Result<AgentReport, ReportError>,
         alpha: SmoothingWeight,
         generation: u64,
         now: Now,
@@ -200,7 +203,7 @@ impl Agent {
         self.clock_lead = (clock_lead > MAX_CLOCK_LEAD).then_some(clock_lead);
         self.load_tracker.record_report(report.readings, alpha)?;
         self.rss.update_rss(report.rss_generation, report.rss);
-        let previous_details = self.newest_report.take().map(|newest| newest.details);
+        let previous_details = self.newest_report.take().map(|previous_report| previous_report.details);
         let details = report.details.map(|details| AgentDetails::from_report(details, now)).or(previous_details);
         self.newest_report = Some(LatestReport {
             received_at: now.monotonic,
@@ -222,15 +225,15 @@ fn report_quota(interval: Duration) -> Quota {
 impl KnownRss {
     /// Replaces the RSS configuration by the reported one. If the NIC's RSS has changed and the report lacks it, the
     /// configuration becomes unknown, because a wrong one is worse than none.
-    fn update_rss(&mut self, generation: u64, reported: Option<ReportedRss>) {
-        if reported.is_some() {
-            *self = Self { rss_generation: Some(generation), reported, problem: None };
+    fn update_rss(&mut self, generation: u64, reported_rss: Option<ReportedRss>) {
+        if reported_rss.is_some() {
+            *self = Self { rss_generation: Some(generation), reported_rss, problem: None };
         } else if self.problem.is_none() && self.rss_generation != Some(generation) {
             self.mark_unknown(format!("its RSS of generation {generation} was announced but not received"));
         }
     }
 
     fn mark_unknown(&mut self, problem: String) {
-        *self = Self { rss_generation: None, reported: None, problem: Some(problem) };
+        *self = Self { rss_generation: None, reported_rss: None, problem: Some(problem) };
     }
 }

@@ -18,7 +18,7 @@ pub struct Agents {
 
 impl Agents {
     /// Removes the agents of servers that have left the fleet.
-    pub fn retain(&mut self, fleet: &Fleet) {
+    pub fn retain_fleet_agents(&mut self, fleet: &Fleet) {
         let mut old_agents: Vec<Option<Agent>> = std::mem::take(&mut self.agents).into_iter().map(Some).collect();
         let positions_by_name = std::mem::take(&mut self.positions_by_name);
         self.positions_by_id.clear();
@@ -30,17 +30,17 @@ impl Agents {
     }
 
     fn insert(&mut self, name: String, id: ServerId, agent: Agent) {
-        let at = usize::from(id.get());
-        if self.positions_by_id.len() <= at {
-            self.positions_by_id.resize(at + 1, None);
+        let id_index = usize::from(id.get());
+        if self.positions_by_id.len() <= id_index {
+            self.positions_by_id.resize(id_index + 1, None);
         }
-        self.positions_by_id[at] = Some(self.agents.len());
+        self.positions_by_id[id_index] = Some(self.agents.len());
         self.positions_by_name.insert(name, self.agents.len());
         self.agents.push(agent);
     }
 
     /// Returns the agent of the server with this name and id. Creates it if it is missing.
-    pub fn entry(&mut self, name: &str, id: ServerId) -> &mut Agent {
+    pub fn get_or_insert(&mut self, name: &str, id: ServerId) -> &mut Agent {
         let position = match self.positions_by_name.get(name) {
             Some(position) => *position,
             None => {

@@ -47,7 +47,7 @@ impl DirtySet {
     }
 
     /// Returns the servers with changes since the newest table or contained in it.
-    pub fn changed(&self) -> impl Iterator<Item = ServerId> {
+    pub fn changed_servers(&self) -> impl Iterator<Item = ServerId> {
         self.previously_changed_servers.iter().chain(&self.changed_servers).copied()
     }
 
@@ -71,7 +71,7 @@ impl DirtySet {
     }
 
     /// Returns the generation of the first table that contains the server's newest load.
-    pub fn generation(&self, id: ServerId) -> Option<u64> {
+    pub fn load_generation(&self, id: ServerId) -> Option<u64> {
         Some(self.changes_of(id).load_generation).filter(|generation| *generation > 0)
     }
 

@@ -27,8 +27,8 @@ impl Controller {
     /// Returns the state of the server's drain and its remaining connections, or `None` if no server has this name.
     pub fn drain_status(&self, server: &str, now: Now) -> Option<DrainStatus> {
         let id = self.fleet.server_id(server)?;
-        let (server, nobody) = (&self.fleet.servers[&id], Agent::default());
-        let agent = self.agent(id).unwrap_or(&nobody);
+        let (server, empty_agent) = (&self.fleet.servers[&id], Agent::default());
+        let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_reason(id, server, now);
         let drain = self.drain_of(id, now);
         let drained_services: Vec<&FleetService> = self.drained_services(id).collect();
@@ -48,7 +48,9 @@ impl Controller {
             drained: drain,
             remaining,
             waits_for,
-            connections: agent.connections(now).map(|counted| to_counted_connections(counted, now)),
+            connections: agent
+                .connection_count(now)
+                .map(|connection_count| to_counted_connections(connection_count, now)),
             not_counted: drained_services
                 .iter()
                 .filter(|service| !has_counted_connections(service))
@@ -90,33 +92,37 @@ impl Controller {
     ) -> Result<u64, Vec<String>> {
         let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
         let confirmation_time = self.load_balancers.confirmed_since(generation, now);
-        let counted_connections = match (agent.report_state(now), agent.connections(now)) {
+        let counted_connections = match (agent.report_state(now), agent.connection_count(now)) {
             (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),
             (ReportState::Fresh, None) => {
                 Err("its agent's first count of connections (those before this version do not count)".to_owned())
             }
-            (ReportState::Fresh, Some(counted)) => Ok(counted),
+            (ReportState::Fresh, Some(connection_count)) => Ok(connection_count),
         };
-        let is_count_after_drain = |counted: &ConnectionCount| {
-            counted.configuration_generation >= generation
-                && confirmation_time.as_ref().is_ok_and(|since| counted.started_at >= *since + MAX_MESSAGE_DELAY)
+        let is_count_after_drain = |connection_count: &ConnectionCount| {
+            connection_count.configuration_generation >= generation
+                && confirmation_time
+                    .as_ref()
+                    .is_ok_and(|confirmed_at| connection_count.started_at >= *confirmed_at + MAX_MESSAGE_DELAY)
         };
         match (counted_connections, &confirmation_time) {
-            (Ok(counted), Ok(_)) if is_count_after_drain(counted) => {
+            (Ok(connection_count), Ok(_)) if is_count_after_drain(connection_count) => {
                 let uncounted_service_names = services
                     .iter()
                     .filter(|service| has_counted_connections(service))
                     .map(|service| service.name.as_str());
-                Ok(uncounted_service_names.map(|name| counted.services.get(name).copied().map_or(0, u64::from)).sum())
+                Ok(uncounted_service_names
+                    .map(|name| connection_count.connections_by_service.get(name).copied().map_or(0, u64::from))
+                    .sum())
             }
             (Ok(_), Ok(_)) => Err(vec!["a count that begins now".to_owned()]),
-            (counted, Ok(_)) => Err(counted.err().into_iter().collect()),
-            (counted, Err(lacking)) => {
-                let unconfirmed_balancers = match lacking.as_slice() {
+            (count_result, Ok(_)) => Err(count_result.err().into_iter().collect()),
+            (count_result, Err(unconfirmed_names)) => {
+                let unconfirmed_balancers = match unconfirmed_names.as_slice() {
                     [] => "a load balancer: none is connected".to_owned(),
                     names => format!("load balancer {}, which may send new connections still", names.join(", ")),
                 };
-                Err(counted.err().into_iter().chain([unconfirmed_balancers]).collect())
+                Err(count_result.err().into_iter().chain([unconfirmed_balancers]).collect())
             }
         }
     }
@@ -127,6 +133,6 @@ fn has_counted_connections(service: &FleetService) -> bool {
 }
 
 pub(super) fn to_counted_connections(connection_count: &ConnectionCount, now: Now) -> CountedConnections {
-    let connections_by_service: BTreeMap<String, u32> = connection_count.services.clone();
+    let connections_by_service: BTreeMap<String, u32> = connection_count.connections_by_service.clone();
     CountedConnections { age_ms: connection_count.age(now).as_millis() as u64, services: connections_by_service }
 }

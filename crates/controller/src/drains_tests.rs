@@ -6,7 +6,7 @@ use coreward_api::types::DrainStatus;
 use coreward_config::Source;
 use coreward_model::load::CoreReadings;
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{CountedConnections, Report, ReportDetails, v1};
+use coreward_wire::{AgentReport, CountedConnections, ReportDetails, v1};
 
 use super::tests::plain_report;
 use super::{Controller, Now, Session};
@@ -40,14 +40,14 @@ impl Harness {
         let config = FleetConfig::parse(&Source::from_text("fleet.toml", TWO_SERVER_FLEET)).unwrap();
         let random_source = &mut seeded_rng(5, 0);
         let mut records = Records::generate(at(0).wall, random_source);
-        records.apply(&config, at(0).wall, random_source).unwrap();
+        records.apply_document(&config, at(0).wall, random_source).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { config, records, controller, sequence: 0 }
     }
 
     fn drain_s1(&mut self, services: &[&str], now: Now) -> u64 {
         let services = (!services.is_empty()).then(|| services.iter().map(|service| (*service).to_owned()).collect());
-        let request = DrainRequest { server: "s1".into(), services, force: false };
+        let request = DrainRequest { server_name: "s1".into(), services, force: false };
         self.controller.check_drain(&request, now).unwrap();
         assert!(self.records.drain(&request, self.records.generation + 1, now.record));
         self.records.generation += 1;
@@ -63,10 +63,10 @@ impl Harness {
             configuration_generation,
             services: [("web".to_owned(), connections), ("api".to_owned(), 100)].into(),
         });
-        let readings = CoreReadings { sequence: self.sequence, measured_ns: self.sequence, busy_ns: vec![0] };
+        let readings = CoreReadings { report_sequence: self.sequence, measured_ns: self.sequence, busy_ns: vec![0] };
         let details = Some(ReportDetails { connections, ..ReportDetails::default() });
-        let report = Report { details, readings, open_connections: 11, ..plain_report(self.sequence, now, &[0]) };
-        self.controller.report(session, Ok(report), now).unwrap();
+        let report = AgentReport { details, readings, open_connections: 11, ..plain_report(self.sequence, now, &[0]) };
+        self.controller.record_report(session, Ok(report), now).unwrap();
     }
 
     fn confirm_configuration(&mut self, session: u64, configuration_generation: u64, now: Now) {
@@ -148,7 +148,7 @@ fn drain_waits_for_missing_confirmations() {
     harness.send_report(&session, Some((0, generation, 0)), at(11));
     assert_eq!(harness.drain_status(at(11)).remaining, Some(100));
     let disconnected_names = |now| {
-        harness.controller.acknowledgements(now).disconnected.into_iter().map(|lost| lost.name).collect::<Vec<_>>()
+        harness.controller.acknowledgements(now).disconnected.into_iter().map(|peer| peer.name).collect::<Vec<_>>()
     };
     assert_eq!((disconnected_names(at(11)), disconnected_names(at(80))), (vec![], vec!["lb1".to_owned()]));
     // The server's agent is gone, so its count is valid no longer than its report.

@@ -61,24 +61,24 @@ impl Controller {
     /// Returns a view of the service without servers. Callers add them one by one with [`Controller::viewed_server`].
     /// Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress, now: Now) -> Result<ServiceView, ExplainError> {
-        let service = self.services.iter().find(|service| service.fleet().address == address);
+        let service = self.services.iter().find(|service| service.configuration().address == address);
         let service = service
             .ok_or_else(|| ExplainError::UnknownService { address, known_services: self.known_service_addresses() })?;
-        let owner_and_name = |(name, known): (&String, &LoadBalancerRecord)| Some((known.owner?, name.clone()));
+        let owner_and_name = |(name, record): (&String, &LoadBalancerRecord)| Some((record.owner?, name.clone()));
         Ok(ServiceView {
-            service: service.fleet().clone(),
-            table: service.newest_table().map(|newest| newest.table),
+            service: service.configuration().clone(),
+            table: service.newest_table().map(|new_table| new_table.table),
             pool: self.with_common_inputs(service, Pool::new(Vec::new(), 1), now),
             names_and_vlans: HashMap::new(),
             cookie_keys: self.fleet.key_ring.keys,
-            cookie_fraction: self.load_balancers.stamped_packets(&service.fleet().name).cookie_share(),
-            owner_names: self.fleet.load_balancers.iter().filter_map(owner_and_name).collect(),
+            cookie_fraction: self.load_balancers.stamped_packets(&service.configuration().name).cookie_share(),
+            owner_names: self.fleet.load_balancer_records.iter().filter_map(owner_and_name).collect(),
         })
     }
 
     pub fn viewed_server(&self, view: &ServiceView, id: ServerId, server: &FleetServer, now: Now) -> ViewedServer {
         let service = self.positions_by_index.get(&view.service.index).map(|position| &self.services[*position]);
-        let service = service.filter(|service| service.fleet().members.contains_key(&id));
+        let service = service.filter(|service| service.configuration().members.contains_key(&id));
         let pool_server = service.map(|service| self.pool_server(service, id, now));
         ViewedServer { id, name: server.name.clone(), vlan: server.vlan, pool_server }
     }
@@ -99,7 +99,7 @@ impl Controller {
 
     fn known_service_addresses(&self) -> String {
         let known_addresses: Vec<String> =
-            self.services.iter().map(|service| service.fleet().address.to_string()).collect();
+            self.services.iter().map(|service| service.configuration().address.to_string()).collect();
         if known_addresses.is_empty() { "none (there are no services)".to_owned() } else { known_addresses.join(", ") }
     }
 }
@@ -123,7 +123,10 @@ impl ServiceView {
     }
 
     fn connection_case(&self, client: SocketAddr) -> Result<ConnectionCase<'_>, ExplainError> {
-        Ok(ConnectionCase { service_view: self, four_tuple: FourTuple::new(client, self.service.address.socket)? })
+        Ok(ConnectionCase {
+            service_view: self,
+            four_tuple: FourTuple::new(client, self.service.address.vip_and_port)?,
+        })
     }
 }
 
@@ -147,14 +150,14 @@ impl ConnectionCase<'_> {
     }
 
     fn explain_packet(&self, packet: ExplainedPacket) -> Explanation {
-        let (chosen, reason) = self.packet_verdict(packet);
+        let (chosen_id, reason) = self.packet_verdict(packet);
         let table = self.service_view.table.as_deref();
         Explanation {
             service: self.service_view.service.name.clone(),
             policy: self.service_view.service.policy.to_owned(),
             table_generation: table.map_or(0, |table| table.generation),
             servers: self.service_view.pool.servers().iter().map(|server| self.explained_server(server)).collect(),
-            chosen_server: chosen.map(|id| self.server_name(id).to_owned()),
+            chosen_server: chosen_id.map(|id| self.server_name(id).to_owned()),
             reason,
             forwarding: self.service_view.service.mode.forwarding.name().to_owned(),
             outer_source_port: self.outer_source_port(),
@@ -209,13 +212,13 @@ impl ConnectionCase<'_> {
     }
 
     fn verdict_by_table(&self, table: &PlacementTable) -> PacketVerdict {
-        let Some(chosen) = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple) else {
+        let Some(chosen_id) = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple) else {
             return (None, "the table names no server for this bucket".to_owned());
         };
-        let bucket_description = self.describe_bucket(table, chosen);
-        let server_name = self.server_name(chosen);
+        let bucket_description = self.describe_bucket(table, chosen_id);
+        let server_name = self.server_name(chosen_id);
         let chosen_candidate =
-            self.candidates_of_connection(table).into_iter().find(|candidate| candidate.server == chosen);
+            self.candidates_of_connection(table).into_iter().find(|candidate| candidate.server == chosen_id);
         let reason = match chosen_candidate {
             Some(candidate) if !is_load_independent(table) => {
                 format!(
@@ -228,13 +231,13 @@ impl ConnectionCase<'_> {
             }
             _ => format!("{bucket_description} goes to {server_name} by the bucket alone: no loads are known"),
         };
-        (Some(chosen), reason)
+        (Some(chosen_id), reason)
     }
 
     fn verdict_by_assignments(&self, table: &PlacementTable) -> PacketVerdict {
         let mut candidates = self.candidates_of_connection(table);
         // The sort is stable, so that the first of equal loads wins, as in the data plane.
-        candidates.sort_by_key(|candidate| candidate.load);
+        candidates.sort_by_key(|candidate| candidate.fixed_point_load);
         candidates.dedup_by_key(|candidate| candidate.core_slot);
         let Some(first) = candidates.first().copied() else {
             return (None, "the table names no server for this bucket".to_owned());
@@ -249,11 +252,11 @@ impl ConnectionCase<'_> {
         if let Some(second) = candidates.get(1) {
             let next_description =
                 format!("{} ({})", self.server_name(second.server), self.describe_core(table, *second));
-            reason += &match (second.load - first.load).checked_div(table.assignment_cost) {
+            reason += &match (second.fixed_point_load - first.fixed_point_load).checked_div(table.assignment_cost) {
                 // More connections than this distance are needed, because the first of equal candidates wins.
-                Some(more) => format!(
-                    ", unless a load balancer has given it more than {more} connections since the last table, each \
-                     counted as {:.4}; then {next_description}",
+                Some(connections_until_next) => format!(
+                    ", unless a load balancer has given it more than {connections_until_next} connections since the \
+                     last table, each counted as {:.4}; then {next_description}",
                     load_fraction(table.assignment_cost)
                 ),
                 None => format!(", followed by {next_description}"),
@@ -290,14 +293,18 @@ impl ConnectionCase<'_> {
 
     fn verdict_by_two_draws(&self, table: &PlacementTable) -> PacketVerdict {
         let hash = table.groups.first().map_or(0, |key| key.toeplitz_hash(&self.four_tuple.bytes()));
-        let (first, second) = two_draws(mix_hash(hash), table.members.len() as u32);
-        let drawn_members = [first, second].map(|position| table.members[position as usize]);
+        let (first_position, second_position) = two_draws(mix_hash(hash), table.members.len() as u32);
+        let drawn_members = [first_position, second_position].map(|position| table.members[position as usize]);
         let chosen_server = table.select_server(&mut PlacementState::for_table(table), &self.four_tuple);
         let load_description = if self.service_view.service.policy == "pow2" { "mean load" } else { "compared" };
         let describe_member = |member: TableMember| {
-            format!("{} ({load_description} {:.3})", self.server_name(member.server), load_fraction(member.load))
+            format!(
+                "{} ({load_description} {:.3})",
+                self.server_name(member.server),
+                load_fraction(member.fixed_point_load)
+            )
         };
-        let reason = match (chosen_server, first == second) {
+        let reason = match (chosen_server, first_position == second_position) {
             (None, _) => "the table names no server".to_owned(),
             (Some(_), true) => format!("both draws by the connection's hash are {}", describe_member(drawn_members[0])),
             (Some(chosen), false) => format!(
@@ -321,14 +328,14 @@ impl ConnectionCase<'_> {
     }
 
     /// Returns a text like "bucket 17 of 128". The bucket follows from the key of the chosen server's RSS group.
-    fn describe_bucket(&self, table: &PlacementTable, chosen: ServerId) -> String {
-        let group_key = self.rss_key_of(chosen).filter(|key| table.groups.contains(key));
-        let (key, whose) = match group_key {
+    fn describe_bucket(&self, table: &PlacementTable, chosen_id: ServerId) -> String {
+        let group_key = self.rss_key_of(chosen_id).filter(|key| table.groups.contains(key));
+        let (key, hash_suffix) = match group_key {
             Some(key) => (key, ""),
             None => (&table.groups[0], " by a hash that only load balancers use"),
         };
         let bucket = table.bucket_count.bucket(key.toeplitz_hash(&self.four_tuple.bytes()));
-        format!("bucket {bucket} of {}{whose}", table.bucket_count.get())
+        format!("bucket {bucket} of {}{hash_suffix}", table.bucket_count.get())
     }
 
     fn rss_key_of(&self, id: ServerId) -> Option<&coreward_model::rss::RssKey> {
@@ -342,7 +349,7 @@ impl ConnectionCase<'_> {
     }
 
     fn describe_core(&self, table: &PlacementTable, candidate: CandidateCore) -> String {
-        let load = load_fraction(candidate.load);
+        let load = load_fraction(candidate.fixed_point_load);
         if !self.is_single_core(table, candidate) {
             let unknown_rss_note =
                 if self.rss_key_of(candidate.server).is_none() { ", whose RSS is unknown," } else { "" };
@@ -355,7 +362,8 @@ impl ConnectionCase<'_> {
 /// Returns whether the table gives each bucket to one server regardless of the loads. This is the case with `hash`,
 /// `consistent-hash` and `maglev`, and with `crossrss` before the first report.
 fn is_load_independent(table: &PlacementTable) -> bool {
-    table.core_slots.len() == table.members.len() && table.candidates.iter().all(|candidate| candidate.load == 0)
+    table.core_slots.len() == table.members.len()
+        && table.candidates.iter().all(|candidate| candidate.fixed_point_load == 0)
 }
 
 /// Converts a load in the fixed-point format of the data plane to a fraction of a core's capacity.

@@ -31,7 +31,7 @@ struct AgentCheck {
 
 impl HealthState {
     /// Updates the verdicts. `has_reporting_agent` returns whether a server's agent reports.
-    pub fn update(
+    pub fn update_verdicts(
         &mut self,
         fleet: &Fleet,
         load_balancers: &LoadBalancers,
@@ -61,11 +61,14 @@ impl HealthState {
     fn check_agents(&mut self, fleet: &Fleet, now: Now, has_reporting_agent: impl Fn(ServerId) -> bool) {
         let mut required_checks: BTreeMap<HealthTarget, &Arc<HealthCheck>> = BTreeMap::new();
         for service in &fleet.services {
-            let Some(check) = service.check.as_ref().filter(|check| check.probe == Probe::Agent) else { continue };
+            let Some(check) = service.health_check.as_ref().filter(|check| check.probe == Probe::Agent) else {
+                continue;
+            };
             required_checks.extend(present_servers(service).map(|id| ((service.index, id), check)));
         }
-        self.agent_checks
-            .retain(|target, asked| required_checks.get(target).is_some_and(|check| **check == asked.health_check));
+        self.agent_checks.retain(|target, agent_check| {
+            required_checks.get(target).is_some_and(|check| **check == agent_check.health_check)
+        });
         for (target, check) in required_checks {
             let agent_check = self.agent_checks.entry(target).or_insert_with(|| AgentCheck {
                 health_check: check.clone(),
@@ -81,14 +84,15 @@ impl HealthState {
 
     pub fn is_down(&self, target: &HealthTarget) -> bool {
         let is_down_by_agent =
-            self.agent_checks.get(target).and_then(|asked| asked.health_tracker.verdict()) == Some(HealthVerdict::Down);
+            self.agent_checks.get(target).and_then(|agent_check| agent_check.health_tracker.verdict())
+                == Some(HealthVerdict::Down);
         is_down_by_agent || self.verdicts.get(target) == Some(&HealthVerdict::Down)
     }
 }
 
 fn load_balancer_targets(fleet: &Fleet) -> BTreeSet<HealthTarget> {
     let is_checked_by_load_balancers =
-        |service: &&FleetService| service.check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
+        |service: &&FleetService| service.health_check.as_ref().is_some_and(|check| check.probe != Probe::Agent);
     let checked_services = fleet.services.iter().filter(is_checked_by_load_balancers);
     checked_services.flat_map(|service| present_servers(service).map(|id| (service.index, id))).collect()
 }

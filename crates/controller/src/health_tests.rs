@@ -42,7 +42,7 @@ impl Harness {
     fn new(service: &str, load_balancers: &[&'static str]) -> Self {
         let config = three_server_config(service);
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let mut register_session =
             |name: &&'static str| (*name, controller.register_load_balancer(name, at(0)).unwrap());
@@ -52,14 +52,14 @@ impl Harness {
 
     fn configure(&mut self, service_keys: &str, now: Now) {
         let config = three_server_config(service_keys);
-        self.records.apply(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
+        self.records.apply_document(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
     /// Reports a load balancer's verdict on each server: up ('u'), down ('d'), or unknown ('?').
     fn report_verdicts(&mut self, load_balancer: &str, verdicts: &str, now: Now) {
-        let to_checked_server = |(id, verdict): (usize, char)| {
-            let verdict = match verdict {
+        let to_checked_server = |(id, verdict_letter): (usize, char)| {
+            let verdict = match verdict_letter {
                 'u' => Some(HealthVerdict::Up),
                 'd' => Some(HealthVerdict::Down),
                 _ => None,
@@ -80,10 +80,10 @@ impl Harness {
 
     /// Returns the ids of the members of the next table. Checks that all other servers are draining or down.
     fn next_members(&mut self, now: Now) -> Vec<u16> {
-        let table = self.controller.tick(now).remove(0).table;
+        let table = self.controller.end_report_interval(now).remove(0).table;
         let member_ids: Vec<u16> = table.members.iter().map(|member| member.server.get()).collect();
         for (server, number) in self.controller.status(now).services[0].members.iter().zip(0u16..) {
-            let is_down = table.down_servers.iter().any(|down| down.get() == number);
+            let is_down = table.down_servers.iter().any(|server_id| server_id.get() == number);
             let is_member = member_ids.contains(&number);
             assert_eq!(is_down, !is_member && server.state == ServerState::Down, "{}: {table:?}", server.server);
         }
@@ -109,7 +109,7 @@ fn only_load_balancers_on_the_list_may_connect() {
         FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap()
     };
     let mut harness = Harness::new("", &["lb1", "lb2"]);
-    harness.records.apply(&config_with_allowed_lb1(""), at(0).wall, &mut seeded_rng(7, 0)).unwrap();
+    harness.records.apply_document(&config_with_allowed_lb1(""), at(0).wall, &mut seeded_rng(7, 0)).unwrap();
     harness.controller.configure(Fleet::new(&config_with_allowed_lb1(""), &harness.records));
     let rejection = harness.controller.register_load_balancer("lb2", at(10_000)).unwrap_err();
     assert_eq!(rejection, super::rejection::Rejection::UnknownLoadBalancer("lb2".to_owned()));
@@ -173,14 +173,15 @@ fn partitioned_load_balancer_does_not_mark_servers_down() {
 
 #[test]
 fn service_without_healthy_servers_fails_open_or_drops() {
-    for (keys, open) in [(TCP_CHECK.to_owned(), true), (format!("when_all_down = \"drop\"\n{TCP_CHECK}"), false)] {
+    for (keys, fails_open) in [(TCP_CHECK.to_owned(), true), (format!("when_all_down = \"drop\"\n{TCP_CHECK}"), false)]
+    {
         let mut harness = Harness::new(&keys, &["lb1"]);
         harness.report_verdicts("lb1", "uuu", at(0));
         assert_eq!(harness.next_members(at(0)), [0, 1, 2]);
         harness.report_verdicts("lb1", "ddd", at(100));
-        assert_eq!(harness.next_members(at(100)), if open { vec![0, 1, 2] } else { Vec::<u16>::new() });
+        assert_eq!(harness.next_members(at(100)), if fails_open { vec![0, 1, 2] } else { Vec::<u16>::new() });
         let service = harness.controller.status(at(100)).services.remove(0);
-        assert_eq!((service.failing_open, service.warnings.len()), (open, 1), "{:?}", service.warnings);
+        assert_eq!((service.failing_open, service.warnings.len()), (fails_open, 1), "{:?}", service.warnings);
         assert!((0..3).all(|number| harness.server_state(number, at(100)) == "down"));
         // The first healthy server gets all connections.
         harness.report_verdicts("lb1", "ddu", at(200));
@@ -253,11 +254,11 @@ fn agent_check_marks_silent_agents_down() {
     for second in 0..30u64 {
         let now = at(second * 1000);
         for (n, session) in sessions.iter_mut().enumerate().filter(|(n, _)| *n != 1 || !(8..20).contains(&second)) {
-            let report = coreward_wire::Report {
+            let report = coreward_wire::AgentReport {
                 time_to_live: Duration::from_millis(1_500),
                 ..plain_report(second + 1, now, &[n as u64])
             };
-            harness.controller.report(session, Ok(report), now).unwrap();
+            harness.controller.record_report(session, Ok(report), now).unwrap();
         }
         if harness.next_members(now) != [0, 1, 2] {
             down_servers.push(second);

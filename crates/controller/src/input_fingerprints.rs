@@ -38,19 +38,19 @@ pub struct InputFingerprints {
 }
 
 impl InputFingerprints {
-    /// Returns the shards to poll, which are the next one, or all shards if `all` is set or in the first call.
-    pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, all: bool) -> Vec<Shard> {
-        let first_shard_from = |first: u64| {
-            let first_id = ServerId::try_from(first).ok()?;
+    /// Returns the shards to poll, which are the next one, or all shards if `is_full_poll` is set or in the first call.
+    pub fn next<T>(&mut self, members: &BTreeMap<ServerId, T>, is_full_poll: bool) -> Vec<Shard> {
+        let first_shard_from = |lowest_number: u64| {
+            let first_id = ServerId::try_from(lowest_number).ok()?;
             members.range(first_id..).next().map(|(id, _)| Shard::of(*id))
         };
-        if all || self.service_fingerprint.is_none() {
+        if is_full_poll || self.service_fingerprint.is_none() {
             return std::iter::successors(first_shard_from(0), |shard| first_shard_from(shard.id_range().end))
                 .collect();
         }
         self.last_polled_shard = self
             .last_polled_shard
-            .and_then(|last| first_shard_from(last.id_range().end))
+            .and_then(|last_shard| first_shard_from(last_shard.id_range().end))
             .or_else(|| first_shard_from(0));
         self.last_polled_shard.into_iter().collect()
     }
@@ -58,8 +58,8 @@ impl InputFingerprints {
     /// Stores new fingerprints. Returns whether any differs from the previous one.
     pub fn update(&mut self, service_fingerprint: u64, fingerprints_by_shard: &[(Shard, u64)]) -> bool {
         let mut has_changed = self.service_fingerprint.replace(service_fingerprint) != Some(service_fingerprint);
-        for (shard, found) in fingerprints_by_shard {
-            has_changed |= self.fingerprints_by_shard.insert(*shard, *found) != Some(*found);
+        for (shard, fingerprint) in fingerprints_by_shard {
+            has_changed |= self.fingerprints_by_shard.insert(*shard, *fingerprint) != Some(*fingerprint);
         }
         has_changed
     }
@@ -79,9 +79,9 @@ mod tests {
         let mut fingerprints = InputFingerprints::default();
         let first_poll = fingerprints.next(&members, false);
         assert_eq!(first_poll, [Shard(0), Shard(4), Shard(7)]);
-        let of = |shard: Shard| shard.members_in_shard(&members).map(|id| id.get()).collect::<Vec<_>>();
+        let member_ids_of = |shard: Shard| shard.members_in_shard(&members).map(|id| id.get()).collect::<Vec<_>>();
         assert_eq!(
-            [of(first_poll[0]), of(first_poll[1]), of(first_poll[2])],
+            [member_ids_of(first_poll[0]), member_ids_of(first_poll[1]), member_ids_of(first_poll[2])],
             [vec![3, 2047], vec![9_000], vec![16_383]]
         );
         assert!(fingerprints.update(1, &[(Shard(0), 5), (Shard(4), 6), (Shard(7), 7)]));

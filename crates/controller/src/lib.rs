@@ -69,7 +69,7 @@ use coreward_model::bucket_history::BucketHistory;
 use coreward_model::placement::PlacementTable;
 use coreward_model::{ServerId, policy};
 use coreward_wire::{
-    AgentConfiguration, FleetConfiguration, Report, ReportError, ReportedRss, ServiceIndex, TrafficMessage, v1,
+    AgentConfiguration, AgentReport, FleetConfiguration, ReportError, ReportedRss, ServiceIndex, TrafficMessage, v1,
 };
 
 use agent::{Agent, LiveSession};
@@ -115,7 +115,7 @@ impl Session {
 /// New placement table of a service, to be sent to the load balancers.
 #[derive(Debug, Clone)]
 pub struct NewTable {
-    pub service: ServiceIndex,
+    pub service_index: ServiceIndex,
     pub table: Arc<PlacementTable>,
 }
 
@@ -202,26 +202,26 @@ impl Controller {
 
     /// Activates a configuration with computed indexes. Returns the previous one, which can be dropped later.
     pub fn configure_indexed(&mut self, fleet: Fleet, indexes: ServiceIndexes) -> RetiredConfiguration {
-        self.agents.retain(&fleet);
-        self.load_balancers.set_known_names(fleet.load_balancers.keys());
+        self.agents.retain_fleet_agents(&fleet);
+        self.load_balancers.set_known_names(fleet.load_balancer_records.keys());
         let old_services = std::mem::take(&mut self.services);
         let mut old_services_by_index: HashMap<ServiceIndex, Service> =
-            old_services.into_iter().map(|service| (service.fleet().index, service)).collect();
+            old_services.into_iter().map(|service| (service.configuration().index, service)).collect();
         let ServiceIndexes { positions_by_index: positions, positions_by_server, services } = indexes;
         let mut replaced_services = Vec::new();
         self.services = services
             .into_iter()
-            .map(|new| match old_services_by_index.remove(&new.index) {
-                Some(service) if service.is_same_service(&new) => {
-                    let (service, before) = service.with_configuration(new);
-                    replaced_services.push(before);
+            .map(|new_service| match old_services_by_index.remove(&new_service.index) {
+                Some(service) if service.is_same_service(&new_service) => {
+                    let (service, previous_service) = service.with_configuration(new_service);
+                    replaced_services.push(previous_service);
                     service
                 }
-                Some(other) => {
-                    old_services_by_index.insert(new.index, other);
-                    Service::new(new)
+                Some(other_service) => {
+                    old_services_by_index.insert(new_service.index, other_service);
+                    Service::new(new_service)
                 }
-                None => Service::new(new),
+                None => Service::new(new_service),
             })
             .collect();
         let old_fleet = std::mem::replace(&mut self.fleet, fleet);
@@ -238,11 +238,11 @@ impl Controller {
 
     /// Registers an agent for its server and returns its session. Fails if the server is unknown or has a live agent.
     pub fn register(&mut self, server: &str, version: &str, now: Now) -> Result<Session, Rejection> {
-        self.connect_via_rack(server, version, None, now)
+        self.register_via(server, version, None, now)
     }
 
     /// Registers an agent, like [`Controller::register`], which may be connected through a rack.
-    pub fn connect_via_rack(
+    pub fn register_via(
         &mut self,
         server: &str,
         version: &str,
@@ -262,13 +262,13 @@ impl Controller {
     ) -> Result<Session, Rejection> {
         let id = self.fleet.server_id(server).ok_or_else(|| Rejection::UnknownServer(server.to_owned()))?;
         self.check_relay(id, relay.as_ref())?;
-        let agent = self.agents.entry(server, id);
+        let agent = self.agents.get_or_insert(server, id);
         if !agent.take_registration_token(now) {
             return Err(Rejection::TooManyRegistrations(server.to_owned()));
         }
-        if let Some(live) = &agent.session {
-            let since_last_message = now.monotonic.saturating_sub(live.last_message_at);
-            if since_last_message <= live.time_to_live {
+        if let Some(live_session) = &agent.session {
+            let since_last_message = now.monotonic.saturating_sub(live_session.last_message_at);
+            if since_last_message <= live_session.time_to_live {
                 return Err(Rejection::DuplicateSession { server: server.to_owned(), since_last_message });
             }
         }
@@ -276,16 +276,16 @@ impl Controller {
         // The agent's first report sets its time to live. Until then it is three report intervals.
         let time_to_live = 3 * self.fleet.report_interval;
         let version = version.to_owned();
-        if let Some(rack) = agent.session.as_ref().and_then(|replaced| replaced.rack.as_deref()) {
+        if let Some(rack) = agent.session.as_ref().and_then(|replaced_session| replaced_session.rack_name.as_deref()) {
             self.racks.on_agent_replaced(rack);
         }
-        let rack_name = relay.as_ref().map(|relay| relay.name.clone());
-        agent.begin(LiveSession {
+        let rack_name = relay.as_ref().map(|relay| relay.rack_name.clone());
+        agent.begin_session(LiveSession {
             number: self.last_session_number,
             last_message_at: now.monotonic,
             time_to_live,
             version,
-            rack: rack_name,
+            rack_name,
         });
         self.on_load_source_changed(id);
         let session = Session { server: server.into(), number: self.last_session_number, relay };
@@ -302,9 +302,10 @@ impl Controller {
         let id = self.fleet.server_id(session.server()).ok_or_else(unknown_server)?;
         self.check_relay(id, session.relay.as_ref())?;
         let predecessors = self.services.iter().filter_map(|service| service.predecessors(id));
-        Ok(self
-            .fleet
-            .agent_configuration(id, &predecessors.flatten().copied().filter(|before| *before != id).collect()))
+        Ok(self.fleet.agent_configuration(
+            id,
+            &predecessors.flatten().copied().filter(|predecessor| *predecessor != id).collect(),
+        ))
     }
 
     /// Returns the configuration that is sent to all load balancers.
@@ -319,7 +320,8 @@ impl Controller {
 
     /// Registers a load balancer and returns its session. Fails if a load balancer with this name is alive.
     pub fn register_load_balancer(&mut self, name: &str, now: Now) -> Result<u64, Rejection> {
-        let is_allowed = self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed| allowed.contains(name));
+        let is_allowed =
+            self.fleet.allowed_load_balancers.as_ref().is_none_or(|allowed_names| allowed_names.contains(name));
         let registration = match is_allowed {
             true => self.load_balancers.register(name, now),
             false => Err(Rejection::UnknownLoadBalancer(name.to_owned())),
@@ -340,7 +342,11 @@ impl Controller {
     pub fn record_table_in_force(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
         self.table_acks.record_confirmation(session, service, generation, now);
         if let Some(position) = self.positions_by_index.get(&service) {
-            self.load_balancers.record_table_in_force(session, &self.services[*position].fleet().name, generation);
+            self.load_balancers.record_table_in_force(
+                session,
+                &self.services[*position].configuration().name,
+                generation,
+            );
         }
     }
 
@@ -359,10 +365,10 @@ impl Controller {
     }
 
     /// Records an agent's report, or its parse error. A rejected report is counted and has no other effect.
-    pub fn report(
+    pub fn record_report(
         &mut self,
         session: &Session,
-        report: Result<Report, ReportError>,
+        report: Result<AgentReport, ReportError>,
         now: Now,
     ) -> Result<(), Rejection> {
         let report_result = self.try_record_report(session, report, now);
@@ -375,7 +381,7 @@ impl Controller {
     fn try_record_report(
         &mut self,
         session: &Session,
-        mut report: Result<Report, ReportError>,
+        mut report: Result<AgentReport, ReportError>,
         now: Now,
     ) -> Result<(), Rejection> {
         let server_name = session.server();
@@ -383,13 +389,13 @@ impl Controller {
             .agents
             .find_by_name_mut(server_name)
             .ok_or_else(|| Rejection::UnknownServer(server_name.to_owned()))?;
-        if agent.session.as_ref().is_none_or(|live| live.number != session.number) {
+        if agent.session.as_ref().is_none_or(|live_session| live_session.number != session.number) {
             return Err(Rejection::Superseded(server_name.to_owned()));
         }
         if !agent.take_report_token(self.fleet.report_interval, now) {
             return Err(Rejection::TooManyReports(server_name.to_owned()));
         }
-        if let Ok(Report { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
+        if let Ok(AgentReport { rss: Some(ReportedRss { rss: Some(rss), .. }), .. }) = &mut report {
             rss.key = self.rss_keys.intern(rss.key.clone());
         }
         let sent_at = report.as_ref().ok().map(|report| report.sent_at);
@@ -404,7 +410,7 @@ impl Controller {
 
     /// Returns the time until the session's next message may be read, or zero if it may be read at once. Racks delay
     /// their own agents' messages.
-    pub fn message_wait(&mut self, session: &Session, now: Now) -> Duration {
+    pub fn time_until_next_message(&mut self, session: &Session, now: Now) -> Duration {
         if session.relay.is_some() {
             return Duration::ZERO;
         }
@@ -427,13 +433,13 @@ impl Controller {
     }
 
     fn count_rejection<T>(&mut self, outcome: Result<T, Rejection>) -> Result<T, Rejection> {
-        outcome.inspect_err(|refused| *self.rejection_counts.entry(refused.reason()).or_default() += 1)
+        outcome.inspect_err(|rejection| *self.rejection_counts.entry(rejection.counter_name()).or_default() += 1)
     }
 
     /// Ends the session. The loads of its server remain valid until the last report expires.
-    pub fn disconnect(&mut self, session: &Session) {
+    pub fn end_session(&mut self, session: &Session) {
         if let Some(agent) = self.agents.find_by_name_mut(session.server())
-            && agent.session.as_ref().is_some_and(|live| live.number == session.number)
+            && agent.session.as_ref().is_some_and(|live_session| live_session.number == session.number)
         {
             agent.session = None;
             if let Some(id) = self.fleet.server_id(session.server()) {
@@ -447,28 +453,28 @@ impl Controller {
 
     /// Returns whether the loads of all servers that take new connections are known.
     pub fn are_all_loads_known(&self, now: Now) -> bool {
-        let relayed_servers = self.racks.servers(now);
+        let relayed_servers = self.racks.summarized_servers(now);
         let is_load_known = |id: ServerId| {
             relayed_servers.contains(&id) || self.agent(id).is_some_and(|agent| agent.loads(now).is_some())
         };
         let is_eligible = |service: &FleetService, id: ServerId| self.fleet.is_eligible(service, id);
         self.services
             .iter()
-            .map(Service::fleet)
+            .map(Service::configuration)
             .all(|service| service.members.keys().all(|id| !is_eligible(service, *id) || is_load_known(*id)))
     }
 
     /// Returns whether all expected load balancers have reported results of health checks, if there are any checks.
     /// After a change of the leader, a server that was down thus remains down.
     pub fn has_all_check_results(&self, now: Now) -> bool {
-        let has_checks = self.fleet.services.iter().any(|service| service.check.is_some());
+        let has_checks = self.fleet.services.iter().any(|service| service.health_check.is_some());
         !has_checks || self.load_balancers.have_all_checked(now)
     }
 
     /// Computes all services' tables at the end of a report interval, and resets the counts of assigned connections.
-    pub fn tick(&mut self, now: Now) -> Vec<NewTable> {
+    pub fn end_report_interval(&mut self, now: Now) -> Vec<NewTable> {
         self.due_services.clear();
-        self.racks.changes += 1;
+        self.racks.change_count += 1;
         self.update_health(now);
         self.update_share_limiter(now);
         for position in 0..self.services.len() {
@@ -481,21 +487,21 @@ impl Controller {
 
     fn update_health(&mut self, now: Now) {
         let mut health_state = std::mem::take(&mut self.health);
-        health_state.update(&self.fleet, &self.load_balancers, now, |id| {
+        health_state.update_verdicts(&self.fleet, &self.load_balancers, now, |id| {
             self.agent(id).is_some_and(|agent| agent.is_fresh(now))
         });
         self.health = health_state;
     }
 
     fn begin_interval(&mut self, position: usize) {
-        let opened_connections = self.load_balancers.take_newly_opened(self.services[position].fleet().index);
+        let opened_connections = self.load_balancers.take_newly_opened(self.services[position].configuration().index);
         self.services[position].begin_interval(opened_connections);
     }
 
-    /// Returns the arrival times of the servers' newest reports that are later than `since` (monotonic clock).
-    pub fn report_times_after(&self, since: Duration) -> impl Iterator<Item = Duration> {
+    /// Returns the arrival times of the servers' newest reports that are later than `lower_bound` (monotonic clock).
+    pub fn report_times_after(&self, lower_bound: Duration) -> impl Iterator<Item = Duration> {
         let newest_reports = self.agents.iter().filter_map(|agent| agent.newest_report.as_ref());
-        newest_reports.map(|newest| newest.received_at).filter(move |received| *received > since)
+        newest_reports.map(|report| report.received_at).filter(move |received_at| *received_at > lower_bound)
     }
 
     fn agent(&self, id: ServerId) -> Option<&Agent> {

@@ -41,7 +41,7 @@ pub struct LoadBalancer {
     /// Time at which the newest session ended, since the controller's start.
     session_ended_at: Duration,
     /// Last state that the load balancer reported, and the time of its arrival, since the controller's start.
-    pub state: Option<(v1::LoadBalancerState, Duration)>,
+    pub reported_state: Option<(v1::LoadBalancerState, Duration)>,
     /// Generation of the newest configuration that the load balancer has confirmed. Its data plane keeps the state
     /// after the session has ended.
     pub confirmed_generation: u64,
@@ -100,19 +100,19 @@ impl LoadBalancers {
         if !balancer
             .registration_bucket
             .get_or_insert(REGISTRATION_QUOTA.from(now.monotonic))
-            .take(REGISTRATION_QUOTA, now.monotonic)
+            .try_take(REGISTRATION_QUOTA, now.monotonic)
         {
             return Err(Rejection::TooManyRegistrations(name.to_owned()));
         }
-        if let Some(live) = &balancer.session {
-            let since_last_message = now.monotonic.saturating_sub(live.last_message_at);
+        if let Some(live_session) = &balancer.session {
+            let since_last_message = now.monotonic.saturating_sub(live_session.last_message_at);
             if since_last_message <= LOAD_BALANCER_TIMEOUT {
                 return Err(Rejection::DuplicateLoadBalancer { name: name.to_owned(), since_last_message });
             }
         }
         self.last_session_number += 1;
         balancer.session = Some(LiveSession { number: self.last_session_number, last_message_at: now.monotonic });
-        balancer.state = None;
+        balancer.reported_state = None;
         balancer.unresolved_since.clear();
         balancer.reported_health.record_results(HealthMessage::default(), now);
         Ok(self.last_session_number)
@@ -132,8 +132,9 @@ impl LoadBalancers {
     /// balancer is listed while `document_generation`, that of the stored document, is the same as at its connection.
     pub fn newer_configurations(&self, document_generation: u64) -> impl Iterator<Item = (&str, u64)> {
         self.by_name.iter().filter_map(move |(name, balancer)| {
-            let newer_configuration =
-                balancer.newer_configuration.filter(|ahead| ahead.document_generation == document_generation)?;
+            let newer_configuration = balancer
+                .newer_configuration
+                .filter(|configuration| configuration.document_generation == document_generation)?;
             Some((name.as_str(), newer_configuration.generation))
         })
     }
@@ -163,15 +164,16 @@ impl LoadBalancers {
                 (balancer.confirmed_generation, balancer.confirmed_at) =
                     (sanitized_state.configuration_generation, now.monotonic);
             }
-            balancer.state = Some((sanitized_state, now.monotonic));
+            balancer.reported_state = Some((sanitized_state, now.monotonic));
         }
     }
 
     /// Records a table that the load balancer has activated since its last reported state.
     pub fn record_table_in_force(&mut self, session: u64, service: &str, generation: u64) {
         let balancer = self.by_name.values_mut().find(|balancer| balancer.has_session(session));
-        let tables_in_force =
-            balancer.and_then(|balancer| balancer.state.as_mut()).map(|(state, _)| &mut state.table_generations);
+        let tables_in_force = balancer
+            .and_then(|balancer| balancer.reported_state.as_mut())
+            .map(|(state, _)| &mut state.table_generations);
         if let Some(tables) = tables_in_force {
             tables.insert(service.to_owned(), generation);
         }
@@ -205,7 +207,9 @@ impl LoadBalancers {
         let mut check_results = Vec::new();
         for (name, LoadBalancer { reported_health: health, .. }) in self.live_load_balancers(now) {
             let result_age = now.monotonic.saturating_sub(health.received_at);
-            check_results.extend(health.check_results.get(&target).map(|checked| (name.as_str(), checked, result_age)));
+            check_results.extend(
+                health.check_results.get(&target).map(|check_result| (name.as_str(), check_result, result_age)),
+            );
         }
         check_results
     }
@@ -240,9 +244,9 @@ impl LoadBalancers {
     }
 
     pub fn traffic_totals(&self, server: ServerId) -> TrafficTotals {
-        let of =
+        let name_and_traffic =
             |(name, balancer): (&String, &LoadBalancer)| Some((name.clone(), balancer.traffic.server_total(server)?));
-        TrafficTotals(self.by_name.iter().filter_map(of).collect())
+        TrafficTotals(self.by_name.iter().filter_map(name_and_traffic).collect())
     }
 
     /// Returns the sum of all load balancers' traffic rates to the server, or `None` before any has sent two messages.
@@ -250,7 +254,7 @@ impl LoadBalancers {
         let balancer_rates = self.by_name.values().filter_map(|balancer| balancer.traffic.server_rates(server));
         balancer_rates.reduce(|a, b| TrafficRates {
             packets_per_second: a.packets_per_second + b.packets_per_second,
-            bytes: a.bytes + b.bytes,
+            bytes_per_second: a.bytes_per_second + b.bytes_per_second,
         })
     }
 
@@ -263,14 +267,17 @@ impl LoadBalancers {
 
     /// Returns the sums of all load balancers' packet counts for an LB-stamped service, by cookie and by flow table.
     pub fn stamped_packets(&self, service: &str) -> StampedService {
-        let reported_states = self.by_name.values().filter_map(|balancer| balancer.state.as_ref());
+        let reported_states = self.by_name.values().filter_map(|balancer| balancer.reported_state.as_ref());
         let stamped_services = reported_states.flat_map(|(state, _)| &state.stamped_services);
         let zero_counts = StampedService { service: service.to_owned(), by_cookie: 0, by_flow_table: 0 };
-        stamped_services.filter(|stamped| stamped.service == service).fold(zero_counts, |sum, stamped| StampedService {
-            by_cookie: sum.by_cookie.saturating_add(stamped.by_cookie),
-            by_flow_table: sum.by_flow_table.saturating_add(stamped.by_flow_table),
-            ..sum
-        })
+        stamped_services.filter(|stamped_service| stamped_service.service == service).fold(
+            zero_counts,
+            |sum, stamped| StampedService {
+                by_cookie: sum.by_cookie.saturating_add(stamped.by_cookie),
+                by_flow_table: sum.by_flow_table.saturating_add(stamped.by_flow_table),
+                ..sum
+            },
+        )
     }
 
     /// Ends a session. Returns whether the load balancer is disconnected because it has no newer session.
@@ -297,15 +304,15 @@ impl LoadBalancers {
     pub fn is_unreachable(&self, server: &str, now: Now) -> bool {
         let is_long_unresolved = |balancer: &LoadBalancer| {
             let unresolved_since = balancer.unresolved_since.get(server);
-            unresolved_since.is_some_and(|since| now.monotonic.saturating_sub(*since) >= UNREACHABLE_AFTER)
+            unresolved_since.is_some_and(|start_time| now.monotonic.saturating_sub(*start_time) >= UNREACHABLE_AFTER)
         };
         let mut reporting_balancers =
-            self.connected_load_balancers().filter(|(_, balancer)| balancer.state.is_some()).peekable();
+            self.connected_load_balancers().filter(|(_, balancer)| balancer.reported_state.is_some()).peekable();
         reporting_balancers.peek().is_some() && reporting_balancers.all(|(_, balancer)| is_long_unresolved(balancer))
     }
 
     /// Returns the number of connected load balancers, which share the new connections.
-    pub fn count(&self) -> usize {
+    pub fn connected_count(&self) -> usize {
         self.connected_load_balancers().count()
     }
 
@@ -320,9 +327,13 @@ impl LoadBalancers {
 
 impl ReportedHealth {
     fn record_results(&mut self, message: HealthMessage, now: Now) {
-        let check_results: BTreeMap<HealthTarget, ServerCheckResult> =
-            message.servers.into_iter().map(|(service, server, checked)| ((service, server), checked)).collect();
-        let verdicts_by_target = check_results.iter().filter_map(|(target, checked)| Some((*target, checked.verdict?)));
+        let check_results: BTreeMap<HealthTarget, ServerCheckResult> = message
+            .servers
+            .into_iter()
+            .map(|(service, server, check_result)| ((service, server), check_result))
+            .collect();
+        let verdicts_by_target =
+            check_results.iter().filter_map(|(target, check_result)| Some((*target, check_result.verdict?)));
         let verdicts: BTreeMap<HealthTarget, HealthVerdict> = verdicts_by_target.collect();
         self.verdict_version += u64::from(verdicts != self.verdicts);
         (self.check_results, self.verdicts, self.received_at) = (check_results, verdicts, now.monotonic);
@@ -331,7 +342,7 @@ impl ReportedHealth {
 
 impl LoadBalancer {
     fn has_session(&self, session_number: u64) -> bool {
-        self.session.as_ref().is_some_and(|live| live.number == session_number)
+        self.session.as_ref().is_some_and(|live_session| live_session.number == session_number)
     }
 
     pub fn is_connected(&self) -> bool {
@@ -341,7 +352,8 @@ impl LoadBalancer {
     /// Returns whether the load balancer sent a message recently. After a power failure, its stream stays open until
     /// the keep-alive fails, which is too long for clients.
     pub fn is_alive(&self, now: Now) -> bool {
-        let last_message_at = self.session.as_ref().map_or(self.session_ended_at, |live| live.last_message_at);
+        let last_message_at =
+            self.session.as_ref().map_or(self.session_ended_at, |live_session| live_session.last_message_at);
         now.monotonic < START_GRACE.max(last_message_at + LOAD_BALANCER_TIMEOUT)
     }
 }

@@ -86,50 +86,50 @@ fn to_seconds(milliseconds: u32) -> f64 {
 
 /// Adds the metrics that follow from `status` at this wall-clock time.
 pub fn add_status_metrics(snapshot: &mut Snapshot, status: &Status, wall_time: Duration) {
-    snapshot.add(&CONFIGURATION_GENERATION, [], status.configuration_generation as f64);
-    snapshot.add(&REPORTS_ACCEPTED_TOTAL, [], status.accepted_reports as f64);
+    snapshot.add_value(&CONFIGURATION_GENERATION, [], status.configuration_generation as f64);
+    snapshot.add_value(&REPORTS_ACCEPTED_TOTAL, [], status.accepted_reports as f64);
     for (reason, count) in &status.refused_reports {
-        snapshot.add(&REPORTS_REFUSED_TOTAL, [reason], *count as f64);
+        snapshot.add_value(&REPORTS_REFUSED_TOTAL, [reason], *count as f64);
     }
     for service in &status.services {
-        snapshot.add(&TABLE_GENERATION, [&service.name], service.table_generation as f64);
-        snapshot.add(&TABLE_AGE_SECONDS, [&service.name], to_seconds(service.table_age_ms));
+        snapshot.add_value(&TABLE_GENERATION, [&service.name], service.table_generation as f64);
+        snapshot.add_value(&TABLE_AGE_SECONDS, [&service.name], to_seconds(service.table_age_ms));
     }
     for state in ServerState::ALL {
         let server_count = status.servers.iter().filter(|server| server.state == state).count();
-        snapshot.add(&SERVERS, [state.name()], server_count as f64);
+        snapshot.add_value(&SERVERS, [state.name()], server_count as f64);
     }
     for service in &status.services {
         for state in ServerState::ALL {
             let member_count = service.members.iter().filter(|member| member.state == state).count();
-            snapshot.add(&SERVICE_SERVERS, [&service.name, state.name()], member_count as f64);
+            snapshot.add_value(&SERVICE_SERVERS, [&service.name, state.name()], member_count as f64);
         }
-        snapshot.add(&SERVICE_FAILING_OPEN, [&service.name], f64::from(u8::from(service.failing_open)));
+        snapshot.add_value(&SERVICE_FAILING_OPEN, [&service.name], f64::from(u8::from(service.failing_open)));
     }
     status.servers.iter().for_each(|server| add_server_metrics(snapshot, server));
-    for (state, alive) in [("alive", true), ("lost", false)] {
-        let load_balancer_count = status.load_balancers.iter().filter(|balancer| balancer.alive == alive).count();
-        snapshot.add(&LOAD_BALANCERS, [state], load_balancer_count as f64);
+    for (state, is_alive) in [("alive", true), ("lost", false)] {
+        let load_balancer_count = status.load_balancers.iter().filter(|balancer| balancer.alive == is_alive).count();
+        snapshot.add_value(&LOAD_BALANCERS, [state], load_balancer_count as f64);
     }
     let key_age_s = wall_time.as_secs().saturating_sub(status.keys.current_since_unix_s);
-    snapshot.add(&COOKIE_KEY_AGE_SECONDS, [], key_age_s as f64);
+    snapshot.add_value(&COOKIE_KEY_AGE_SECONDS, [], key_age_s as f64);
 }
 
 impl Controller {
     /// Adds the metrics that the status does not contain.
     pub fn add_metrics(&self, snapshot: &mut Snapshot, now: Now) {
         self.add_acknowledgement_metrics(snapshot, now);
-        snapshot.add(&STORE_BEHIND, [], self.is_store_outdated().into());
-        snapshot.add(&STORE_HAS_DOCUMENT, [], self.fleet.has_document().into());
-        snapshot.add(&SERVERS_LIMITED, [], self.share_limiter.limited_server_count() as f64);
-        snapshot.add(&REPORTS_AHEAD_TOTAL, [], self.reports_ahead_count as f64);
+        snapshot.add_value(&STORE_BEHIND, [], self.is_store_outdated().into());
+        snapshot.add_value(&STORE_HAS_DOCUMENT, [], self.fleet.has_document().into());
+        snapshot.add_value(&SERVERS_LIMITED, [], self.share_limiter.limited_server_count() as f64);
+        snapshot.add_value(&REPORTS_AHEAD_TOTAL, [], self.reports_ahead_count as f64);
         for (id, server) in &self.fleet.servers {
-            if let Some(newest) = self.agent(*id).and_then(|agent| agent.newest_report.as_ref()) {
-                component::add_dispatch_counters(snapshot, &server.name, &newest.details.dispatched_services);
+            if let Some(report) = self.agent(*id).and_then(|agent| agent.newest_report.as_ref()) {
+                component::add_dispatch_counters(snapshot, &server.name, &report.details.dispatched_services);
             }
         }
         for (name, balancer) in self.load_balancers.iter() {
-            if let Some((state, _)) = &balancer.state {
+            if let Some((state, _)) = &balancer.reported_state {
                 component::add_load_balancer_metrics(snapshot, name, state);
             }
         }
@@ -139,22 +139,22 @@ impl Controller {
 fn add_server_metrics(snapshot: &mut Snapshot, server: &Server) {
     let server_name = server.name.as_str();
     if server.reports != ReportState::None && server.state != ServerState::Gone {
-        snapshot.add(&SERVER_REPORT_AGE_SECONDS, [server_name], to_seconds(server.report_age_ms));
+        snapshot.add_value(&SERVER_REPORT_AGE_SECONDS, [server_name], to_seconds(server.report_age_ms));
         snapshot.add_indexed_values(&SERVER_CORE_LOAD_RATIO, server_name, server.core_load.iter().copied());
     }
-    snapshot.add(&SERVER_OPEN_CONNECTIONS, [server_name], server.open_connections.into());
-    if let Some(counted) = server.connections.as_ref().filter(|_| server.state != ServerState::Gone) {
-        for (service, count) in &counted.services {
-            snapshot.add(&SERVER_SERVICE_CONNECTIONS, [server_name, service], (*count).into());
+    snapshot.add_value(&SERVER_OPEN_CONNECTIONS, [server_name], server.open_connections.into());
+    if let Some(counted_connections) = server.connections.as_ref().filter(|_| server.state != ServerState::Gone) {
+        for (service, count) in &counted_connections.services {
+            snapshot.add_value(&SERVER_SERVICE_CONNECTIONS, [server_name, service], (*count).into());
         }
     }
-    let is_drained_by_command = server.drained.as_ref().is_some_and(|drained| drained.by == DrainedBy::Command);
-    snapshot.add(&SERVER_DRAINED, [server_name], f64::from(u8::from(is_drained_by_command)));
+    let is_drained_by_command = server.drained.as_ref().is_some_and(|drain| drain.by == DrainedBy::Command);
+    snapshot.add_value(&SERVER_DRAINED, [server_name], f64::from(u8::from(is_drained_by_command)));
     component::add_server_counters(
         snapshot,
         server_name,
         (server.rss_matched, server.rss_mismatched),
         server.counters.iter(),
     );
-    snapshot.add(&SERVER_WARNINGS, [server_name], server.warnings.len() as f64);
+    snapshot.add_value(&SERVER_WARNINGS, [server_name], server.warnings.len() as f64);
 }

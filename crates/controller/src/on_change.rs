@@ -38,7 +38,7 @@ pub struct DueTable {
 
 impl Controller {
     pub(super) fn on_services_changed(&mut self) {
-        self.racks.changes += 1;
+        self.racks.change_count += 1;
         let (positions, services) = (&self.positions_by_index, &self.services);
         self.due_services
             .retain(|index| positions.get(index).is_some_and(|position| services[*position].due_trigger.is_some()));
@@ -87,8 +87,8 @@ impl Controller {
     /// the configuration or of check results. `interval_ended` is whether a report interval has ended.
     pub fn poll_inputs(&mut self, now: Now, interval_ended: bool) {
         let mut next_cursor = Some(InputCursor::default());
-        while let Some(from) = next_cursor {
-            next_cursor = self.poll_inputs_from(from, now, interval_ended);
+        while let Some(cursor) = next_cursor {
+            next_cursor = self.poll_inputs_from(cursor, now, interval_ended);
         }
     }
 
@@ -108,7 +108,7 @@ impl Controller {
             while polled_count < MEMBERS_PER_POLL
                 && let Some(shard) = shards.pop_front()
             {
-                polled_count += shard.members_in_shard(&self.services[position].fleet().members).count();
+                polled_count += shard.members_in_shard(&self.services[position].configuration().members).count();
                 self.poll_shard(position, Some(shard), now);
             }
             if shards.is_empty() {
@@ -140,7 +140,7 @@ impl Controller {
             return;
         }
         service.drop_cached_pool();
-        self.racks.changes += 1;
+        self.racks.change_count += 1;
         let trigger = TableTrigger { received_at: now.monotonic, is_load_change: false, sent_at: None };
         queue_table(&mut self.due_services, service, trigger, self.fleet.table_updates);
     }
@@ -148,8 +148,8 @@ impl Controller {
     /// Restarts the counts of connections assigned to servers that do not report, at the end of the interval. No report
     /// of their load will restart these counts.
     fn restart_counts_of_silent_servers(&mut self, position: usize, now: Now) {
-        let is_relayed_by_id = self.racks.is_relayed_by_id(self.services[position].fleet().index, now);
-        let member_ids = self.services[position].fleet().members.keys().copied();
+        let is_relayed_by_id = self.racks.is_relayed_by_id(self.services[position].configuration().index, now);
+        let member_ids = self.services[position].configuration().members.keys().copied();
         let is_silent = |id: &ServerId| {
             let is_relayed = is_relayed_by_id.get(usize::from(id.get())).copied().unwrap_or(false);
             !is_relayed && self.agent(*id).and_then(|agent| direct_loads(agent, now)).is_none()
@@ -161,21 +161,21 @@ impl Controller {
     /// Returns a hash of the service's inputs, except loads, counts, and the inputs of its servers.
     fn inputs_fingerprint(&self, position: usize, now: Now) -> u64 {
         let service = &self.services[position];
-        let fleet_service = service.fleet();
+        let fleet_service = service.configuration();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
         (fleet_service.buckets.get(), fleet_service.policy, fleet_service.hash_seed).hash(&mut hasher);
         for (name, balancer) in self.load_balancers.iter() {
             (name, balancer.is_connected()).hash(&mut hasher);
         }
         (fleet_service.when_all_down == WhenAllDown::FailOpen).hash(&mut hasher);
-        self.racks.summaries(fleet_service.index, now).count().hash(&mut hasher);
+        self.racks.valid_summaries_of_service(fleet_service.index, now).count().hash(&mut hasher);
         fleet_service.members.len().hash(&mut hasher);
         hasher.finish()
     }
 
     fn server_inputs_fingerprint(&self, position: usize, shard: Shard, now: Now) -> u64 {
         let service = &self.services[position];
-        let fleet_service = service.fleet();
+        let fleet_service = service.configuration();
         let mut hasher = foldhash::fast::FixedState::default().build_hasher();
         for id in shard.members_in_shard(&fleet_service.members) {
             let (agent, server) = (self.agent(id), &self.fleet.servers[&id]);
@@ -198,7 +198,7 @@ impl Controller {
             let position = *self.positions_by_index.get(&self.due_services.pop_front()?)?;
             if let Some(trigger) = self.services[position].due_trigger {
                 let new_table = self.make_table(position, now);
-                self.table_acks.record_table(new_table.service, new_table.table.generation, trigger);
+                self.table_acks.record_table(new_table.service_index, new_table.table.generation, trigger);
                 return Some(DueTable { new_table, trigger });
             }
         }
@@ -218,6 +218,6 @@ fn queue_table(
 ) {
     if table_timing == TableTiming::OnChange && service.due_trigger.is_none() {
         service.due_trigger = Some(trigger);
-        due_services.push_back(service.fleet().index);
+        due_services.push_back(service.configuration().index);
     }
 }

@@ -52,7 +52,7 @@ impl Harness {
     fn with_fleet_keys(fleet_keys: &str) -> Self {
         let config = four_server_fleet(fleet_keys);
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let sessions = (0..4).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
         Self { controller, records, sessions, sequence: 0 }
@@ -61,7 +61,7 @@ impl Harness {
     fn send_report(&mut self, server: usize, now: Now) {
         self.sequence += 1;
         let report = plain_report(self.sequence, now, &[self.sequence * 1_000; 4]);
-        self.controller.report(&self.sessions[server], Ok(report), now).unwrap();
+        self.controller.record_report(&self.sessions[server], Ok(report), now).unwrap();
     }
 
     fn make_due_tables(&mut self, now: Now) -> Vec<DueTable> {
@@ -73,7 +73,9 @@ impl Harness {
         let due_tables = self.make_due_tables(now);
         due_tables
             .iter()
-            .map(|due| (self.service_name(due.new_table.service), due.new_table.table.generation))
+            .map(|due_table| {
+                (self.service_name(due_table.new_table.service_index), due_table.new_table.table.generation)
+            })
             .collect()
     }
 
@@ -167,7 +169,7 @@ fn traffic_makes_tables_of_its_policies_due() {
     harness.controller.poll_inputs(at(2), false);
     harness.make_and_list_due_tables(at(2));
     let api_index = harness.service_index("api");
-    let server_traffic = ServerTraffic { opened: 5, ..Default::default() };
+    let server_traffic = ServerTraffic { opened_connection_count: 5, ..Default::default() };
     let traffic_message = TrafficMessage {
         opened_connections: [(api_index, 5)].into(),
         servers: [(2u64.try_into().unwrap(), server_traffic)].into(),
@@ -182,7 +184,7 @@ fn new_configuration_makes_no_other_table_due() {
     harness.controller.poll_inputs(at(0), true);
     harness.make_and_list_due_tables(at(0));
     let config = four_server_fleet("load_ewma_alpha = 0.25\n");
-    harness.records.apply(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
+    harness.records.apply_document(&config, at(1).wall, &mut seeded_rng(6, 0)).unwrap();
     harness.send_report(0, at(1));
     harness.controller.configure(Fleet::new(&config, &harness.records));
     harness.controller.poll_inputs(at(2), false);
@@ -192,13 +194,13 @@ fn new_configuration_makes_no_other_table_due() {
 #[test]
 fn reports_make_no_table_due_in_interval_mode() {
     let mut harness = Harness::with_fleet_keys("table_updates = \"interval\"\n");
-    assert_eq!(harness.controller.tick(at(0)).len(), 3);
+    assert_eq!(harness.controller.end_report_interval(at(0)).len(), 3);
     (0..4).for_each(|server| harness.send_report(server, at(100)));
     let traffic = TrafficMessage::default();
     let session = harness.controller.register_load_balancer("lb", at(100)).unwrap();
     harness.controller.record_load_balancer_traffic(session, &traffic, at(110));
     assert_eq!((harness.controller.has_due_table(), harness.make_and_list_due_tables(at(120))), (false, vec![]));
-    assert_eq!(harness.controller.tick(at(200)).len(), 3);
+    assert_eq!(harness.controller.end_report_interval(at(200)).len(), 3);
 }
 
 /// All servers are polled in several steps, and reports wait for one step only.
@@ -210,12 +212,12 @@ fn inputs_of_many_servers_are_polled_shard_by_shard() {
     }
     let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
     let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
-    records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+    records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
     let mut controller = Controller::new(Fleet::new(&config, &records));
     let mut step_count = 0;
     let mut next_cursor = Some(InputCursor::default());
-    while let Some(from) = next_cursor {
-        next_cursor = controller.poll_inputs_from(from, at(1_000), false);
+    while let Some(cursor) = next_cursor {
+        next_cursor = controller.poll_inputs_from(cursor, at(1_000), false);
         step_count += 1;
     }
     assert_eq!(step_count, 5);

@@ -19,7 +19,7 @@ use coreward_fleet::fleet::FleetService;
 impl Controller {
     pub(super) fn make_table(&mut self, position: usize, now: Now) -> NewTable {
         let pool = match self.services[position].take_cached_pool() {
-            Some(known) => self.refresh_pool(position, known, now),
+            Some(cached_pool) => self.refresh_pool(position, cached_pool, now),
             None => {
                 self.update_eligibilities(position, now);
                 self.compute_pool(&self.services[position], now)
@@ -52,7 +52,8 @@ impl Controller {
         let Some(service) = self.services.get(position) else { return true };
         let lower_bound = servers.last().map_or(Bound::Unbounded, |last| Bound::Excluded(last.id));
         let previous_count = servers.len();
-        let next_ids = service.fleet().members.range((lower_bound, Bound::Unbounded)).map(|(id, _)| *id).take(count);
+        let next_ids =
+            service.configuration().members.range((lower_bound, Bound::Unbounded)).map(|(id, _)| *id).take(count);
         servers.extend(next_ids.map(|id| self.pool_server(service, id, now)));
         servers.len() < previous_count + count
     }
@@ -62,14 +63,15 @@ impl Controller {
     }
 
     fn pool_servers(&self, service: &Service, now: Now) -> Vec<PoolServer> {
-        service.fleet().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
+        service.configuration().members.keys().map(|id| self.pool_server(service, *id, now)).collect()
     }
 
     /// Adds to the pool those inputs that do not belong to a single server.
     pub(super) fn with_common_inputs(&self, service: &Service, pool: Pool, now: Now) -> Pool {
-        let fleet_service = service.fleet();
-        let pool = pool.for_next_table(self.load_balancers.count() as u32);
-        let pool = pool.with_rack_summaries(self.racks.summaries(fleet_service.index, now).cloned().collect());
+        let fleet_service = service.configuration();
+        let pool = pool.for_next_table(self.load_balancers.connected_count() as u32);
+        let pool = pool
+            .with_rack_summaries(self.racks.valid_summaries_of_service(fleet_service.index, now).cloned().collect());
         if places_each_datagram(fleet_service) { pool.counting_requests() } else { pool }
     }
 
@@ -88,11 +90,11 @@ impl Controller {
 
     /// Updates for each server of the service whether and why it takes new connections.
     fn update_eligibilities(&mut self, position: usize, now: Now) {
-        let fleet_service = self.services[position].fleet();
+        let fleet_service = self.services[position].configuration();
         let eligibility_by_id = |id: &ServerId| (*id, self.eligibility(fleet_service, *id, now));
         let eligibilities = fleet_service.members.keys().map(eligibility_by_id).collect();
         self.services[position].update_eligibilities(eligibilities, now);
-        self.racks.changes += 1;
+        self.racks.change_count += 1;
     }
 
     pub(super) fn eligibility(&self, service: &FleetService, id: ServerId, now: Now) -> Eligibility {
@@ -111,7 +113,7 @@ impl Controller {
 
     pub(super) fn takes_connections(&self, service: &Service, id: ServerId, now: Now) -> bool {
         let takes_connections = service.takes_connections(id);
-        takes_connections.unwrap_or_else(|| self.eligibility(service.fleet(), id, now) == Eligibility::Eligible)
+        takes_connections.unwrap_or_else(|| self.eligibility(service.configuration(), id, now) == Eligibility::Eligible)
     }
 
     pub(super) fn pool_server(&self, service: &Service, id: ServerId, now: Now) -> PoolServer {
@@ -121,8 +123,8 @@ impl Controller {
             is_eligible: self.takes_connections(service, id, now),
             loads: agent
                 .and_then(|agent| direct_loads(agent, now))
-                .map(|loads| loads_for_service(service.fleet(), loads)),
-            rss: agent.and_then(Agent::rss).cloned(),
+                .map(|loads| loads_for_service(service.configuration(), loads)),
+            rss: agent.and_then(Agent::rss_config).cloned(),
             open_connections: self.open_connections(id, agent),
             weight: server.weight,
             slow_start_fraction: self.share_fraction(service, id, now),
@@ -135,11 +137,11 @@ impl Controller {
     /// Returns the number of open connections, which is the agent's last count plus the changes that load balancers
     /// have counted since. Load balancers count a retransmitted FIN twice, until the next report corrects it.
     fn open_connections(&self, id: ServerId, agent: Option<&Agent>) -> u32 {
-        let Some(newest) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
+        let Some(report) = agent.and_then(|agent| agent.newest_report.as_ref()) else { return 0 };
         let traffic_at_report = agent.map(|agent| &agent.traffic_at_report);
-        let increase_since_report =
-            traffic_at_report.map_or(0, |then| self.load_balancers.traffic_totals(id).opened_since(then));
-        u32::try_from((i64::from(newest.open_connections) + increase_since_report).max(0)).unwrap_or(u32::MAX)
+        let increase_since_report = traffic_at_report
+            .map_or(0, |earlier_totals| self.load_balancers.traffic_totals(id).opened_since(earlier_totals));
+        u32::try_from((i64::from(report.open_connections) + increase_since_report).max(0)).unwrap_or(u32::MAX)
     }
 }
 

@@ -8,7 +8,7 @@ use coreward_model::lb_stamping;
 use coreward_model::placement::PlacementTable;
 use coreward_model::rss::seeded_rng;
 use coreward_model::{FourTuple, ServerId};
-use coreward_wire::{LOAD_BALANCER_TIMEOUT, Report, ServerTraffic, ServiceIndex, TrafficMessage};
+use coreward_wire::{AgentReport, LOAD_BALANCER_TIMEOUT, ServerTraffic, ServiceIndex, TrafficMessage};
 
 use super::explain::ExplainedPacket;
 use super::tests::plain_report;
@@ -42,19 +42,19 @@ impl Harness {
     fn new(servers: &[&str], service: &str) -> Self {
         let config = fleet_config(servers, service);
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { records, controller }
     }
 
     fn configure(&mut self, servers: &[&str], service: &str, now: Now) {
         let config = fleet_config(servers, service);
-        self.records.apply(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
+        self.records.apply_document(&config, now.wall, &mut seeded_rng(7, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
     fn make_table(&mut self, now: Now) -> PlacementTable {
-        (*self.controller.tick(now).remove(0).table).clone()
+        (*self.controller.end_report_interval(now).remove(0).table).clone()
     }
 
     fn connect_agent(&mut self, server_number: usize, open_connections: u32, now: Now) -> Session {
@@ -64,8 +64,8 @@ impl Harness {
     }
 
     fn send_report(&mut self, session: &Session, sequence: u64, open_connections: u32, now: Now) {
-        let report = Report { open_connections, ..plain_report(sequence, now, &[0; 2]) };
-        self.controller.report(session, Ok(report), now).unwrap();
+        let report = AgentReport { open_connections, ..plain_report(sequence, now, &[0; 2]) };
+        self.controller.record_report(session, Ok(report), now).unwrap();
     }
 
     fn open_connections(&self, now: Now) -> Vec<u32> {
@@ -79,15 +79,19 @@ fn id(number: u64) -> ServerId {
 }
 
 fn traffic_message(counts: &[(u64, u64, u64)]) -> TrafficMessage {
-    let of = |(server, opened, closed): &(u64, u64, u64)| {
-        let server_traffic =
-            ServerTraffic { opened: *opened, closed: *closed, packet_count: opened * 10, bytes: opened * 1000 };
+    let to_server_traffic = |(server, opened_count, closed_count): &(u64, u64, u64)| {
+        let server_traffic = ServerTraffic {
+            opened_connection_count: *opened_count,
+            closed_connection_count: *closed_count,
+            packet_count: opened_count * 10,
+            frame_bytes: opened_count * 1000,
+        };
         (id(*server), server_traffic)
     };
-    let opened_count = counts.iter().map(|(_, opened, _)| opened).sum();
+    let opened_count = counts.iter().map(|(_, count, _)| count).sum();
     TrafficMessage {
         opened_connections: [(ServiceIndex::FIRST, opened_count)].into(),
-        servers: counts.iter().map(of).collect(),
+        servers: counts.iter().map(to_server_traffic).collect(),
     }
 }
 
@@ -119,13 +123,16 @@ fn new_server_has_a_slow_start_but_initial_servers_have_none() {
     harness.configure(&["", "", ""], service_keys, at(10));
     let buckets_of_new_server =
         |harness: &mut Harness, now: u64| buckets_by_server(&harness.make_table(at(now))).get(&2).copied().unwrap_or(0);
-    let (first, half, whole) = (
+    let (initial_count, halfway_count, full_count) = (
         buckets_of_new_server(&mut harness, 10),
         buckets_of_new_server(&mut harness, 60),
         buckets_of_new_server(&mut harness, 110),
     );
     // The three totals are 2 + 1/64, 2.5 and 3 shares.
-    assert!((6..=10).contains(&first) && (202..=208).contains(&half) && (340..=343).contains(&whole), "{first} {half}");
+    assert!(
+        (6..=10).contains(&initial_count) && (202..=208).contains(&halfway_count) && (340..=343).contains(&full_count),
+        "{initial_count} {halfway_count}"
+    );
     // After a drain, the server joins again with a slow start.
     harness.configure(&["", "", "state = \"draining\""], service_keys, at(200));
     assert_eq!(buckets_of_new_server(&mut harness, 200), 0);
@@ -197,8 +204,8 @@ fn cores_of_packet_placement_count_with_the_mean_load() {
         let mut harness = Harness::new(&["", ""], &format!("policy = \"crossrss\"\n{service}"));
         for (n, busy_ns) in [unequal_busy_ns, [60_000_000; 2]].iter().enumerate() {
             let session = harness.controller.register(&format!("s{n}"), "test", at(0)).unwrap();
-            harness.controller.report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
-            harness.controller.report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
+            harness.controller.record_report(&session, Ok(plain_report(1, at(0), &[0; 2])), at(0)).unwrap();
+            harness.controller.record_report(&session, Ok(plain_report(2, at(1), busy_ns)), at(1)).unwrap();
         }
         let pool = harness.controller.compute_pool(&harness.controller.services[0], at(1));
         pool.servers().iter().map(|server| server.loads.as_ref().unwrap().cores().unwrap().to_vec()).collect::<Vec<_>>()
@@ -227,7 +234,7 @@ fn previous_servers_of_buckets_are_sent_to_agents() {
     assert!(harness.controller.predecessor_change_count() > change_count);
     for session in &sessions {
         let previous_servers = harness.controller.agent_configuration(session).unwrap().previous_servers;
-        assert_eq!(previous_servers.iter().map(|before| before.id).collect::<Vec<_>>(), [id(2)]);
+        assert_eq!(previous_servers.iter().map(|server| server.id).collect::<Vec<_>>(), [id(2)]);
     }
     // A new controller process continues from the records.
     let (name, history) = harness.controller.changed_histories().remove(0);
@@ -293,7 +300,7 @@ fn servers_with_lb_stamping_need_no_agent() {
     assert!(harness.controller.keys(at(10)).waiting_for.is_empty());
 
     let (address, client) = (configuration.services[0].address, "10.1.0.7:1024".parse().unwrap());
-    let tuple = FourTuple::new(client, address.socket).unwrap();
+    let tuple = FourTuple::new(client, address.vip_and_port).unwrap();
     let tsecr = lb_stamping::stamp_tsval(&configuration.keys, &time_key, &tuple, server, 5);
     let packet = ExplainedPacket::Established { tsecr: Some(tsecr), is_reset: false };
     let explanation = harness.controller.explain(address, client, packet, at(10)).unwrap();

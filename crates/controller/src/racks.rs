@@ -32,7 +32,7 @@ pub struct Racks {
     by_name: BTreeMap<String, Rack>,
     last_session_number: u64,
     /// Number of changes that may affect the configurations of all racks.
-    pub changes: u64,
+    pub change_count: u64,
 }
 
 /// Version of one rack's configuration, by which changes are detected.
@@ -72,16 +72,19 @@ impl ReceivedSummary {
 
 impl Rack {
     fn valid_summaries(&self, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
-        self.summaries_by_service.values().filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
+        self.summaries_by_service
+            .values()
+            .filter(move |received_summary| received_summary.is_valid(now))
+            .map(|relayed| &relayed.summary)
     }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RackRelay {
     pub rack_session: u64,
-    pub name: Arc<str>,
+    pub rack_name: Arc<str>,
     /// Number that the rack has given to the agent's stream.
-    pub stream: u64,
+    pub stream_number: u64,
 }
 
 /// Reason why a rack's summaries are rejected.
@@ -104,20 +107,26 @@ impl Racks {
     }
 
     /// Returns the valid summaries that contain servers of the service.
-    pub fn summaries(&self, service: ServiceIndex, now: Now) -> impl Iterator<Item = &Arc<RackSummary>> {
+    pub fn valid_summaries_of_service(
+        &self,
+        service: ServiceIndex,
+        now: Now,
+    ) -> impl Iterator<Item = &Arc<RackSummary>> {
         let received_summaries = self.by_name.values().filter_map(move |rack| rack.summaries_by_service.get(&service));
-        received_summaries.filter(move |relayed| relayed.is_valid(now)).map(|relayed| &relayed.summary)
+        received_summaries
+            .filter(move |received_summary| received_summary.is_valid(now))
+            .map(|relayed| &relayed.summary)
     }
 
     /// Returns the servers that are in any valid summary.
-    pub fn servers(&self, now: Now) -> HashSet<ServerId> {
+    pub fn summarized_servers(&self, now: Now) -> HashSet<ServerId> {
         let valid_summaries = self.by_name.values().flat_map(|rack| rack.valid_summaries(now));
         valid_summaries.flat_map(|summary| &summary.servers).map(|server| server.id).collect()
     }
 
     pub fn is_relayed_by_id(&self, service: ServiceIndex, now: Now) -> Vec<bool> {
         let mut is_relayed_by_id = Vec::new();
-        for server in self.summaries(service, now).flat_map(|summary| &summary.servers) {
+        for server in self.valid_summaries_of_service(service, now).flat_map(|summary| &summary.servers) {
             let id = usize::from(server.id.get());
             if id >= is_relayed_by_id.len() {
                 is_relayed_by_id.resize(id + 1, false);
@@ -130,14 +139,14 @@ impl Racks {
     pub fn begin_agent_session(&mut self, relay: &RackRelay, session: &Session) {
         if let Some(rack) = self.find_by_session(relay.rack_session) {
             rack.agent_change_count += 1;
-            rack.sessions_by_stream.insert(relay.stream, session.clone());
+            rack.sessions_by_stream.insert(relay.stream_number, session.clone());
         }
     }
 
     pub fn end_agent_session(&mut self, relay: &RackRelay) {
         if let Some(rack) = self.find_by_session(relay.rack_session) {
             rack.agent_change_count += 1;
-            rack.sessions_by_stream.remove(&relay.stream);
+            rack.sessions_by_stream.remove(&relay.stream_number);
         }
     }
 
@@ -179,14 +188,15 @@ impl Controller {
 
     /// Fails if the fleet document does not allow a rack with this name.
     fn check_rack(&self, name: &str) -> Result<(), Rejection> {
-        let is_allowed = self.fleet.racks.as_ref().is_none_or(|racks| racks.contains(name));
+        let is_allowed = self.fleet.allowed_racks.as_ref().is_none_or(|racks| racks.contains(name));
         if is_allowed { Ok(()) } else { Err(Rejection::UnknownRack(name.to_owned())) }
     }
 
     /// Fails if the agent may not report for the server through its rack. A direct agent proves its identity by its
     /// certificate. A rack has authenticated its agents, so the fleet document limits the servers that it may report.
     pub(super) fn check_relay(&self, id: ServerId, relay: Option<&RackRelay>) -> Result<(), Rejection> {
-        let Some(RackRelay { name, .. }) = relay.filter(|relay| !self.fleet.may_connect_through(id, &relay.name))
+        let Some(RackRelay { rack_name: name, .. }) =
+            relay.filter(|relay| !self.fleet.may_connect_through(id, &relay.rack_name))
         else {
             return Ok(());
         };
@@ -204,8 +214,8 @@ impl Controller {
         let rack_check = self.check_rack(name);
         self.count_rejection(rack_check)?;
         let racks = &mut self.racks;
-        if let Some(live) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
-            let since_last_message = now.monotonic.saturating_sub(live.last_message_at);
+        if let Some(connected_rack) = racks.by_name.get(name).filter(|rack| rack.session.is_some()) {
+            let since_last_message = now.monotonic.saturating_sub(connected_rack.last_message_at);
             if since_last_message <= LOAD_BALANCER_TIMEOUT {
                 let rejection = Rejection::DuplicateRack { name: name.to_owned(), since_last_message };
                 return self.count_rejection(Err(rejection));
@@ -262,19 +272,20 @@ impl Controller {
             for list in &mut summary.candidate_lists {
                 list.key = self.rss_keys.intern(list.key.clone());
             }
-            if let Some(foreign) = summary.servers.iter().find(|server| own_servers.binary_search(&server.id).is_err())
+            if let Some(foreign_server) =
+                summary.servers.iter().find(|server| own_servers.binary_search(&server.id).is_err())
             {
-                return Err(SummaryRejection::ForeignServer(foreign.id));
+                return Err(SummaryRejection::ForeignServer(foreign_server.id));
             }
             new_summaries.insert(service, Arc::new(summary));
         }
         let expires_at = now.monotonic + SUMMARY_VALIDITY_INTERVALS * self.fleet.report_interval;
         if let Some(rack) = self.racks.find_by_session(session) {
-            rack.summaries_by_service.retain(|_, relayed| relayed.is_valid(now));
-            let newly_relayed = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
+            rack.summaries_by_service.retain(|_, received_summary| received_summary.is_valid(now));
+            let to_received_summary = |(service, summary): (&ServiceIndex, &Arc<RackSummary>)| {
                 (*service, ReceivedSummary { summary: summary.clone(), expires_at })
             };
-            rack.summaries_by_service.extend(new_summaries.iter().map(newly_relayed));
+            rack.summaries_by_service.extend(new_summaries.iter().map(to_received_summary));
         }
         for (service, summary) in &new_summaries {
             self.on_relayed_loads(*service, summary, now);
@@ -285,7 +296,7 @@ impl Controller {
     pub fn rack_config_version(&self, session: u64) -> RackConfigVersion {
         let rack_version = self.racks.connected_rack(session).map_or(0, |(_, rack)| rack.agent_change_count);
         RackConfigVersion {
-            all_racks_version: self.racks.changes,
+            all_racks_version: self.racks.change_count,
             rack_version,
             detail_interval: self.racks.detail_interval(),
         }
@@ -320,7 +331,7 @@ impl Controller {
     }
 
     fn rack_service(&self, service: &Service, servers: &[RackServer], now: Now) -> RackService {
-        let fleet_service = service.fleet();
+        let fleet_service = service.configuration();
         let rack_member = |server: &RackServer| RackMember {
             id: server.id,
             is_eligible: self.takes_connections(service, server.id, now),

@@ -42,7 +42,7 @@ impl Harness {
         }
         text += "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
         let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-        self.records.apply(&config, START_TIME, &mut seeded_rng(6, 0)).unwrap();
+        self.records.apply_document(&config, START_TIME, &mut seeded_rng(6, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
@@ -57,8 +57,8 @@ impl Harness {
         server: &str,
         stream: u64,
     ) -> Result<Session, Rejection> {
-        let rack_relay = RackRelay { rack_session, name: name.into(), stream };
-        self.controller.connect_via_rack(server, "test", Some(rack_relay), at(0))
+        let rack_relay = RackRelay { rack_session, rack_name: name.into(), stream_number: stream };
+        self.controller.register_via(server, "test", Some(rack_relay), at(0))
     }
 
     /// Returns the stream numbers and server ids in the rack's configuration.
@@ -144,12 +144,12 @@ fn agent_that_reconnects_through_another_rack_leaves_the_old_rack() {
     let second_rack = harness.register_rack("r2");
     let config_versions =
         |harness: &Harness| [first_rack, second_rack].map(|rack| harness.controller.rack_config_version(rack));
-    let (later, before) = (at(10_000), config_versions(&harness));
-    harness.controller.register("s0", "test", later).unwrap();
-    assert_ne!(config_versions(&harness)[0], before[0], "the rack gets an update");
-    assert_eq!(config_versions(&harness)[1], before[1], "the other one is not");
+    let (later_time, versions_before) = (at(10_000), config_versions(&harness));
+    harness.controller.register("s0", "test", later_time).unwrap();
+    assert_ne!(config_versions(&harness)[0], versions_before[0], "the rack gets an update");
+    assert_eq!(config_versions(&harness)[1], versions_before[1], "the other one is not");
     assert_eq!(harness.configured_streams(first_rack), [(2, 1)]);
-    assert_eq!(harness.controller.status(later).servers[0].rack, None);
+    assert_eq!(harness.controller.status(later_time).servers[0].rack, None);
 }
 
 #[test]
@@ -175,7 +175,8 @@ fn summaries_are_accepted_per_service() {
         load_sum: vec![0.5],
         ..Default::default()
     };
-    let summary_count = |harness: &Harness, now: Now| harness.controller.racks.summaries(web_index, now).count();
+    let summary_count =
+        |harness: &Harness, now: Now| harness.controller.racks.valid_summaries_of_service(web_index, now).count();
     harness
         .controller
         .record_rack_summaries(rack_session, &[summary_for_service(web_index.get().into())], at(0))

@@ -108,7 +108,7 @@ impl Rejection {
     ];
 
     /// Returns the name of the counter for this reason.
-    pub fn reason(&self) -> &'static str {
+    pub fn counter_name(&self) -> &'static str {
         match self {
             Rejection::UnknownServer(_) => "unknown_server",
             Rejection::DuplicateSession { .. } => "duplicate_session",

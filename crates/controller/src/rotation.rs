@@ -52,7 +52,7 @@ fn list_with_verb(names: &[String]) -> String {
 pub enum KeyStep {
     Announce {
         /// Whether the announcement does not wait for disconnected peers.
-        forced: bool,
+        is_forced: bool,
     },
     Switch,
 }
@@ -60,8 +60,8 @@ pub enum KeyStep {
 impl KeyStep {
     pub fn describe(self) -> &'static str {
         match self {
-            KeyStep::Announce { forced: false } => "the next key is being distributed",
-            KeyStep::Announce { forced: true } => "the next key is being distributed to all that are connected",
+            KeyStep::Announce { is_forced: false } => "the next key is being distributed",
+            KeyStep::Announce { is_forced: true } => "the next key is being distributed to all that are connected",
             KeyStep::Switch => "the next key stamps from now on",
         }
     }
@@ -73,8 +73,8 @@ impl Controller {
     pub fn due_key_step(&self, now: Now) -> Result<Option<KeyStep>, RotationError> {
         let key_ring = &self.fleet.key_ring;
         match key_ring.phase {
-            KeyPhase::Announced { forced } => {
-                Ok(self.unconfirmed_peers(forced, now).is_empty().then_some(KeyStep::Switch))
+            KeyPhase::Announced { is_forced } => {
+                Ok(self.unconfirmed_peers(is_forced, now).is_empty().then_some(KeyStep::Switch))
             }
             KeyPhase::Steady => {
                 let key_age = now.record.saturating_sub(key_ring.current_since);
@@ -85,33 +85,33 @@ impl Controller {
     }
 
     /// Returns the first step of a rotation that the operator requests. Fails if a rotation is in progress, or if it
-    /// would break connections and `force` is not set.
-    pub fn requested_key_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
+    /// would break connections and `is_forced` is not set.
+    pub fn requested_key_step(&self, is_forced: bool, now: Now) -> Result<KeyStep, RotationError> {
         let key_ring = &self.fleet.key_ring;
         if key_ring.phase == KeyPhase::Steady {
-            return self.announce_step(force, now);
+            return self.announce_step(is_forced, now);
         }
-        let unconfirmed_peers = self.unconfirmed_peers(force, now);
+        let unconfirmed_peers = self.unconfirmed_peers(is_forced, now);
         if unconfirmed_peers.is_empty() {
             return Ok(KeyStep::Switch);
         }
         // Connected peers will confirm the key, and a forced rotation does not wait for the others.
-        if force && key_ring.phase == (KeyPhase::Announced { forced: false }) {
-            return Ok(KeyStep::Announce { forced: true });
+        if is_forced && key_ring.phase == (KeyPhase::Announced { is_forced: false }) {
+            return Ok(KeyStep::Announce { is_forced: true });
         }
         Err(RotationError::UnderWay { peers: unconfirmed_peers, generation: key_ring.generation })
     }
 
-    fn announce_step(&self, force: bool, now: Now) -> Result<KeyStep, RotationError> {
+    fn announce_step(&self, is_forced: bool, now: Now) -> Result<KeyStep, RotationError> {
         let key_ring = &self.fleet.key_ring;
         let key_age = now.record.saturating_sub(key_ring.current_since);
         let required_age = self.fleet.max_connection_lifetime;
-        if key_age < required_age && !force {
+        if key_age < required_age && !is_forced {
             return Err(RotationError::KeyTooYoung { age: key_age, expected: required_age });
         }
-        let unconfirmed_peers = self.unconfirmed_peers(force, now);
+        let unconfirmed_peers = self.unconfirmed_peers(is_forced, now);
         if unconfirmed_peers.is_empty() {
-            Ok(KeyStep::Announce { forced: force })
+            Ok(KeyStep::Announce { is_forced })
         } else {
             Err(RotationError::Unconfirmed { peers: unconfirmed_peers, generation: key_ring.generation })
         }
@@ -179,7 +179,7 @@ impl Controller {
     }
 
     fn is_announcement_forced(&self) -> bool {
-        self.fleet.key_ring.phase == (KeyPhase::Announced { forced: true })
+        self.fleet.key_ring.phase == (KeyPhase::Announced { is_forced: true })
     }
 
     #[cfg(test)]

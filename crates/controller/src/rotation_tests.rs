@@ -8,7 +8,7 @@ use coreward_api::types::KeyPhase as ShownPhase;
 use coreward_config::Source;
 use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::rss::seeded_rng;
-use coreward_wire::{Report, v1};
+use coreward_wire::{AgentReport, v1};
 use proptest::prelude::*;
 
 use super::rotation::{KeyStep, RotationError};
@@ -79,7 +79,7 @@ struct Harness {
 impl Harness {
     fn new(config: FleetConfig) -> Self {
         let mut records = Records::generate(Duration::ZERO, &mut seeded_rng(5, 0));
-        records.apply(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
+        records.apply_document(&config, Duration::ZERO, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         let agents = (0..SERVER_COUNT).map(|_| Peer::new()).collect();
         let load_balancers = vec![Peer::new(), Peer::new()];
@@ -115,9 +115,9 @@ impl Harness {
     fn take_key_step(&mut self, step: KeyStep) {
         let (generation, random) = (self.records.generation + 1, &mut seeded_rng(self.rotation_count, 9));
         match step {
-            KeyStep::Announce { forced } => {
+            KeyStep::Announce { is_forced } => {
                 self.rotation_count += u64::from(self.records.key_ring.phase == KeyPhase::Steady);
-                self.records.key_ring.announce_next_key(forced, generation, random);
+                self.records.key_ring.announce_next_key(is_forced, generation, random);
             }
             KeyStep::Switch => self.records.key_ring.switch_to_next_key(self.now, generation),
         }
@@ -158,7 +158,7 @@ impl Harness {
 
     fn disconnect_agent(&mut self, n: usize) {
         if let Some(stream) = self.agents[n].stream.take() {
-            self.controller.disconnect(&stream.session);
+            self.controller.end_session(&stream.session);
         }
     }
 
@@ -178,7 +178,7 @@ impl Harness {
         for agent in &self.agents {
             if let Some(stream) = &agent.stream {
                 let report = report_of(self.sequence, now, stream.confirmed_generation);
-                self.controller.report(&stream.session, Ok(report), now).unwrap();
+                self.controller.record_report(&stream.session, Ok(report), now).unwrap();
             }
         }
     }
@@ -211,7 +211,7 @@ impl Harness {
         let stamping_slots = self.agents.iter().filter_map(|agent| agent.keys_in_force).map(|keys| keys.current.get());
         let stamping_keys = self.agents.iter().filter_map(|agent| agent.keys_in_force).zip(stamping_slots);
         let has_key = |balancer: &Peer<u64>, slot: usize, keys: &FleetCookieKeys| {
-            balancer.keys_in_force.is_none_or(|held| held.keys[slot] == keys.keys[slot])
+            balancer.keys_in_force.is_none_or(|balancer_keys| balancer_keys.keys[slot] == keys.keys[slot])
         };
         stamping_keys
             .into_iter()
@@ -246,9 +246,9 @@ impl Harness {
     }
 }
 
-fn report_of(sequence: u64, now: Now, configuration_generation: u64) -> Report {
+fn report_of(sequence: u64, now: Now, configuration_generation: u64) -> AgentReport {
     let time_to_live = Duration::from_millis(1);
-    Report { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
+    AgentReport { time_to_live, configuration_generation, ..plain_report(sequence, now, &[0]) }
 }
 
 /// Returns a harness in which all peers are connected and have confirmed, and the key is old enough to rotate.
@@ -262,7 +262,7 @@ fn settled_harness(additional_keys: &str, service: &str) -> Harness {
 /// Returns a settled harness after a first rotation, because a fleet's first keys need no confirmation.
 fn harness_after_rotation(additional_keys: &str) -> Harness {
     let mut harness = settled_harness(additional_keys, "");
-    harness.take_key_step(KeyStep::Announce { forced: false });
+    harness.take_key_step(KeyStep::Announce { is_forced: false });
     harness.deliver_and_confirm_all();
     harness.take_key_step(KeyStep::Switch);
     harness.deliver_and_confirm_all();
@@ -301,7 +301,7 @@ fn rotation_has_two_phases_and_changes_the_stamping_key() {
     let mut harness = settled_harness("", "");
     let first_ring = harness.records.key_ring.clone();
     let key_step = harness.controller.requested_key_step(false, harness.now()).unwrap();
-    assert_eq!(key_step, KeyStep::Announce { forced: false });
+    assert_eq!(key_step, KeyStep::Announce { is_forced: false });
     harness.take_key_step(key_step);
     let announced_ring = harness.records.key_ring.clone();
     assert_eq!(announced_ring.keys.keys[0], first_ring.keys.keys[0]);
@@ -322,7 +322,7 @@ fn rotation_has_two_phases_and_changes_the_stamping_key() {
 #[test]
 fn rotation_survives_a_restart_in_both_phases() {
     let mut harness = settled_harness("", "");
-    harness.take_key_step(KeyStep::Announce { forced: false });
+    harness.take_key_step(KeyStep::Announce { is_forced: false });
     let announced_keys = harness.records.key_ring.keys;
     harness.restart_controller();
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None));
@@ -361,9 +361,9 @@ fn missing_confirmations_are_listed_by_name() {
              break)"
         )
     );
-    assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Announce { forced: true }));
+    assert_eq!(harness.controller.requested_key_step(true, harness.now()), Ok(KeyStep::Announce { is_forced: true }));
     // If the rotation is forced later, the first attempt waits for the two.
-    harness.take_key_step(KeyStep::Announce { forced: false });
+    harness.take_key_step(KeyStep::Announce { is_forced: false });
     (0..10).for_each(|_| harness.load_balancers[0].receive_configuration());
     (0..2).for_each(|n| (0..10).for_each(|_| harness.agents[n].receive_configuration()));
     harness.confirm_all();
@@ -377,7 +377,7 @@ fn missing_confirmations_are_listed_by_name() {
 #[test]
 fn young_key_is_not_rotated_without_force() {
     let mut harness = settled_harness("", "");
-    harness.take_key_step(KeyStep::Announce { forced: false });
+    harness.take_key_step(KeyStep::Announce { is_forced: false });
     harness.deliver_and_confirm_all();
     harness.take_key_step(KeyStep::Switch);
     harness.deliver_and_confirm_all();
@@ -397,7 +397,7 @@ fn scheduled_rotation_begins_when_due() {
     let mut harness = harness_after_rotation("key_rotation = \"1h\"\n");
     assert_eq!(harness.controller.due_key_step(harness.now()), Ok(None), "1000 s are no hour");
     harness.now += Duration::from_secs(2600);
-    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Announce { forced: false })));
+    assert_eq!(harness.controller.due_key_step(harness.now()), Ok(Some(KeyStep::Announce { is_forced: false })));
     harness.restart_controller();
     assert!(matches!(harness.controller.due_key_step(harness.now()), Err(RotationError::Unconfirmed { .. })));
 }
@@ -409,13 +409,13 @@ fn rotation_does_not_wait_for_servers_that_do_not_stamp() {
     harness.load_balancers[0].receive_configuration();
     harness.now += MAX_CONNECTION_LIFETIME;
     harness.confirm_all();
-    assert_eq!(harness.controller.requested_key_step(false, harness.now()), Ok(KeyStep::Announce { forced: false }));
+    assert_eq!(harness.controller.requested_key_step(false, harness.now()), Ok(KeyStep::Announce { is_forced: false }));
 }
 
 #[test]
 fn forced_rotation_waits_for_daemons_of_a_new_controller() {
     let mut harness = harness_after_rotation("");
-    harness.take_key_step(KeyStep::Announce { forced: true });
+    harness.take_key_step(KeyStep::Announce { is_forced: true });
     harness.restart_controller();
     let started_step =
         |seconds: u64| Now { monotonic: Duration::from_secs(seconds), wall: harness.now, record: harness.now };

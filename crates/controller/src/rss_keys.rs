@@ -14,8 +14,8 @@ pub struct RssKeys(HashSet<RssKey>);
 impl RssKeys {
     /// Returns a key equal to `key` that shares its memory with earlier copies.
     pub fn intern(&mut self, key: RssKey) -> RssKey {
-        if let Some(known) = self.0.get(&key) {
-            return known.clone();
+        if let Some(interned_key) = self.0.get(&key) {
+            return interned_key.clone();
         }
         if self.0.len() == MAX_INTERNED_KEYS {
             self.0.clear();

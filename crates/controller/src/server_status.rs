@@ -22,43 +22,43 @@ pub(super) struct StateReason {
 }
 
 impl StateReason {
-    fn lasting_since(state: ServerState, reason: String, since: Option<Duration>, now: Now) -> Self {
-        Self { state, reason, duration: since.map(|since| now.monotonic.saturating_sub(since)) }
+    fn lasting_since(state: ServerState, reason: String, start_time: Option<Duration>, now: Now) -> Self {
+        Self { state, reason, duration: start_time.map(|since| now.monotonic.saturating_sub(since)) }
     }
 
     pub fn duration_ms(&self) -> Option<u64> {
-        self.duration.map(|lasts| lasts.as_millis() as u64)
+        self.duration.map(|duration| duration.as_millis() as u64)
     }
 }
 
 impl Controller {
-    /// Returns the status of at most `count` members of the service whose ids follow `after`, sorted by id. Returns
+    /// Returns the status of at most `count` members of the service whose ids follow `last_id`, sorted by id. Returns
     /// none if another service has taken this position.
     pub fn members_after(
         &self,
         (position, address): (usize, ServiceAddress),
-        after: Option<ServerId>,
+        last_id: Option<ServerId>,
         count: usize,
         now: Now,
     ) -> Vec<(ServerId, ServiceMember)> {
-        let service = self.services.get(position).filter(|service| service.fleet().address == address);
+        let service = self.services.get(position).filter(|service| service.configuration().address == address);
         let Some(service) = service else { return Vec::new() };
-        let lower_bound = after.map_or(Bound::Unbounded, Bound::Excluded);
-        let member_ids = service.fleet().members.range((lower_bound, Bound::Unbounded)).map(|(id, _)| *id);
+        let lower_bound = last_id.map_or(Bound::Unbounded, Bound::Excluded);
+        let member_ids = service.configuration().members.range((lower_bound, Bound::Unbounded)).map(|(id, _)| *id);
         member_ids.take(count).map(|id| (id, self.service_member(service, id, now))).collect()
     }
 
     fn service_member(&self, service: &Service, id: ServerId, now: Now) -> ServiceMember {
         let state_reason = self.state_reason_in(service, id, now);
-        let check_results = self.load_balancers.check_results((service.fleet().index, id), now);
-        let check_results = check_results.into_iter().map(|(load_balancer, checked, age)| CheckedBy {
+        let check_results = self.load_balancers.check_results((service.configuration().index, id), now);
+        let check_results = check_results.into_iter().map(|(load_balancer, check_result, age)| CheckedBy {
             load_balancer: load_balancer.to_owned(),
-            up: checked.verdict.map(|verdict| verdict == HealthVerdict::Up),
-            since_ms: (checked.verdict_duration + age).as_millis() as u64,
-            error: (!checked.error.is_empty()).then(|| checked.error.clone()),
-            latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
-            checks: checked.completed_checks,
-            failures: checked.failed_checks,
+            up: check_result.verdict.map(|verdict| verdict == HealthVerdict::Up),
+            since_ms: (check_result.verdict_duration + age).as_millis() as u64,
+            error: (!check_result.error.is_empty()).then(|| check_result.error.clone()),
+            latency_us: u32::try_from(check_result.latency.as_micros()).unwrap_or(u32::MAX),
+            checks: check_result.completed_checks,
+            failures: check_result.failed_checks,
         });
         ServiceMember {
             server: self.fleet.servers[&id].name.clone(),
@@ -74,19 +74,19 @@ impl Controller {
         let states_by_service =
             self.positions_by_server.get(&id).into_iter().flatten().map(|position| &self.services[*position]);
         let states_by_service: Vec<(&str, StateReason)> = states_by_service
-            .map(|service| (service.fleet().name.as_str(), self.state_reason_in(service, id, now)))
+            .map(|service| (service.configuration().name.as_str(), self.state_reason_in(service, id, now)))
             .collect();
-        let services_where_down = |best: ServerState| {
+        let services_where_down = |best_state: ServerState| {
             let down_services = states_by_service
                 .iter()
-                .filter(move |(_, status)| status.state == ServerState::Down && best != ServerState::Down);
+                .filter(move |(_, status)| status.state == ServerState::Down && best_state != ServerState::Down);
             down_services.map(|(service, status)| format!("down in {service} ({})", status.reason))
         };
         match states_by_service.iter().map(|(_, status)| status).min_by_key(|status| status.state) {
-            Some(best) => {
-                let best_reason = Some(best.reason.clone()).filter(|reason| !reason.is_empty()).into_iter();
-                let all_reasons: Vec<String> = best_reason.chain(services_where_down(best.state)).collect();
-                StateReason { reason: all_reasons.join("; "), ..*best }
+            Some(best_status) => {
+                let best_reason = Some(best_status.reason.clone()).filter(|reason| !reason.is_empty()).into_iter();
+                let all_reasons: Vec<String> = best_reason.chain(services_where_down(best_status.state)).collect();
+                StateReason { reason: all_reasons.join("; "), ..*best_status }
             }
             None => match server.admin_state {
                 AdminState::Active if server.drain.is_some() => {
@@ -106,14 +106,16 @@ impl Controller {
     }
 
     fn state_reason_in(&self, service: &Service, id: ServerId, now: Now) -> StateReason {
-        let fleet_service = service.fleet();
+        let fleet_service = service.configuration();
         // There are no verdicts before the first table.
         let eligibility = self.eligibility(fleet_service, id, now);
-        let (state, since) = match service.status(id) {
-            Some(ServerStatus { state, state_since: since, eligibility: known, .. }) if *known == eligibility => {
-                (*state, *since)
+        let (state, start_time) = match service.server_status(id) {
+            Some(ServerStatus { state, state_since: start_time, eligibility: known_eligibility, .. })
+                if *known_eligibility == eligibility =>
+            {
+                (*state, *start_time)
             }
-            _ => (eligibility.state(), Some(now.monotonic)),
+            _ => (eligibility.to_state(), Some(now.monotonic)),
         };
         let reason = match eligibility {
             Eligibility::Left => "has left".to_owned(),
@@ -125,7 +127,7 @@ impl Controller {
             }
             Eligibility::Eligible => self.down_reason(fleet_service, id, now).unwrap_or_default(),
         };
-        StateReason::lasting_since(state, reason, since, now)
+        StateReason::lasting_since(state, reason, start_time, now)
     }
 
     fn drain_reason(&self, service: &FleetService, id: ServerId) -> String {
@@ -140,7 +142,7 @@ impl Controller {
     }
 
     fn unhealthy_reason(&self, service: &FleetService, id: ServerId, now: Now) -> String {
-        if service.check.as_ref().is_some_and(|check| check.probe == Probe::Agent) {
+        if service.health_check.as_ref().is_some_and(|check| check.probe == Probe::Agent) {
             return "its agent does not report".to_owned();
         }
         self.down_reason(service, id, now).unwrap_or_else(|| "no load balancer has checked it since".to_owned())
@@ -149,13 +151,16 @@ impl Controller {
     /// Returns which checks found a server down, and why. Returns `None` if the server is not down.
     fn down_reason(&self, service: &FleetService, id: ServerId, now: Now) -> Option<String> {
         let check_results = self.load_balancers.check_results((service.index, id), now);
-        let down_results: Vec<_> =
-            check_results.iter().filter(|(_, checked, _)| checked.verdict == Some(HealthVerdict::Down)).collect();
-        let (name, first, _) = down_results.first()?;
-        let error_text = if first.error.is_empty() { "well again for a moment" } else { first.error.as_str() };
+        let down_results: Vec<_> = check_results
+            .iter()
+            .filter(|(_, check_result, _)| check_result.verdict == Some(HealthVerdict::Down))
+            .collect();
+        let (name, first_result, _) = down_results.first()?;
+        let error_text =
+            if first_result.error.is_empty() { "well again for a moment" } else { first_result.error.as_str() };
         match (down_results.len(), check_results.len()) {
             (1, 1) => Some(format!("{name}: {error_text}")),
-            (some, all) => Some(format!("{some} of {all} load balancers: {error_text}")),
+            (down_count, result_count) => Some(format!("{down_count} of {result_count} load balancers: {error_text}")),
         }
     }
 }

@@ -36,7 +36,7 @@ pub enum Eligibility {
 
 impl Eligibility {
     /// Returns the state of a server with this eligibility, apart from a slow start.
-    pub fn state(self) -> ServerState {
+    pub fn to_state(self) -> ServerState {
         match self {
             Eligibility::Left => ServerState::Gone,
             Eligibility::Drained => ServerState::Draining,
@@ -57,7 +57,7 @@ pub struct ServerStatus {
 }
 
 pub struct Service {
-    fleet: FleetService,
+    configuration: FleetService,
     policy: Box<dyn Policy>,
     table_generation: u64,
     newest_table_and_time: Option<(Arc<PlacementTable>, Duration)>,
@@ -103,17 +103,17 @@ pub struct TableTrigger {
 }
 
 impl Service {
-    pub fn new(fleet: FleetService) -> Self {
+    pub fn new(configuration: FleetService) -> Self {
         Self {
-            policy: create_policy(&fleet),
+            policy: create_policy(&configuration),
             table_generation: 0,
             newest_table_and_time: None,
             server_statuses: BTreeMap::new(),
             is_failing_open: false,
             has_table: false,
-            bucket_history: fleet.bucket_history.clone(),
+            bucket_history: configuration.bucket_history.clone(),
             is_history_changed: false,
-            predecessors: fleet.bucket_history.previous_servers_by_current(),
+            predecessors: configuration.bucket_history.previous_servers_by_current(),
             predecessor_change_count: 0,
             due_trigger: None,
             dirty_servers: DirtySet::default(),
@@ -121,33 +121,33 @@ impl Service {
             opened_in_interval: None,
             is_new_interval: true,
             input_fingerprints: InputFingerprints::default(),
-            fleet,
+            configuration,
         }
     }
 
     pub fn is_same_service(&self, new: &FleetService) -> bool {
-        self.fleet.name == new.name && self.fleet.index == new.index
+        self.configuration.name == new.name && self.configuration.index == new.index
     }
 
     /// Returns the service with a new configuration, and the replaced state. Dropping that state takes milliseconds for
     /// thousands of servers. The generations of tables continue.
     pub fn with_configuration(mut self, new: FleetService) -> (Self, PreviousService) {
-        if self.fleet.policy != new.policy || self.fleet.hash_seed != new.hash_seed {
+        if self.configuration.policy != new.policy || self.configuration.hash_seed != new.hash_seed {
             self.policy = create_policy(&new);
         }
         let previous_service =
-            PreviousService { _fleet: std::mem::replace(&mut self.fleet, new), _pool: self.cached_pool.take() };
-        let members = &self.fleet.members;
+            PreviousService { _fleet: std::mem::replace(&mut self.configuration, new), _pool: self.cached_pool.take() };
+        let members = &self.configuration.members;
         self.dirty_servers.retain(|server| members.contains_key(&server));
-        self.predecessors.retain(|server, before| {
-            before.retain(|before| members.contains_key(before));
-            members.contains_key(server) && !before.is_empty()
+        self.predecessors.retain(|server, server_predecessors| {
+            server_predecessors.retain(|predecessor| members.contains_key(predecessor));
+            members.contains_key(server) && !server_predecessors.is_empty()
         });
         (self, previous_service)
     }
 
-    pub fn fleet(&self) -> &FleetService {
-        &self.fleet
+    pub fn configuration(&self) -> &FleetService {
+        &self.configuration
     }
 
     /// Updates the eligibility of the service's servers. Servers of the first table have no slow start.
@@ -156,7 +156,7 @@ impl Service {
         let mut previous_statuses = std::mem::take(&mut self.server_statuses);
         let none_is_eligible = eligibilities.iter().all(|(_, eligibility)| *eligibility != Eligibility::Eligible);
         self.is_failing_open = none_is_eligible
-            && self.fleet.when_all_down == WhenAllDown::FailOpen
+            && self.configuration.when_all_down == WhenAllDown::FailOpen
             && eligibilities.iter().any(|(_, eligibility)| *eligibility == Eligibility::Unhealthy);
         self.server_statuses = eligibilities
             .into_iter()
@@ -187,12 +187,12 @@ impl Service {
     fn state_of(&self, eligibility: Eligibility, eligible_from: Option<Duration>, now: Now) -> ServerState {
         match eligibility {
             Eligibility::Eligible if self.slow_start_fraction_since(eligible_from, now) < 1.0 => ServerState::Joining,
-            other => other.state(),
+            other => other.to_state(),
         }
     }
 
     /// Returns the server's status, or `None` until the next table is made.
-    pub fn status(&self, server: ServerId) -> Option<&ServerStatus> {
+    pub fn server_status(&self, server: ServerId) -> Option<&ServerStatus> {
         self.server_statuses.get(&server)
     }
 
@@ -234,8 +234,9 @@ impl Service {
     }
 
     fn slow_start_fraction_since(&self, eligible_from: Option<Duration>, now: Now) -> f64 {
-        let Some(joined) = eligible_from.filter(|_| !self.fleet.slow_start.is_zero()) else { return 1.0 };
-        let elapsed_fraction = now.monotonic.saturating_sub(joined).as_secs_f64() / self.fleet.slow_start.as_secs_f64();
+        let Some(start_time) = eligible_from.filter(|_| !self.configuration.slow_start.is_zero()) else { return 1.0 };
+        let elapsed_fraction =
+            now.monotonic.saturating_sub(start_time).as_secs_f64() / self.configuration.slow_start.as_secs_f64();
         elapsed_fraction.clamp(MIN_RAMP, 1.0)
     }
 
@@ -263,7 +264,7 @@ impl Service {
     }
 
     pub fn mark_all_loads_changed(&mut self) {
-        self.fleet.members.keys().for_each(|server| self.dirty_servers.mark_changed(*server));
+        self.configuration.members.keys().for_each(|server| self.dirty_servers.mark_changed(*server));
     }
 
     /// Takes the pool from which the newest table was made, or returns `None` if all servers must be read again.
@@ -287,7 +288,7 @@ impl Service {
 
     /// Returns the servers that changed since the newest table or just before it. A server may occur twice.
     pub fn dirty_servers(&self) -> impl Iterator<Item = ServerId> {
-        self.dirty_servers.changed()
+        self.dirty_servers.changed_servers()
     }
 
     /// Returns whether a load of the server arrived after the newest table was made.
@@ -300,15 +301,16 @@ impl Service {
         self.dirty_servers.needs_refresh(server)
     }
 
-    /// Begins a report interval. `opened` is the number of connections opened in the previous interval, if it is known.
-    pub fn begin_interval(&mut self, opened: Option<u64>) {
-        self.opened_in_interval = opened;
+    /// Begins a report interval. `opened_count` is the number of connections opened in the previous interval, if it is
+    /// known.
+    pub fn begin_interval(&mut self, opened_count: Option<u64>) {
+        self.opened_in_interval = opened_count;
         self.is_new_interval = true;
     }
 
     pub fn with_interval_inputs(&self, pool: Pool) -> Pool {
         let pool = match self.opened_in_interval {
-            Some(opened) => pool.with_opened_connections(opened),
+            Some(opened_count) => pool.with_opened_connections(opened_count),
             None => pool,
         };
         if self.is_new_interval { pool } else { pool.for_same_interval() }
@@ -319,14 +321,14 @@ impl Service {
         self.input_fingerprints.update(inputs, servers)
     }
 
-    /// Returns the shards of servers to poll next, or all shards if `all` is set.
-    pub fn next_shards(&mut self, all: bool) -> Vec<Shard> {
-        self.input_fingerprints.next(&self.fleet.members, all)
+    /// Returns the shards of servers to poll next, or all shards if `is_full_poll` is set.
+    pub fn next_shards(&mut self, is_full_poll: bool) -> Vec<Shard> {
+        self.input_fingerprints.next(&self.configuration.members, is_full_poll)
     }
 
     pub fn make_table(&mut self, pool: &Pool, now: Now) -> NewTable {
         self.table_generation += 1;
-        let mut table = self.policy.compute_table(pool, self.fleet.buckets, self.table_generation);
+        let mut table = self.policy.compute_table(pool, self.configuration.buckets, self.table_generation);
         if self.bucket_history.update(&table.consistent_servers) {
             self.is_history_changed = true;
             self.add_predecessors();
@@ -339,11 +341,11 @@ impl Service {
         table.core_slot_ages = self.record_and_compute_slot_ages(&table);
         let table = Arc::new(table);
         self.newest_table_and_time = Some((table.clone(), now.monotonic));
-        NewTable { service: self.fleet.index, table }
+        NewTable { service_index: self.configuration.index, table }
     }
 
     fn down_servers(&self) -> impl Iterator<Item = ServerId> {
-        let is_down = |status: &ServerStatus| status.eligibility.state() == ServerState::Down;
+        let is_down = |status: &ServerStatus| status.eligibility.to_state() == ServerState::Down;
         let down_servers = self
             .server_statuses
             .iter()
@@ -358,17 +360,17 @@ impl Service {
             return Vec::new();
         }
         let newest_load_generation =
-            |core: &ServerCore| self.dirty_servers.generation(core.server).unwrap_or(table.generation);
+            |core: &ServerCore| self.dirty_servers.load_generation(core.server).unwrap_or(table.generation);
         let slot_ages: Vec<u32> =
             table.core_slots.iter().map(|core| (table.generation - newest_load_generation(core)) as u32).collect();
         if slot_ages.iter().all(|age| *age == 0) { Vec::new() } else { slot_ages }
     }
 
     fn add_predecessors(&mut self) {
-        for (server, before) in self.bucket_history.previous_servers_by_current() {
+        for (server, previous_servers) in self.bucket_history.previous_servers_by_current() {
             let known_predecessors = self.predecessors.entry(server).or_default();
             let previous_count = known_predecessors.len();
-            known_predecessors.extend(before);
+            known_predecessors.extend(previous_servers);
             self.predecessor_change_count += u64::from(known_predecessors.len() > previous_count);
         }
     }
@@ -384,22 +386,23 @@ impl Service {
 
     /// Returns whether servers forward packets of unknown connections. They do so if the bucket selects the server.
     fn forwards_unknown_packets(&self) -> bool {
-        self.fleet.address.protocol == Protocol::Tcp
-            && !matches!(self.fleet.mode.consistency, Consistency::None | Consistency::HashTable)
+        self.configuration.address.protocol == Protocol::Tcp
+            && !matches!(self.configuration.mode.consistency, Consistency::None | Consistency::HashTable)
     }
 
     pub fn take_changed_history(&mut self) -> Option<(String, BucketHistory)> {
-        std::mem::take(&mut self.is_history_changed).then(|| (self.fleet.name.clone(), self.bucket_history.clone()))
+        std::mem::take(&mut self.is_history_changed)
+            .then(|| (self.configuration.name.clone(), self.bucket_history.clone()))
     }
 
     pub fn newest_table(&self) -> Option<NewTable> {
         self.newest_table_and_time
             .as_ref()
-            .map(|(table, _)| NewTable { service: self.fleet.index, table: table.clone() })
+            .map(|(table, _)| NewTable { service_index: self.configuration.index, table: table.clone() })
     }
 
     /// Returns the newest table and its age, or `None` before the first table.
-    pub fn table(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
-        self.newest_table_and_time.as_ref().map(|(table, made)| (&**table, now.monotonic.saturating_sub(*made)))
+    pub fn table_and_age(&self, now: Now) -> Option<(&PlacementTable, Duration)> {
+        self.newest_table_and_time.as_ref().map(|(table, made_at)| (&**table, now.monotonic.saturating_sub(*made_at)))
     }
 }

@@ -34,11 +34,11 @@ pub struct ShareLimiter {
 
 impl ShareLimiter {
     pub fn add(&mut self, newly_opened: &OpenedConnections) {
-        for (service, count) in &newly_opened.services {
+        for (service, count) in &newly_opened.opened_by_service {
             let service_count = self.opened_by_service.entry(*service).or_default();
             *service_count = service_count.saturating_add(*count);
         }
-        for (server, count) in &newly_opened.servers {
+        for (server, count) in &newly_opened.opened_by_server {
             let server_count = self.opened_by_server.entry(*server).or_default();
             *server_count = server_count.saturating_add(*count);
         }
@@ -84,7 +84,7 @@ impl Controller {
     }
 
     pub(super) fn is_excluded(&self, service: &Service, id: ServerId) -> bool {
-        self.share_limiter.excluded_servers.contains(&(service.fleet().index, id))
+        self.share_limiter.excluded_servers.contains(&(service.configuration().index, id))
     }
 
     /// Updates the allowances of all servers, once per [`UPDATE_INTERVAL`].
@@ -95,10 +95,10 @@ impl Controller {
         }
         self.share_limiter.updated_at = now.monotonic;
         let mut fair_counts: HashMap<ServerId, f64> = HashMap::new();
-        for (index, opened) in std::mem::take(&mut self.share_limiter.opened_by_service) {
+        for (index, opened_count) in std::mem::take(&mut self.share_limiter.opened_by_service) {
             let Some(position) = self.positions_by_index.get(&index) else { continue };
             for (id, share) in self.fair_shares(*position, now) {
-                *fair_counts.entry(id).or_default() += share * opened as f64;
+                *fair_counts.entry(id).or_default() += share * opened_count as f64;
             }
         }
         let previously_limited: HashSet<ServerId> = self.share_limiter.limited_servers().collect();
@@ -121,12 +121,12 @@ impl Controller {
         let positions_of_server = |id: &ServerId| self.positions_by_server.get(id).into_iter().flatten().copied();
         let positions: HashSet<usize> = limited_servers.iter().flat_map(positions_of_server).collect();
         for position in positions.into_iter().filter(|position| self.services[*position].reads_loads()) {
-            let service_index = self.services[position].fleet().index;
+            let service_index = self.services[position].configuration().index;
             let pool_servers = self.fair_shares(position, now).into_iter().map(|(id, _)| id);
-            let (spent, others): (Vec<_>, Vec<_>) =
+            let (spent_ids, unspent_ids): (Vec<_>, Vec<_>) =
                 pool_servers.partition(|id| self.share_limiter.is_allowance_spent(*id));
-            if !others.is_empty() {
-                excluded_servers.extend(spent.into_iter().map(|id| (service_index, id)));
+            if !unspent_ids.is_empty() {
+                excluded_servers.extend(spent_ids.into_iter().map(|id| (service_index, id)));
             }
         }
         let previously_excluded = std::mem::replace(&mut self.share_limiter.excluded_servers, excluded_servers);
@@ -155,7 +155,7 @@ impl Controller {
                     "the controller no longer limits the server's share of new connections"
                 ),
             }
-            self.racks.changes += 1;
+            self.racks.change_count += 1;
         }
     }
 }

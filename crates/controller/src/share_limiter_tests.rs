@@ -51,7 +51,7 @@ impl Harness {
         text += &format!("[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"{policy}\"\n");
         let config = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        records.apply_document(&config, at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let mut controller = Controller::new(Fleet::new(&config, &records));
         let sessions =
             (0..SERVER_COUNT).map(|n| controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
@@ -78,27 +78,28 @@ impl Harness {
         for (n, session) in self.sessions.iter().enumerate() {
             let mut rss = (interval == 0).then(|| even_rss(128, CORE_COUNT as u32));
             if let Some((key, _)) = self.false_key_and_hash.as_ref().filter(|_| n == FALSE_SERVER)
-                && let Some(rss) = rss.as_mut().and_then(|reported| reported.rss.as_mut())
+                && let Some(rss) = rss.as_mut().and_then(|reported_rss| reported_rss.rss.as_mut())
             {
                 rss.key = key.clone();
             }
             let report = plain_report(interval + 1, at(interval), &self.core_busy_ns[n]);
-            let report = Report { rss, rss_generation: 1, ..report };
-            self.controller.report(session, Ok(report), at(interval)).unwrap();
+            let report = AgentReport { rss, rss_generation: 1, ..report };
+            self.controller.record_report(session, Ok(report), at(interval)).unwrap();
         }
     }
 
     fn simulate_interval(&mut self, interval: u64) {
         self.report_all_servers(interval);
-        let table = self.controller.tick(at(interval)).remove(0).table;
+        let table = self.controller.end_report_interval(at(interval)).remove(0).table;
         let service_index = self.controller.fleet().services[0].index;
         let mut placement_state = PlacementState::for_table(&table);
         let mut new_connections = Vec::new();
         for _ in 0..CONNECTIONS_PER_INTERVAL {
             self.random_state = self.random_state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
             let connection_hash = self.random_state >> 25;
-            let false_key_hash =
-                |key: &RssKey| self.false_key_and_hash.as_ref().filter(|(own, _)| own == key).map(|(_, hash)| *hash);
+            let false_key_hash = |key: &RssKey| {
+                self.false_key_and_hash.as_ref().filter(|(false_key, _)| false_key == key).map(|(_, hash)| *hash)
+            };
             let chosen_server = table.select_server_by_hash(&mut placement_state, |group| {
                 false_key_hash(&table.groups[group]).unwrap_or(connection_hash)
             });
@@ -111,8 +112,11 @@ impl Harness {
             self.open_connections.pop_front();
         }
         let numbered_counts = self.opened_counts.iter().enumerate();
-        let server_traffic = numbered_counts.map(|(id, opened)| {
-            ((id as u64).try_into().unwrap(), ServerTraffic { opened: *opened, ..Default::default() })
+        let server_traffic = numbered_counts.map(|(id, opened_count)| {
+            (
+                (id as u64).try_into().unwrap(),
+                ServerTraffic { opened_connection_count: *opened_count, ..Default::default() },
+            )
         });
         let server_traffic = server_traffic.collect();
         let opened_connections = [(service_index, self.opened_counts.iter().sum())].into();
@@ -125,7 +129,12 @@ impl Harness {
         (0..600).for_each(|interval| self.simulate_interval(interval));
         let opened_before = self.opened_counts.clone();
         (600..1200).for_each(|interval| self.simulate_interval(interval));
-        let opened_sum: u64 = self.opened_counts.iter().zip(&opened_before).map(|(now, then)| now - then).sum();
+        let opened_sum: u64 = self
+            .opened_counts
+            .iter()
+            .zip(&opened_before)
+            .map(|(count_after, count_before)| count_after - count_before)
+            .sum();
         (self.opened_counts[FALSE_SERVER] - opened_before[FALSE_SERVER]) as f64 / opened_sum as f64
     }
 }
@@ -151,8 +160,9 @@ fn false_server_gets_twice_its_fair_share_at_most_in_any_ten_seconds() {
         })
         .collect();
     let false_share = |window: &[[u64; 2]]| {
-        let [[impostor, all], [later_impostor, later_all]] = [window[0], window[window.len() - 1]];
-        (later_impostor - impostor) as f64 / (later_all - all) as f64
+        let [[false_count, total_count], [later_false_count, later_total_count]] =
+            [window[0], window[window.len() - 1]];
+        (later_false_count - false_count) as f64 / (later_total_count - total_count) as f64
     };
     let maximum_share = opened_by_interval[600..].windows(101).map(false_share).fold(0.0, f64::max);
     // The connections of a quarter of a second may come after the allowance is spent.

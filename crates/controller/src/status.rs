@@ -21,9 +21,9 @@ use super::{Controller, Now};
 use coreward_fleet::fleet::FleetServer;
 
 impl Controller {
-    /// Returns servers in the order of their ids, either those whose ids follow `after`, or all servers.
-    pub fn servers_after(&self, after: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
-        let lower_bound = after.map_or(Bound::Unbounded, Bound::Excluded);
+    /// Returns servers in the order of their ids, either those whose ids follow `last_id`, or all servers.
+    pub fn servers_after(&self, last_id: Option<ServerId>) -> impl Iterator<Item = (ServerId, &FleetServer)> {
+        let lower_bound = last_id.map_or(Bound::Unbounded, Bound::Excluded);
         self.fleet.servers.range((lower_bound, Bound::Unbounded)).map(|(id, server)| (*id, server))
     }
 
@@ -65,7 +65,7 @@ impl Controller {
         let load_balancer_counts =
             |(name, balancer): (&String, &super::load_balancers::LoadBalancer)| LoadBalancerCounts {
                 name: name.clone(),
-                counters: balancer.state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
+                counters: balancer.reported_state.iter().flat_map(|(state, _)| state.counters.clone()).collect(),
             };
         Loads {
             at_unix_ms: now.wall.as_millis() as u64,
@@ -85,9 +85,9 @@ impl Controller {
             name: server.name.clone(),
             cores: core_loads.map(|load| (load * 1000.0).round() / 1000.0).collect(),
             open_connections: agent.open_connections(),
-            service_connections: agent.connections(now).map(ConnectionCount::sum),
+            service_connections: agent.connection_count(now).map(ConnectionCount::total_connections),
             new_connections: newest_report
-                .map_or(0, |newest| newest.rss_match_count.saturating_add(newest.rss_mismatch_count)),
+                .map_or(0, |report| report.rss_match_count.saturating_add(report.rss_mismatch_count)),
         }
     }
 
@@ -98,9 +98,9 @@ impl Controller {
                 name: name.clone(),
                 connected: balancer.is_connected(),
                 alive: balancer.is_alive(now),
-                xdp_mode: balancer.state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
+                xdp_mode: balancer.reported_state.as_ref().map(|(state, _)| state.xdp_mode.clone()),
                 warnings: balancer
-                    .state
+                    .reported_state
                     .iter()
                     .flat_map(|(state, _)| LoadBalancerState::from(state).warnings)
                     .collect(),
@@ -127,14 +127,14 @@ impl Controller {
         let service = self.services.get(position)?;
         let pool = pool.map_or_else(|| self.cached_or_computed_pool(service, now), Cow::Borrowed);
         let service_overview = OverviewService {
-            name: service.fleet().name.clone(),
-            address: service.fleet().address,
-            policy: service.fleet().policy.to_owned(),
-            consistency: service.fleet().mode.consistency.name().to_owned(),
+            name: service.configuration().name.clone(),
+            address: service.configuration().address,
+            policy: service.configuration().policy.to_owned(),
+            consistency: service.configuration().mode.consistency.name().to_owned(),
             servers: Vec::new(),
             warnings: self.service_warnings(service, &pool),
         };
-        Some((service_overview, service.fleet().members.keys().copied().collect()))
+        Some((service_overview, service.configuration().members.keys().copied().collect()))
     }
 
     pub fn overview_server(&self, id: ServerId, server: &FleetServer, now: Now) -> OverviewServer {
@@ -158,11 +158,14 @@ impl Controller {
         self.load_balancers
             .iter()
             .map(|(name, balancer)| {
-                let record = self.fleet.load_balancers.get(name);
+                let record = self.fleet.load_balancer_records.get(name);
                 LoadBalancer {
                     name: name.clone(),
-                    state: balancer.state.as_ref().map(|(state, _)| LoadBalancerState::from(state)),
-                    state_age_ms: balancer.state.as_ref().map_or(0, |(_, at)| milliseconds_since(*at, now)),
+                    state: balancer.reported_state.as_ref().map(|(state, _)| LoadBalancerState::from(state)),
+                    state_age_ms: balancer
+                        .reported_state
+                        .as_ref()
+                        .map_or(0, |(_, received_at)| milliseconds_since(*received_at, now)),
                     connected: balancer.is_connected(),
                     alive: balancer.is_alive(now),
                     owner: record.and_then(|record| record.owner).map(|owner| owner.get().into()),
@@ -183,9 +186,9 @@ impl Controller {
         now: Now,
     ) -> Option<ShownService> {
         let service = self.services.get(position)?;
-        let fleet_service = service.fleet();
+        let fleet_service = service.configuration();
         let pool = pool.map_or_else(|| self.cached_or_computed_pool(service, now), Cow::Borrowed);
-        let table_and_age = service.table(now);
+        let table_and_age = service.table_and_age(now);
         let rss_groups = self.rss_groups(&pool);
         Some(ShownService {
             name: fleet_service.name.clone(),
@@ -200,7 +203,7 @@ impl Controller {
             rss_groups: rss_groups.iter().filter_map(|group| self.displayed_group(group, rss_keys)).collect(),
             warnings: self.service_warnings(service, &pool),
             members: Vec::new(),
-            check: fleet_service.check.as_ref().map(|check| check.probe.name().to_owned()),
+            check: fleet_service.health_check.as_ref().map(|check| check.probe.name().to_owned()),
             when_all_down: fleet_service.when_all_down.name().to_owned(),
             failing_open: service.is_failing_open(),
         })
@@ -232,7 +235,7 @@ impl Controller {
         if pool.eligible_servers().next().is_none() {
             warnings.push("no server takes new connections: they are dropped".to_owned());
         }
-        if let Some(other) = service.fleet().other_balancer {
+        if let Some(other) = service.configuration().other_balancer {
             warnings.push(match other.is_handed_over {
                 true => format!("new connections are sent to {} (migrate_to)", other.address),
                 false => format!(
@@ -241,7 +244,7 @@ impl Controller {
                 ),
             });
         }
-        if service.fleet().is_lb_stamped() && self.load_balancers.count() == 0 {
+        if service.configuration().is_lb_stamped() && self.load_balancers.connected_count() == 0 {
             warnings.push(
                 "timestamps by load balancers: none is connected, so the servers that they can stamp for are unknown"
                     .to_owned(),
@@ -260,7 +263,7 @@ impl Controller {
                 ungrouped_names.join(", ")
             ));
         }
-        let bucket_count = service.fleet().buckets.get() as usize;
+        let bucket_count = service.configuration().buckets.get() as usize;
         let has_longer_table = |server: &&PoolServer| {
             server.rss.as_ref().is_some_and(|rss| rss.indirection_table.entry_count() > bucket_count)
         };
@@ -282,8 +285,8 @@ impl Controller {
         let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_reason(id, server, now);
         let newest_report = agent.newest_report.as_ref();
-        let rss_config = agent.rss();
-        let server_rss = agent.rss.reported.as_ref().map(|rss| ServerRss {
+        let rss_config = agent.rss_config();
+        let server_rss = agent.rss.reported_rss.as_ref().map(|rss| ServerRss {
             source: rss.source.clone(),
             key: rss_config.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
             key_fingerprint: rss_config.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
@@ -304,25 +307,27 @@ impl Controller {
             state_reason: state_reason.reason,
             reports: agent.report_state(now),
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
-            report_age_ms: newest_report.map_or(0, |newest| milliseconds_since(newest.received_at, now)),
+            report_age_ms: newest_report.map_or(0, |report| milliseconds_since(report.received_at, now)),
             open_connections: agent.open_connections(),
             rss: server_rss,
-            rss_matched: newest_report.map_or(0, |newest| newest.rss_match_count),
-            rss_mismatched: newest_report.map_or(0, |newest| newest.rss_mismatch_count),
+            rss_matched: newest_report.map_or(0, |report| report.rss_match_count),
+            rss_mismatched: newest_report.map_or(0, |report| report.rss_mismatch_count),
             warnings: self.server_warnings(server, agent, now),
             weight: server.weight.get(),
             capacity: self.capacity(server, agent).unwrap_or(0.0),
             configuration_generation: agent.confirmed_generation,
-            counters: newest_report.iter().flat_map(|newest| newest.details.counters.iter().cloned()).collect(),
+            counters: newest_report.iter().flat_map(|report| report.details.counters.iter().cloned()).collect(),
             dispatch: newest_report
                 .iter()
-                .flat_map(|newest| &newest.details.dispatched_services)
+                .flat_map(|report| &report.details.dispatched_services)
                 .map(DispatchedService::from)
                 .collect(),
             drained: self.drain_of(id, now),
-            rack: agent.session.as_ref().and_then(|session| session.rack.as_ref().map(ToString::to_string)),
+            rack: agent.session.as_ref().and_then(|session| session.rack_name.as_ref().map(ToString::to_string)),
             racks: self.fleet.allowed_racks_of(id).map(|racks| racks.iter().cloned().collect()),
-            connections: agent.connections(now).map(|counted| to_counted_connections(counted, now)),
+            connections: agent
+                .connection_count(now)
+                .map(|connection_count| to_counted_connections(connection_count, now)),
         }
     }
 
@@ -337,17 +342,17 @@ impl Controller {
         if self.load_balancers.is_unreachable(&server.name, now) {
             warnings.push("no load balancer can find its MAC address: it takes no new connections".to_owned());
         }
-        if let Some(ahead) = agent.clock_lead {
+        if let Some(clock_lead) = agent.clock_lead {
             warnings.push(format!(
                 "its wall clock is {} ms ahead of the controller's: one of the two is wrong (chronyc tracking)",
-                ahead.as_millis()
+                clock_lead.as_millis()
             ));
         }
         warnings.extend(agent.rss.problem.clone());
-        if let (Some(rss), Some(loads)) = (agent.rss(), agent.loads(now)) {
+        if let (Some(rss), Some(loads)) = (agent.rss_config(), agent.loads(now)) {
             warnings.extend(queue_count_warning(rss, loads.len()));
         }
-        warnings.extend(agent.newest_report.iter().flat_map(|newest| newest.details.warnings.iter().cloned()));
+        warnings.extend(agent.newest_report.iter().flat_map(|report| report.details.warnings.iter().cloned()));
         warnings
     }
 }

@@ -35,23 +35,27 @@ impl TableAcks {
     /// Records that a load balancer has activated the table. The latency is also measured for earlier tables that this
     /// one has replaced before they were confirmed.
     pub fn record_confirmation(&mut self, session: u64, service: ServiceIndex, generation: u64, now: Now) {
-        let Some(made) = self.unconfirmed_tables.get(&service) else { return };
+        let Some(unconfirmed_tables) = self.unconfirmed_tables.get(&service) else { return };
         let previous_generation = self.confirmed_generations.insert((session, service), generation);
         // The first confirmation in a session may be for an earlier table.
-        let Some(before) = previous_generation else { return };
-        let first_newly_confirmed = made.partition_point(|(made, _)| *made <= before);
-        for (_, trigger) in made.range(first_newly_confirmed..).take_while(|(made, _)| *made <= generation) {
+        let Some(old_generation) = previous_generation else { return };
+        let first_confirmed_index =
+            unconfirmed_tables.partition_point(|(table_generation, _)| *table_generation <= old_generation);
+        for (_, trigger) in unconfirmed_tables
+            .range(first_confirmed_index..)
+            .take_while(|(table_generation, _)| *table_generation <= generation)
+        {
             if trigger.is_load_change {
                 self.latency_since_receipt.observe(now.monotonic.saturating_sub(trigger.received_at));
             }
-            if let Some(sent) = trigger.sent_at {
-                self.latency_since_sent.observe(now.wall.saturating_sub(sent));
+            if let Some(sent_at) = trigger.sent_at {
+                self.latency_since_sent.observe(now.wall.saturating_sub(sent_at));
             }
         }
     }
 
-    pub fn forget(&mut self, session: u64) {
-        self.confirmed_generations.retain(|(of, _), _| *of != session);
+    pub fn forget_session(&mut self, session: u64) {
+        self.confirmed_generations.retain(|(confirming_session, _), _| *confirming_session != session);
     }
 
     pub fn retain(&mut self, is_in_fleet: impl Fn(ServiceIndex) -> bool) {

@@ -29,7 +29,7 @@ enum InputChange {
     Report { server: usize, busy_ms: u64, cores: u32 },
     Disconnect { server: usize },
     Configure { states: ServerStates, weight: u32, capacity: Option<u32>, slow_start: bool, fail_open: bool },
-    Check { down: [bool; SERVER_COUNT] },
+    Check { is_down: [bool; SERVER_COUNT] },
     Unresolved { servers: [bool; SERVER_COUNT] },
     Traffic { server: usize, opened: u64 },
     LoseLoadBalancer,
@@ -49,7 +49,7 @@ fn any_change() -> impl Strategy<Value = InputChange> {
                 InputChange::Configure { states, weight, capacity, slow_start, fail_open }
             }
         ),
-        2 => any::<[bool; SERVER_COUNT]>().prop_map(|down| InputChange::Check { down }),
+        2 => any::<[bool; SERVER_COUNT]>().prop_map(|is_down| InputChange::Check { is_down }),
         1 => any::<[bool; SERVER_COUNT]>().prop_map(|servers| InputChange::Unresolved { servers }),
         2 => (0..SERVER_COUNT, 1..50u64).prop_map(|(server, opened)| InputChange::Traffic { server, opened }),
         1 => Just(InputChange::LoseLoadBalancer),
@@ -102,7 +102,7 @@ impl Harness {
     fn new() -> Self {
         let initial_change = Self::configure_all_servers();
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
-        records.apply(&config_after(&initial_change), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
+        records.apply_document(&config_after(&initial_change), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config_after(&initial_change), &records));
         let (agent_sessions, traffic_message, inputs_of_tables) = Default::default();
         Self {
@@ -129,36 +129,40 @@ impl Harness {
             InputChange::Report { server, busy_ms, cores } => self.report_load(*server, *busy_ms, *cores, now),
             InputChange::Disconnect { server } => {
                 if let Some(session) = self.agent_sessions[*server].take() {
-                    self.controller.disconnect(&session);
+                    self.controller.end_session(&session);
                 }
             }
             InputChange::Configure { .. } => {
                 let config = config_after(change);
-                if self.records.apply(&config, now.wall, &mut seeded_rng(7, 0)).is_ok() {
+                if self.records.apply_document(&config, now.wall, &mut seeded_rng(7, 0)).is_ok() {
                     self.controller.configure(Fleet::new(&config, &self.records));
                 }
             }
-            InputChange::Check { down } => {
+            InputChange::Check { is_down } => {
                 let Some(session) = self.connected_balancer(now) else { return };
                 let service_indexes: Vec<_> =
-                    self.controller.services.iter().map(|service| service.fleet().index).collect();
+                    self.controller.services.iter().map(|service| service.configuration().index).collect();
                 let targets = service_indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
                 let checked_server = |verdict| ServerCheckResult { verdict: Some(verdict), ..Default::default() };
                 let check_result =
-                    |n: usize| checked_server(if down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
+                    |n: usize| checked_server(if is_down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
                 let checked_servers = targets.map(|(index, n)| (index, id(n), check_result(n))).collect();
                 self.controller.load_balancers.record_health(session, HealthMessage { servers: checked_servers }, now);
             }
             InputChange::Unresolved { servers } => {
                 let Some(session) = self.connected_balancer(now) else { return };
-                let unresolved_names = servers.iter().enumerate().filter(|(_, is)| **is).map(|(n, _)| format!("s{n}"));
+                let unresolved_names = servers
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, is_unresolved)| **is_unresolved)
+                    .map(|(n, _)| format!("s{n}"));
                 let state =
                     v1::LoadBalancerState { unresolved_servers: unresolved_names.collect(), ..Default::default() };
                 self.controller.record_load_balancer_state(session, state, now);
             }
             InputChange::Traffic { server, opened } => {
                 let Some(session) = self.connected_balancer(now) else { return };
-                self.traffic_message.servers.entry(id(*server)).or_default().opened += opened;
+                self.traffic_message.servers.entry(id(*server)).or_default().opened_connection_count += opened;
                 self.controller.record_load_balancer_traffic(session, &self.traffic_message, now);
             }
             InputChange::LoseLoadBalancer => {
@@ -182,7 +186,7 @@ impl Harness {
         report.rss_generation = u64::from(cores);
         report.rss = Some(even_rss(128, cores));
         report.open_connections = busy_ms as u32;
-        let _ = self.controller.report(session, Ok(report), now);
+        let _ = self.controller.record_report(session, Ok(report), now);
     }
 
     fn connected_balancer(&mut self, now: Now) -> Option<u64> {
@@ -194,18 +198,18 @@ impl Harness {
 
     /// Returns whether the server takes new connections to the service, according to the present inputs.
     fn is_eligible(controller: &Controller, service: &Service, id: ServerId, now: Now) -> bool {
-        let of = |id: ServerId| controller.eligibility(service.fleet(), id, now);
-        let mut member_ids = service.fleet().members.keys();
-        let fails_open = service.fleet().when_all_down == WhenAllDown::FailOpen
-            && member_ids.all(|id| of(*id) != Eligibility::Eligible)
-            && of(id) == Eligibility::Unhealthy;
-        of(id) == Eligibility::Eligible || fails_open
+        let eligibility_of = |id: ServerId| controller.eligibility(service.configuration(), id, now);
+        let mut member_ids = service.configuration().members.keys();
+        let fails_open = service.configuration().when_all_down == WhenAllDown::FailOpen
+            && member_ids.all(|id| eligibility_of(*id) != Eligibility::Eligible)
+            && eligibility_of(id) == Eligibility::Unhealthy;
+        eligibility_of(id) == Eligibility::Eligible || fails_open
     }
 
     /// Compares the inputs of each service's newest table with the present values of the same inputs.
     fn check_inputs(&mut self, now: Now) {
         for service in &self.controller.services {
-            let service_name = &service.fleet().name;
+            let service_name = &service.configuration().name;
             let present_pool = self.controller.compute_pool(service, now);
             let present_inputs = comparable_inputs(service, &present_pool);
             // A dropped pool is read again for the next table, which is not due yet.
@@ -246,8 +250,8 @@ fn comparable_inputs(service: &Service, pool: &Pool) -> Vec<PoolServer> {
 /// A table in which a server begins its slow start has the new fraction as an input, and not the earlier value 1.
 #[test]
 fn slow_start_ends_by_a_new_configuration_or_after_its_time() {
-    let configure_server = |joined: Option<bool>, slow_start: bool| InputChange::Configure {
-        states: [Some(true), joined, None, None],
+    let configure_server = |second_state: Option<bool>, slow_start: bool| InputChange::Configure {
+        states: [Some(true), second_state, None, None],
         weight: 1,
         capacity: None,
         slow_start,

@@ -20,26 +20,26 @@ impl Controller {
     /// Returns a summary of the newest table of every service, without the contents.
     pub fn table_summaries(&self, now: Now) -> Tables {
         let table_summary = |service: &Service| {
-            let table_and_age = service.table(now);
+            let table_and_age = service.table_and_age(now);
             TableSummary {
-                service: service.fleet().name.clone(),
+                service: service.configuration().name.clone(),
                 generation: table_and_age.map_or(0, |(table, _)| table.generation),
                 age_ms: table_and_age.map_or(0, |(_, age)| age.as_millis() as u32),
                 rule: table_and_age.map(|(table, _)| table.rule.name().to_owned()),
-                bucket_count: service.fleet().buckets.get(),
+                bucket_count: service.configuration().buckets.get(),
             }
         };
         Tables { tables: self.services.iter().map(table_summary).collect() }
     }
 
     pub fn service_position(&self, name: &str) -> Option<usize> {
-        self.services.iter().position(|known| known.fleet().name == name)
+        self.services.iter().position(|service| service.configuration().name == name)
     }
 
     /// Returns the newest table of this service and its age, or `None` if the service is unknown or has no table yet.
     pub fn newest_table(&self, service: &str, now: Now) -> Option<(Arc<PlacementTable>, Duration)> {
         let service = &self.services[self.service_position(service)?];
-        let (_, age) = service.table(now)?;
+        let (_, age) = service.table_and_age(now)?;
         Some((service.newest_table()?.table, age))
     }
 }
@@ -49,7 +49,7 @@ pub fn to_api_table(service: &str, table: &PlacementTable, age: Duration, names:
     let server_name = |id: ServerId| names.get(&id).cloned().unwrap_or_else(|| format!("(id {id})"));
     let to_api_member = |member: &coreward_model::placement::TableMember| Member {
         server: server_name(member.server),
-        load: load_fraction(member.load),
+        load: load_fraction(member.fixed_point_load),
     };
     Table {
         service: service.to_owned(),
@@ -68,10 +68,14 @@ fn candidates_by_group(table: &PlacementTable, name: impl Fn(ServerId) -> String
     let to_api_candidate = |candidate: &coreward_model::placement::CandidateCore| Candidate {
         server: name(candidate.server),
         core: table.core_slots.get(usize::from(candidate.core_slot)).map(|core| core.core.into()),
-        load: load_fraction(candidate.load),
+        load: load_fraction(candidate.fixed_point_load),
     };
     let group_candidates = table.candidates.chunks((buckets * per_bucket).max(1));
-    let candidates_by_bucket =
-        |group: &[_]| group.chunks(per_bucket.max(1)).map(|few| few.iter().map(to_api_candidate).collect()).collect();
+    let candidates_by_bucket = |group: &[_]| {
+        group
+            .chunks(per_bucket.max(1))
+            .map(|bucket_candidates| bucket_candidates.iter().map(to_api_candidate).collect())
+            .collect()
+    };
     group_candidates.map(candidates_by_bucket).collect()
 }

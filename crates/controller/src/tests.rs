@@ -47,14 +47,14 @@ impl Harness {
         let random_source = &mut seeded_rng(5, 0);
         let mut records = Records::generate(START_TIME, random_source);
         let config = fleet_config(states, policy);
-        records.apply(&config, START_TIME, random_source).unwrap();
+        records.apply_document(&config, START_TIME, random_source).unwrap();
         let controller = Controller::new(Fleet::new(&config, &records));
         Self { records, controller }
     }
 
     fn configure(&mut self, states: &[&str], policy: &str, now: Now) {
         let config = fleet_config(states, policy);
-        self.records.apply(&config, now.wall, &mut seeded_rng(6, 0)).unwrap();
+        self.records.apply_document(&config, now.wall, &mut seeded_rng(6, 0)).unwrap();
         self.controller.configure(Fleet::new(&config, &self.records));
     }
 
@@ -63,15 +63,17 @@ impl Harness {
         let sessions: Vec<Session> =
             (0..loads.len()).map(|n| self.controller.register(&format!("s{n}"), "test", at(0)).unwrap()).collect();
         for (session, loads) in sessions.iter().zip(loads) {
-            self.controller.report(session, Ok(report_with_clock(1, at(0), &vec![0; loads.len()])), at(0)).unwrap();
+            self.controller
+                .record_report(session, Ok(report_with_clock(1, at(0), &vec![0; loads.len()])), at(0))
+                .unwrap();
             let busy_ns: Vec<u64> = loads.iter().map(|load| (load * 100e6) as u64).collect();
-            self.controller.report(session, Ok(report_with_clock(2, at(100), &busy_ns)), at(100)).unwrap();
+            self.controller.record_report(session, Ok(report_with_clock(2, at(100), &busy_ns)), at(100)).unwrap();
         }
         sessions
     }
 
     fn make_table(&mut self, now: Now) -> Arc<PlacementTable> {
-        self.controller.tick(now).remove(0).table
+        self.controller.end_report_interval(now).remove(0).table
     }
 
     fn server_status(&self, server: &str, now: Now) -> Server {
@@ -88,7 +90,7 @@ impl Harness {
 }
 
 fn web_address() -> ServiceAddress {
-    ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: coreward_model::tuple::Protocol::Tcp }
+    ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: coreward_model::tuple::Protocol::Tcp }
 }
 
 fn client_address(port: u16) -> std::net::SocketAddr {
@@ -103,8 +105,8 @@ pub(super) fn even_rss(entries: u32, cores: u32) -> ReportedRss {
 }
 
 /// Returns a report whose readings are on a clock that runs like the controller's.
-fn report_with_clock(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
-    Report {
+fn report_with_clock(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
+    AgentReport {
         time_to_live: Duration::from_millis(300),
         open_connections: 10,
         rss_generation: 1,
@@ -114,11 +116,15 @@ fn report_with_clock(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
 }
 
 /// Returns a report that is valid for a minute, without an RSS configuration.
-pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> Report {
-    Report {
+pub(super) fn plain_report(sequence: u64, now: Now, busy_ns: &[u64]) -> AgentReport {
+    AgentReport {
         sent_at: now.wall,
         time_to_live: Duration::from_secs(60),
-        readings: CoreReadings { sequence, measured_ns: now.monotonic.as_nanos() as u64, busy_ns: busy_ns.to_vec() },
+        readings: CoreReadings {
+            report_sequence: sequence,
+            measured_ns: now.monotonic.as_nanos() as u64,
+            busy_ns: busy_ns.to_vec(),
+        },
         open_connections: 0,
         rss_generation: 0,
         rss: None,
@@ -149,10 +155,13 @@ fn tables_follow_reported_loads() {
     let chosen_servers: Vec<u16> = (0..4).map(|bucket| table.candidates_of(0, bucket)[0].server.get()).collect();
     assert_eq!(chosen_servers, [1, 0, 2, 2]);
     // s2 becomes busy. Half of the change counts (alpha 0.5), so 0.5 becomes 0.75, less than the others' 0.8 and 0.9.
-    harness.controller.report(&sessions[2], Ok(report_with_clock(3, at(200), &[150_000_000; 4])), at(200)).unwrap();
+    harness
+        .controller
+        .record_report(&sessions[2], Ok(report_with_clock(3, at(200), &[150_000_000; 4])), at(200))
+        .unwrap();
     let table = harness.make_table(at(200));
     assert_eq!(table.candidates_of(0, 2)[0].server.get(), 2);
-    assert_eq!(table.candidates_of(0, 2)[0].load, coreward_model::load::load_to_fixed_point(0.75));
+    assert_eq!(table.candidates_of(0, 2)[0].fixed_point_load, coreward_model::load::load_to_fixed_point(0.75));
     assert_eq!(table.generation, 3);
 }
 
@@ -167,12 +176,12 @@ fn server_without_fresh_reports_counts_with_the_mean_load() {
     // s1 and s2 continue to report, while s0 stops. After its time to live, s0 counts as the mean of the others, 0.75.
     for (session, load) in [(&sessions[1], 0.5), (&sessions[2], 1.0)] {
         let busy_ns = [(load * 500e6) as u64; 4];
-        harness.controller.report(session, Ok(report_with_clock(3, at(500), &busy_ns)), at(500)).unwrap();
+        harness.controller.record_report(session, Ok(report_with_clock(3, at(500), &busy_ns)), at(500)).unwrap();
     }
     assert_eq!(buckets_by_server(&harness.make_table(at(401))), BTreeMap::from([(1, 128)]));
     let status = harness.server_status("s0", at(401));
     assert_eq!((status.reports, status.core_load.len(), status.report_age_ms), (ReportState::Stale, 0, 301));
-    harness.controller.report(&sessions[0], Ok(report_with_clock(3, at(600), &[0; 4])), at(600)).unwrap();
+    harness.controller.record_report(&sessions[0], Ok(report_with_clock(3, at(600), &[0; 4])), at(600)).unwrap();
     assert_eq!(buckets_by_server(&harness.make_table(at(600))), BTreeMap::from([(0, 128)]));
 }
 
@@ -191,7 +200,7 @@ fn unknown_server_is_rejected() {
 fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let first_session = harness.controller.register("s0", "test", at(0)).unwrap();
-    harness.controller.report(&first_session, Ok(report_with_clock(1, at(100), &[0; 4])), at(100)).unwrap();
+    harness.controller.record_report(&first_session, Ok(report_with_clock(1, at(100), &[0; 4])), at(100)).unwrap();
     let rejection = harness.controller.register("s0", "test", at(400)).unwrap_err();
     assert_eq!(
         rejection.to_string(),
@@ -199,12 +208,14 @@ fn second_agent_of_a_server_is_rejected_while_the_first_is_alive() {
     );
     // After 300 ms the new agent takes over, and the old one's late report is rejected.
     let second_session = harness.controller.register("s0", "test", at(401)).unwrap();
-    let late_rejection =
-        harness.controller.report(&first_session, Ok(report_with_clock(2, at(410), &[0; 4])), at(410)).unwrap_err();
+    let late_rejection = harness
+        .controller
+        .record_report(&first_session, Ok(report_with_clock(2, at(410), &[0; 4])), at(410))
+        .unwrap_err();
     assert_eq!(late_rejection, Rejection::Superseded("s0".into()));
-    harness.controller.disconnect(&first_session);
-    harness.controller.report(&second_session, Ok(report_with_clock(1, at(420), &[0; 4])), at(420)).unwrap();
-    harness.controller.disconnect(&second_session);
+    harness.controller.end_session(&first_session);
+    harness.controller.record_report(&second_session, Ok(report_with_clock(1, at(420), &[0; 4])), at(420)).unwrap();
+    harness.controller.end_session(&second_session);
     harness.controller.register("s0", "test", at(421)).unwrap();
     let rejection_counts = harness.controller.status(at(421)).refused_reports;
     assert_eq!((rejection_counts["duplicate_session"], rejection_counts["superseded"]), (1, 1));
@@ -215,10 +226,10 @@ fn rejected_reports_are_counted_and_change_nothing() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
     let load_before = harness.server_status("s0", at(150)).core_load;
-    let mut reject_report = |report: Result<Report, ReportError>| {
-        let rejection = harness.controller.report(&session, report, at(150)).unwrap_err();
+    let mut reject_report = |report: Result<AgentReport, ReportError>| {
+        let rejection = harness.controller.record_report(&session, report, at(150)).unwrap_err();
         assert!(!rejection.ends_session());
-        (rejection.reason(), rejection.to_string())
+        (rejection.counter_name(), rejection.to_string())
     };
     assert_eq!(
         reject_report(Ok(report_with_clock(2, at(150), &[0; 4]))),
@@ -228,7 +239,10 @@ fn rejected_reports_are_counted_and_change_nothing() {
     assert_eq!(reject_report(Ok(report_with_clock(3, at(100), &[90_000_000; 4]))).0, "clock_stalled");
     assert_eq!(reject_report(Err(ReportError::TimeToLive(0))).0, "time_to_live");
     assert_eq!(harness.server_status("s0", at(150)).core_load, load_before);
-    harness.controller.report(&session, Ok(report_with_clock(3, at(1_150), &[100_000_000; 4])), at(150)).unwrap();
+    harness
+        .controller
+        .record_report(&session, Ok(report_with_clock(3, at(1_150), &[100_000_000; 4])), at(150))
+        .unwrap();
     let status = harness.controller.status(at(150));
     assert_eq!(status.refused_reports.values().sum::<u64>(), 4);
     assert_eq!(status.accepted_reports, 3);
@@ -239,17 +253,17 @@ fn rejected_reports_are_counted_and_change_nothing() {
 fn wall_clock_step_changes_no_load() {
     let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
     let session = harness.report_loads(&[&[0.25; 4]]).remove(0);
-    for (sequence, hour_ahead) in [(3, true), (4, false)] {
+    for (sequence, is_hour_ahead) in [(3, true), (4, false)] {
         let now = at(sequence * 100);
         let mut next_report = report_with_clock(sequence, now, &[sequence * 25_000_000; 4]);
-        if hour_ahead {
+        if is_hour_ahead {
             next_report.sent_at += Duration::from_secs(3600);
         }
-        harness.controller.report(&session, Ok(next_report), now).unwrap();
+        harness.controller.record_report(&session, Ok(next_report), now).unwrap();
         let status = harness.server_status("s0", now);
         assert_eq!(status.core_load.len(), 4);
         let has_warning = status.warnings.iter().any(|warning| warning.contains("its wall clock is 3600000 ms ahead"));
-        assert_eq!(has_warning, hour_ahead, "{:?}", status.warnings);
+        assert_eq!(has_warning, is_hour_ahead, "{:?}", status.warnings);
     }
 }
 
@@ -261,26 +275,29 @@ fn malformed_rss_invalidates_the_old_one() {
     let invalid_length =
         v1::Rss { source: "ethtool".into(), key: vec![1; 40], indirection_table: vec![0; 100], input_transform: 0 };
     let malformed_rss: Result<ReportedRss, WireError> = (&invalid_length).try_into();
-    let rejection =
-        harness.controller.report(&session, Err(ReportError::Rss(malformed_rss.unwrap_err())), at(200)).unwrap_err();
-    assert_eq!(rejection.reason(), "malformed_rss");
-    let next_report = Report { rss_generation: 2, ..report_with_clock(4, at(300), &[50_000_000; 4]) };
-    harness.controller.report(&session, Ok(next_report), at(300)).unwrap();
+    let rejection = harness
+        .controller
+        .record_report(&session, Err(ReportError::Rss(malformed_rss.unwrap_err())), at(200))
+        .unwrap_err();
+    assert_eq!(rejection.counter_name(), "malformed_rss");
+    let next_report = AgentReport { rss_generation: 2, ..report_with_clock(4, at(300), &[50_000_000; 4]) };
+    harness.controller.record_report(&session, Ok(next_report), at(300)).unwrap();
     let status = harness.server_status("s0", at(300));
     assert_eq!(status.rss, None);
     assert_eq!(
         status.warnings,
-        [
-            "its RSS was refused: indirection_table: an indirection table of 100 entries: expected a power of two from 1 \
-             to 2048"
-        ]
+        ["its RSS was refused: indirection_table: an indirection table of 100 entries: expected a power of two from \
+             1 to 2048"]
     );
-    let valid_report =
-        Report { rss_generation: 3, rss: Some(even_rss(64, 4)), ..report_with_clock(5, at(400), &[60_000_000; 4]) };
-    harness.controller.report(&session, Ok(valid_report), at(400)).unwrap();
+    let valid_report = AgentReport {
+        rss_generation: 3,
+        rss: Some(even_rss(64, 4)),
+        ..report_with_clock(5, at(400), &[60_000_000; 4])
+    };
+    harness.controller.record_report(&session, Ok(valid_report), at(400)).unwrap();
     assert_eq!(harness.server_status("s0", at(400)).rss.unwrap().indirection_table.len(), 64);
-    let report_without_rss = Report { rss_generation: 4, ..report_with_clock(6, at(500), &[70_000_000; 4]) };
-    harness.controller.report(&session, Ok(report_without_rss), at(500)).unwrap();
+    let report_without_rss = AgentReport { rss_generation: 4, ..report_with_clock(6, at(500), &[70_000_000; 4]) };
+    harness.controller.record_report(&session, Ok(report_without_rss), at(500)).unwrap();
     let status = harness.server_status("s0", at(500));
     assert_eq!(
         (status.rss, status.warnings),
@@ -300,15 +317,20 @@ fn draining_or_removed_server_keeps_only_its_connections() {
     let server_eligibilities: Vec<(&str, bool)> =
         fleet.services[0].servers.iter().map(|server| (server.name.as_str(), server.is_eligible)).collect();
     assert_eq!(server_eligibilities, [("s0", false), ("s1", true), ("s2", false)]);
-    harness.controller.report(&sessions[2], Ok(report_with_clock(3, at(200), &[200_000_000; 4])), at(200)).unwrap();
+    harness
+        .controller
+        .record_report(&sessions[2], Ok(report_with_clock(3, at(200), &[200_000_000; 4])), at(200))
+        .unwrap();
     assert_eq!(harness.controller.agent_configuration(&sessions[2]).unwrap().services.len(), 1);
     assert_eq!(harness.server_status("s2", at(200)).state, ServerState::Gone);
     assert_eq!(harness.server_status("s0", at(200)).state, ServerState::Draining);
     assert_eq!(harness.make_table(at(300)).generation, 2);
     harness.configure(&["draining", "active"], "crossrss", at(86_400_200));
     assert_eq!(harness.controller.fleet().servers.len(), 2);
-    let departed_rejection =
-        harness.controller.report(&sessions[2], Ok(report_with_clock(4, at(300), &[0; 4])), at(300)).unwrap_err();
+    let departed_rejection = harness
+        .controller
+        .record_report(&sessions[2], Ok(report_with_clock(4, at(300), &[0; 4])), at(300))
+        .unwrap_err();
     assert_eq!(departed_rejection, Rejection::UnknownServer("s2".into()));
     assert!(departed_rejection.ends_session());
 }
@@ -362,9 +384,9 @@ fn status_lists_rss_groups_and_servers_outside_them() {
         let rss_key = RssKey::new(&[n.saturating_sub(1); 40]).unwrap();
         let queues: Vec<u32> = (0..256).map(|entry| entry % 4).collect();
         let rss = RssConfig { key: rss_key, indirection_table: IndirectionTable::new(&queues).unwrap() };
-        let reported = ReportedRss { source: "ethtool".into(), rss: Some(rss) };
-        let report = Report { rss: Some(reported), ..report_with_clock(1, at(0), &[0; 2]) };
-        harness.controller.report(&session, Ok(report), at(0)).unwrap();
+        let reported_rss = ReportedRss { source: "ethtool".into(), rss: Some(rss) };
+        let report = AgentReport { rss: Some(reported_rss), ..report_with_clock(1, at(0), &[0; 2]) };
+        harness.controller.record_report(&session, Ok(report), at(0)).unwrap();
     }
     let service = harness.controller.status(at(0)).services.remove(0);
     let grouped_servers: Vec<Vec<String>> = service.rss_groups.into_iter().map(|group| group.servers).collect();
@@ -394,7 +416,8 @@ fn receive_queue_without_a_core_is_reported() {
 fn explanations_contain_the_decision_and_its_reason() {
     let loads: [&[f64]; 3] = [&[0.9, 0.1, 0.9, 0.9], &[0.2, 0.8, 0.8, 0.8], &[0.5; 4]];
     let bucket_of = |port| {
-        RssKey::microsoft().toeplitz_hash(&FourTuple::new(client_address(port), web_address().socket).unwrap().bytes())
+        RssKey::microsoft()
+            .toeplitz_hash(&FourTuple::new(client_address(port), web_address().vip_and_port).unwrap().bytes())
             & 127
     };
     // This is a port whose bucket reaches core 1.
@@ -481,7 +504,7 @@ fn explanations_contain_the_decision_and_its_reason() {
     let explanation = harness.explain_new_connection(40_000, at(100));
     assert_eq!((&*explanation.forwarding, explanation.outer_source_port), ("l2", None));
 
-    let unknown_address = ServiceAddress { socket: "10.200.0.9:80".parse().unwrap(), ..web_address() };
+    let unknown_address = ServiceAddress { vip_and_port: "10.200.0.9:80".parse().unwrap(), ..web_address() };
     let explain_result =
         harness.controller.explain(unknown_address, client_address(1), ExplainedPacket::NewConnection, at(100));
     let expected_error = "no service at 10.200.0.9:80/tcp: expected one of 10.200.0.1:80/tcp";
@@ -503,7 +526,7 @@ proptest! {
         harness.report_loads(&core_loads);
         let table = harness.make_table(at(100));
         for port in ports {
-            let tuple = FourTuple::new(client_address(port), web_address().socket).unwrap();
+            let tuple = FourTuple::new(client_address(port), web_address().vip_and_port).unwrap();
             let chosen_server = table.select_server(&mut PlacementState::for_table(&table), &tuple).unwrap();
             prop_assert_eq!(harness.explain_new_connection(port, at(100)).chosen_server,
                 Some(format!("s{chosen_server}")));
@@ -520,19 +543,19 @@ proptest! {
     ) {
         let mut harness = Harness::new(&THREE_ACTIVE_SERVERS, "crossrss");
         let session = harness.controller.register("s0", "test", at(0)).unwrap();
-        let (mut accepted, mut refused) = (0, 0);
-        for (sequence, milliseconds, busy) in reports {
-            match harness.controller.report(&session, Ok(report_with_clock(sequence, at(milliseconds), &busy)),
-                at(1_000)) {
-                Ok(()) => accepted += 1,
-                Err(_) => refused += 1,
+        let (mut accepted_count, mut rejected_count) = (0, 0);
+        for (sequence, milliseconds, busy_ns) in reports {
+            let report = report_with_clock(sequence, at(milliseconds), &busy_ns);
+            match harness.controller.record_report(&session, Ok(report), at(1_000)) {
+                Ok(()) => accepted_count += 1,
+                Err(_) => rejected_count += 1,
             }
             let table = harness.make_table(at(1_000));
             prop_assert_eq!(table.members.len(), 3);
         }
         let status = harness.controller.status(at(1_000));
-        prop_assert_eq!(status.accepted_reports, accepted);
-        prop_assert_eq!(status.refused_reports.values().sum::<u64>(), refused);
+        prop_assert_eq!(status.accepted_reports, accepted_count);
+        prop_assert_eq!(status.refused_reports.values().sum::<u64>(), rejected_count);
     }
 }
 
@@ -541,7 +564,7 @@ fn established_packets_are_explained_by_their_cookie() {
     let mut harness = Harness::new(&["active", "draining"], "rr");
     harness.make_table(at(0));
     let keys = harness.controller.fleet().key_ring.keys;
-    let tuple = FourTuple::new(client_address(7), web_address().socket).unwrap();
+    let tuple = FourTuple::new(client_address(7), web_address().vip_and_port).unwrap();
     let established_packet = |cookie| ExplainedPacket::Established { tsecr: Some(cookie), is_reset: false };
     let time_key = CookieKey { k0: 1, k1: 2 };
     for name in ["s0", "s1"] {

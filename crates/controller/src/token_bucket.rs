@@ -25,7 +25,7 @@ impl Quota {
 
 impl TokenBucket {
     /// Takes a token if one is left, and returns whether it did. `now` is the time since the controller's start.
-    pub fn take(&mut self, quota: Quota, now: Duration) -> bool {
+    pub fn try_take(&mut self, quota: Quota, now: Duration) -> bool {
         let elapsed = now.saturating_sub(self.updated_at).as_secs_f64();
         self.updated_at = now;
         self.tokens = (self.tokens + elapsed / quota.interval.as_secs_f64()).min(quota.burst.into());
@@ -57,7 +57,7 @@ mod tests {
     fn burst_is_followed_by_tokens_at_the_configured_rate() {
         let quota = Quota { interval: Duration::from_millis(50), burst: 3 };
         let mut bucket = quota.from(Duration::ZERO);
-        let mut count_taken = |ms: u64| (0..10).filter(|_| bucket.take(quota, Duration::from_millis(ms))).count();
+        let mut count_taken = |ms: u64| (0..10).filter(|_| bucket.try_take(quota, Duration::from_millis(ms))).count();
         assert_eq!(
             (count_taken(0), count_taken(49), count_taken(50), count_taken(150), count_taken(10_000)),
             (3, 0, 1, 2, 3)
@@ -71,7 +71,7 @@ mod tests {
         assert_eq!(bucket.time_until_token(quota, Duration::ZERO), Duration::ZERO);
         for now in [0, 3, 71].map(Duration::from_millis) {
             let now = now + bucket.time_until_token(quota, now);
-            assert!(bucket.take(quota, now), "{now:?}");
+            assert!(bucket.try_take(quota, now), "{now:?}");
         }
     }
 }

@@ -36,9 +36,9 @@ pub struct Traffic {
 /// Numbers of connections that were opened since a load balancer's previous message.
 #[derive(Debug, Default)]
 pub struct OpenedConnections {
-    pub services: Vec<(ServiceIndex, u64)>,
+    pub opened_by_service: Vec<(ServiceIndex, u64)>,
     /// Number of connections to all services together, by server.
-    pub servers: Vec<(ServerId, u64)>,
+    pub opened_by_server: Vec<(ServerId, u64)>,
 }
 
 impl Traffic {
@@ -47,13 +47,17 @@ impl Traffic {
         let opened_by_service = message.opened_connections.iter().filter_map(|(service, total)| {
             Some((*service, total.checked_sub(self.opened_by_service.get(service)?.total)?))
         });
-        let opened_by_server = message
-            .servers
-            .iter()
-            .filter_map(|(id, new)| Some((*id, new.opened.checked_sub(self.totals_by_server.get(id)?.opened)?)));
+        let opened_by_server = message.servers.iter().filter_map(|(id, new_traffic)| {
+            Some((
+                *id,
+                new_traffic
+                    .opened_connection_count
+                    .checked_sub(self.totals_by_server.get(id)?.opened_connection_count)?,
+            ))
+        });
         OpenedConnections {
-            services: opened_by_service.filter(|(_, count)| *count > 0).collect(),
-            servers: opened_by_server.filter(|(_, count)| *count > 0).collect(),
+            opened_by_service: opened_by_service.filter(|(_, count)| *count > 0).collect(),
+            opened_by_server: opened_by_server.filter(|(_, count)| *count > 0).collect(),
         }
     }
 
@@ -62,11 +66,13 @@ impl Traffic {
         let totals_by_server: ByServer<ServerTraffic> =
             message.servers.iter().map(|(id, traffic)| (*id, *traffic)).collect();
         self.record_opened(message);
-        let elapsed_s = self.last_message_at.map(|printed| now.monotonic.saturating_sub(printed).as_secs_f64());
+        let elapsed_s = self
+            .last_message_at
+            .map(|previous_message_at| now.monotonic.saturating_sub(previous_message_at).as_secs_f64());
         if let Some(elapsed) = elapsed_s.filter(|elapsed| *elapsed > 0.0) {
             self.rates_by_server = totals_by_server
                 .iter()
-                .filter_map(|(id, new)| Some((*id, self.smoothed_rates(*id, new, elapsed, alpha)?)))
+                .filter_map(|(id, new_traffic)| Some((*id, self.smoothed_rates(*id, new_traffic, elapsed, alpha)?)))
                 .collect();
         }
         self.totals_by_server = totals_by_server;
@@ -74,16 +80,19 @@ impl Traffic {
     }
 
     fn record_opened(&mut self, message: &TrafficMessage) {
-        let updated_counts = |(service, total): (&ServiceIndex, &u64)| {
+        let to_opened_counts = |(service, total): (&ServiceIndex, &u64)| {
             let (service, total) = (*service, *total);
             // A lower count than before comes from new maps, or from the removal of a server.
-            let increase = |before: &OpenedCounts| {
-                before.since_last_query.unwrap_or(0).saturating_add(total.saturating_sub(before.total))
+            let increase_since = |previous_counts: &OpenedCounts| {
+                previous_counts
+                    .since_last_query
+                    .unwrap_or(0)
+                    .saturating_add(total.saturating_sub(previous_counts.total))
             };
-            let newly_opened = self.opened_by_service.get(&service).map(increase);
+            let newly_opened = self.opened_by_service.get(&service).map(increase_since);
             (service, OpenedCounts { total, since_last_query: newly_opened })
         };
-        self.opened_by_service = message.opened_connections.iter().map(updated_counts).collect();
+        self.opened_by_service = message.opened_connections.iter().map(to_opened_counts).collect();
     }
 
     /// Returns how many connections to the service were opened since the last call, or `None` if it is not known yet.
@@ -94,19 +103,19 @@ impl Traffic {
     fn smoothed_rates(
         &self,
         server: ServerId,
-        new: &ServerTraffic,
+        new_traffic: &ServerTraffic,
         elapsed: f64,
         alpha: SmoothingWeight,
     ) -> Option<TrafficRates> {
         let previous_traffic = self.totals_by_server.get(&server)?;
         let newest_rates = TrafficRates {
-            packets_per_second: new.packet_count.checked_sub(previous_traffic.packet_count)? as f64 / elapsed,
-            bytes: new.bytes.checked_sub(previous_traffic.bytes)? as f64 / elapsed,
+            packets_per_second: new_traffic.packet_count.checked_sub(previous_traffic.packet_count)? as f64 / elapsed,
+            bytes_per_second: new_traffic.frame_bytes.checked_sub(previous_traffic.frame_bytes)? as f64 / elapsed,
         };
         let smooth = |new: f64, old: f64| alpha.get() * new + (1.0 - alpha.get()) * old;
-        Some(self.rates_by_server.get(&server).map_or(newest_rates, |before| TrafficRates {
-            packets_per_second: smooth(newest_rates.packets_per_second, before.packets_per_second),
-            bytes: smooth(newest_rates.bytes, before.bytes),
+        Some(self.rates_by_server.get(&server).map_or(newest_rates, |previous_rates| TrafficRates {
+            packets_per_second: smooth(newest_rates.packets_per_second, previous_rates.packets_per_second),
+            bytes_per_second: smooth(newest_rates.bytes_per_second, previous_rates.bytes_per_second),
         }))
     }
 
@@ -130,18 +139,20 @@ impl Traffic {
 pub struct TrafficTotals(pub BTreeMap<String, ServerTraffic>);
 
 impl TrafficTotals {
-    /// Returns the increase in the number of open connections since `earlier`, as load balancers counted it. A load
-    /// balancer with new or restarted counts adds nothing, because the report may already include its connections.
-    pub fn opened_since(&self, earlier: &TrafficTotals) -> i64 {
-        let of = |(name, now): (&String, &ServerTraffic)| {
-            let earlier_traffic = earlier.0.get(name)?;
-            let opened_count = now.opened.checked_sub(earlier_traffic.opened)?;
-            let closed_count = now.closed.checked_sub(earlier_traffic.closed)?;
+    /// Returns the increase in the number of open connections since `earlier_totals`, as load balancers counted it. A
+    /// load balancer with new or restarted counts adds nothing, because the report may already include its connections.
+    pub fn opened_since(&self, earlier_totals: &TrafficTotals) -> i64 {
+        let increase_at_balancer = |(name, current_traffic): (&String, &ServerTraffic)| {
+            let earlier_traffic = earlier_totals.0.get(name)?;
+            let opened_count =
+                current_traffic.opened_connection_count.checked_sub(earlier_traffic.opened_connection_count)?;
+            let closed_count =
+                current_traffic.closed_connection_count.checked_sub(earlier_traffic.closed_connection_count)?;
             let maximum_increase = i128::from(u32::MAX);
             let increase = i128::from(opened_count) - i128::from(closed_count);
             Some(increase.clamp(-maximum_increase, maximum_increase) as i64)
         };
-        self.0.iter().filter_map(of).sum()
+        self.0.iter().filter_map(increase_at_balancer).sum()
     }
 }
 
@@ -160,7 +171,7 @@ mod tests {
 
     fn traffic_message(counts: &[(u64, u64)]) -> TrafficMessage {
         let server_entry = |(server, packets): &(u64, u64)| {
-            (id(*server), ServerTraffic { packet_count: *packets, bytes: packets * 100, ..Default::default() })
+            (id(*server), ServerTraffic { packet_count: *packets, frame_bytes: packets * 100, ..Default::default() })
         };
         TrafficMessage { servers: counts.iter().map(server_entry).collect(), ..Default::default() }
     }
@@ -171,8 +182,11 @@ mod tests {
         traffic.record_totals(&traffic_message(&[(1, 150), (2, 7)]), SmoothingWeight::PUBLISHED, at(0));
         assert_eq!(traffic.server_rates(id(1)), None);
         traffic.record_totals(&traffic_message(&[(1, 170), (2, 7)]), SmoothingWeight::PUBLISHED, at(100));
-        assert_eq!(traffic.server_rates(id(1)), Some(TrafficRates { packets_per_second: 200.0, bytes: 20_000.0 }));
-        assert_eq!(traffic.server_rates(id(2)), Some(TrafficRates { packets_per_second: 0.0, bytes: 0.0 }));
+        assert_eq!(
+            traffic.server_rates(id(1)),
+            Some(TrafficRates { packets_per_second: 200.0, bytes_per_second: 20_000.0 })
+        );
+        assert_eq!(traffic.server_rates(id(2)), Some(TrafficRates { packets_per_second: 0.0, bytes_per_second: 0.0 }));
         traffic.record_totals(&traffic_message(&[(1, 170)]), SmoothingWeight::PUBLISHED, at(200));
         assert_eq!(traffic.server_rates(id(1)).unwrap().packets_per_second, 100.0);
         assert_eq!(traffic.server_rates(id(2)), None);
@@ -185,10 +199,17 @@ mod tests {
     #[test]
     fn new_load_balancer_adds_no_connections_to_an_agents_count() {
         let traffic_totals = |counts: &[(&str, u64, u64)]| {
-            let of = |(name, opened, closed): &(&str, u64, u64)| {
-                ((*name).to_owned(), ServerTraffic { opened: *opened, closed: *closed, ..Default::default() })
+            let to_entry = |(name, opened_count, closed_count): &(&str, u64, u64)| {
+                (
+                    (*name).to_owned(),
+                    ServerTraffic {
+                        opened_connection_count: *opened_count,
+                        closed_connection_count: *closed_count,
+                        ..Default::default()
+                    },
+                )
             };
-            TrafficTotals(counts.iter().map(of).collect())
+            TrafficTotals(counts.iter().map(to_entry).collect())
         };
         let earlier_totals = traffic_totals(&[("lb1", 100, 90), ("lb2", 50, 50)]);
         let later_totals = traffic_totals(&[("lb1", 110, 93), ("lb2", 51, 55), ("lb3", 1000, 0)]);

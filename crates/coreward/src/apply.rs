@@ -38,22 +38,22 @@ const POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// Runs `coreward apply`. Fails if the document is invalid, or the controller or the operator rejects it.
 pub fn run(args: &ApplyArgs) -> anyhow::Result<()> {
-    let client = args.query.contact.client()?;
-    let proposed = ProposedFleet::read(&client, &args.file)?;
-    let is_applied = confirm_and_apply(proposed, args.query.format, (args.dry_run, args.yes))?;
+    let client = args.query.contact.build_client()?;
+    let proposed_fleet = ProposedFleet::read(&client, &args.file)?;
+    let is_applied = confirm_and_apply(proposed_fleet, args.query.format, (args.dry_run, args.yes))?;
     if is_applied && args.wait { wait_until_in_force(&client, args.timeout.into()) } else { Ok(()) }
 }
 
 /// Shows the changes, asks for confirmation, and applies the document. Returns whether the document is applied now.
 fn confirm_and_apply(
-    proposed: ProposedFleet,
+    proposed_fleet: ProposedFleet,
     format: OutputFormat,
     (dry_run, yes): (bool, bool),
 ) -> anyhow::Result<bool> {
-    let only_shows_changes = dry_run || proposed.is_in_force();
+    let only_shows_changes = dry_run || proposed_fleet.is_in_force();
     // The JSON output must be a single object, which is the result.
     if only_shows_changes || format == OutputFormat::Text {
-        print(&proposed.format_changes(format.into())?)?;
+        print(&proposed_fleet.format_changes(format.into())?)?;
     }
     if only_shows_changes {
         return Ok(!dry_run);
@@ -62,7 +62,7 @@ fn confirm_and_apply(
     let can_ask = format == OutputFormat::Text;
     anyhow::ensure!(yes || can_ask, "nothing was changed: `--format json` expects --yes or --dry-run");
     anyhow::ensure!(yes || ask_for_confirmation()?, "nothing was changed");
-    print(&format_apply_result(&proposed.apply()?, format.into())?)?;
+    print(&format_apply_result(&proposed_fleet.apply()?, format.into())?)?;
     Ok(true)
 }
 
@@ -80,31 +80,36 @@ fn wait_until_in_force(client: &Client, timeout: Duration) -> anyhow::Result<()>
     }
 }
 
-fn is_in_force(seen: &Acknowledgements) -> bool {
-    seen.waiting_count == 0 && seen.refused_count == 0 && seen.disconnected.is_empty()
+fn is_in_force(acknowledgements: &Acknowledgements) -> bool {
+    acknowledgements.waiting_count == 0
+        && acknowledgements.refused_count == 0
+        && acknowledgements.disconnected.is_empty()
 }
 
 /// Returns whether waiting for further answers is useless, because a daemon rejects this configuration or all connected
 /// daemons have answered.
-fn is_wait_over(seen: &Acknowledgements) -> bool {
-    let newest_generation = seen.configuration_generation;
+fn is_wait_over(acknowledgements: &Acknowledgements) -> bool {
+    let newest_generation = acknowledgements.configuration_generation;
     let is_of_newest =
-        |refused: &RefusedUpdate| refused.kind == "configuration" && refused.generation == newest_generation;
-    seen.waiting_count == 0 || seen.refused.iter().any(is_of_newest)
+        |update: &RefusedUpdate| update.kind == "configuration" && update.generation == newest_generation;
+    acknowledgements.waiting_count == 0 || acknowledgements.refused.iter().any(is_of_newest)
 }
 
 /// Describes the daemons that have not applied the newest configuration.
-fn describe_missing_acknowledgements(seen: &Acknowledgements) -> String {
+fn describe_missing_acknowledgements(acknowledgements: &Acknowledgements) -> String {
     let mut lines = vec![format!(
         "configuration {} is in force at {}, not at {}; {} updates were refused, {} load balancers are not connected:",
-        seen.configuration_generation,
-        seen.acknowledged_count,
-        seen.waiting_count,
-        seen.refused_count,
-        seen.disconnected.len()
+        acknowledgements.configuration_generation,
+        acknowledgements.acknowledged_count,
+        acknowledgements.waiting_count,
+        acknowledgements.refused_count,
+        acknowledgements.disconnected.len()
     )];
-    let waiting_line = |waiting: &Waiting| {
-        format!("  {} {}: has configuration {}", waiting.part, waiting.name, waiting.configuration_generation)
+    let waiting_line = |waiting_daemon: &Waiting| {
+        format!(
+            "  {} {}: has configuration {}",
+            waiting_daemon.part, waiting_daemon.name, waiting_daemon.configuration_generation
+        )
     };
     let disconnected_line = |Waiting { name, .. }: &Waiting| {
         format!(
@@ -112,9 +117,9 @@ fn describe_missing_acknowledgements(seen: &Acknowledgements) -> String {
              `coreward lb forget {name}` if it is gone for good"
         )
     };
-    lines.extend(seen.waiting.iter().map(waiting_line));
-    lines.extend(RefusedUpdate::summary_lines(&seen.refused).into_iter().map(|line| format!("  {line}")));
-    lines.extend(seen.disconnected.iter().map(disconnected_line));
+    lines.extend(acknowledgements.waiting.iter().map(waiting_line));
+    lines.extend(RefusedUpdate::summary_lines(&acknowledgements.refused).into_iter().map(|line| format!("  {line}")));
+    lines.extend(acknowledgements.disconnected.iter().map(disconnected_line));
     lines.join("\n")
 }
 
@@ -131,10 +136,14 @@ fn ask_for_confirmation() -> anyhow::Result<bool> {
 mod tests {
     use super::*;
 
-    fn acknowledgements_of(waiting: u64, refused: &[u64], lost: &[&str]) -> Acknowledgements {
+    fn acknowledgements_of(
+        waiting_count: u64,
+        refused_generations: &[u64],
+        disconnected_names: &[&str],
+    ) -> Acknowledgements {
         let load_balancer =
             |name: &str| Waiting { part: "lb".to_owned(), name: name.to_owned(), configuration_generation: 4 };
-        let refused: Vec<RefusedUpdate> = refused
+        let refused: Vec<RefusedUpdate> = refused_generations
             .iter()
             .map(|generation| RefusedUpdate {
                 part: "lb".to_owned(),
@@ -148,11 +157,11 @@ mod tests {
         Acknowledgements {
             configuration_generation: 5,
             acknowledged_count: 1,
-            waiting_count: waiting,
-            waiting: (0..waiting).map(|_| load_balancer("lb1")).collect(),
+            waiting_count,
+            waiting: (0..waiting_count).map(|_| load_balancer("lb1")).collect(),
             refused_count: refused.len() as u64,
             refused,
-            disconnected: lost.iter().copied().map(load_balancer).collect(),
+            disconnected: disconnected_names.iter().copied().map(load_balancer).collect(),
         }
     }
 

@@ -16,8 +16,8 @@ pub struct AuditArgs {
 
 /// Runs `coreward audit`. Fails if the controller cannot be reached, or if it rejects the request.
 pub fn print_audit_log(args: &AuditArgs) -> anyhow::Result<()> {
-    let client = args.query.contact.client()?;
-    let audit = block_on(client.audit(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
+    let client = args.query.contact.build_client()?;
+    let audit = block_on(client.audit_log(&AuditQuery { after: 0, limit: Some(args.limit) }))?;
     if args.query.format == OutputFormat::Json {
         return print(&serde_json::to_string_pretty(&audit)?);
     }
@@ -26,11 +26,11 @@ pub fn print_audit_log(args: &AuditArgs) -> anyhow::Result<()> {
 
 /// Formats a line such as "2026-11-23T14:05:09Z #7 alice from 10.1.0.9: drain s1: not drained -> drained".
 fn format_entry(entry: &AuditEntry) -> String {
-    let at = format_time(entry.at_unix_ms);
+    let time_text = format_time(entry.at_unix_ms);
     let AuditEntry { id, actor, from_address, action, target, before, after, .. } = entry;
-    let from = if from_address.is_empty() { String::new() } else { format!(" from {from_address}") };
+    let origin_text = if from_address.is_empty() { String::new() } else { format!(" from {from_address}") };
     let target = if target.is_empty() { String::new() } else { format!(" {target}") };
-    format!("{at} #{id} {actor}{from}: {action}{target}: {before} -> {after}\n")
+    format!("{time_text} #{id} {actor}{origin_text}: {action}{target}: {before} -> {after}\n")
 }
 
 fn format_time(unix_ms: u64) -> String {

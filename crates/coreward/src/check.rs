@@ -91,11 +91,13 @@ impl<'a> CheckedFile<'a> {
     }
 
     fn count_mistakes(&self) -> usize {
-        self.mistakes.as_ref().map_or(0, |mistakes| mistakes.list.len() + mistakes.omitted_count)
+        self.mistakes
+            .as_ref()
+            .map_or(0, |mistakes| mistakes.shown_diagnostics.len() + mistakes.omitted_diagnostic_count)
     }
 
-    fn count_files_with_mistakes(all: &[Self]) -> usize {
-        all.iter().filter(|checked| checked.mistakes.is_some()).count()
+    fn count_files_with_mistakes(checked_files: &[Self]) -> usize {
+        checked_files.iter().filter(|checked_file| checked_file.mistakes.is_some()).count()
     }
 
     fn to_text(&self) -> String {
@@ -106,12 +108,13 @@ impl<'a> CheckedFile<'a> {
     }
 
     fn to_json(&self) -> Value {
-        let mistake_objects = self.mistakes.as_ref().map(|mistakes| mistakes.list.iter().map(|mistake| mistake.json()));
+        let mistake_objects =
+            self.mistakes.as_ref().map(|mistakes| mistakes.shown_diagnostics.iter().map(|mistake| mistake.to_json()));
         json!({
             "file": self.file,
             "kind": self.kind.map(FileKind::name),
             "mistakes": mistake_objects.into_iter().flatten().collect::<Vec<_>>(),
-            "more": self.mistakes.as_ref().map_or(0, |mistakes| mistakes.omitted_count),
+            "more": self.mistakes.as_ref().map_or(0, |mistakes| mistakes.omitted_diagnostic_count),
         })
     }
 }
@@ -165,11 +168,12 @@ impl FileKind {
         let own_result =
             own_result.and_then(|()| if self == Self::Controller { check_etcd_files(source) } else { Ok(()) });
         match (own_result, fleet_result) {
-            (Ok(()), named) => named,
-            (own, Ok(())) => own,
-            (Err(own), Err(named)) => Err(Diagnostics {
-                list: [own.list, named.list].concat(),
-                omitted_count: own.omitted_count + named.omitted_count,
+            (Ok(()), fleet_result) => fleet_result,
+            (own_result, Ok(())) => own_result,
+            (Err(own_mistakes), Err(fleet_mistakes)) => Err(Diagnostics {
+                shown_diagnostics: [own_mistakes.shown_diagnostics, fleet_mistakes.shown_diagnostics].concat(),
+                omitted_diagnostic_count: own_mistakes.omitted_diagnostic_count
+                    + fleet_mistakes.omitted_diagnostic_count,
             }),
         }
     }
@@ -177,25 +181,28 @@ impl FileKind {
     /// Detects the kind to which most of the file's keys belong. Among equal kinds it prefers the one in the file's
     /// name, then the one with the fewest mistakes. Fails if several kinds remain.
     fn of(source: &Source) -> Result<Self, Diagnostics> {
-        let keys = source.keys();
+        let keys = source.top_level_keys();
         let name = source.path().file_stem().and_then(|name| name.to_str()).unwrap_or_default();
-        let misfit = |kind: Self| {
+        let to_misfit = |kind: Self| {
             let schema = kind.schema();
             let unknown_key_count = keys.iter().filter(|key| schema["properties"].get(key.as_str()).is_none()).count();
-            let mistake_count =
-                kind.check(source).err().map_or(0, |mistakes| mistakes.list.len() + mistakes.omitted_count);
+            let mistake_count = kind
+                .check(source)
+                .err()
+                .map_or(0, |mistakes| mistakes.shown_diagnostics.len() + mistakes.omitted_diagnostic_count);
             (unknown_key_count, !name.starts_with(kind.name()), mistake_count)
         };
-        let kinds_with_misfit = <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (misfit(*kind), *kind));
+        let kinds_with_misfit =
+            <Self as clap::ValueEnum>::value_variants().iter().map(|kind| (to_misfit(*kind), *kind));
         let mut kinds_by_misfit: Vec<((usize, bool, usize), Self)> = kinds_with_misfit.collect();
-        kinds_by_misfit.sort_by_key(|(fit, _)| *fit);
+        kinds_by_misfit.sort_by_key(|(misfit_rank, _)| *misfit_rank);
         if kinds_by_misfit[0].0 < kinds_by_misfit[1].0 {
             return Ok(kinds_by_misfit[0].1);
         }
         let message = "fits several kinds of files: expected `--kind`, or a name that begins with its kind";
         let mut list = vec![Diagnostic::for_file(source.path(), message)];
         list.extend(source.syntax_errors());
-        Err(Diagnostics { list, omitted_count: 0 })
+        Err(Diagnostics { shown_diagnostics: list, omitted_diagnostic_count: 0 })
     }
 }
 
@@ -260,7 +267,7 @@ mod tests {
         for (page_line, toml_text) in documented_examples() {
             let kind = detect_kind(&toml_text).unwrap_or_else(|mistakes| panic!("{page_line}: {mistakes}"));
             let outcome = kind.check(&Source::from_text(&page_line, &toml_text));
-            let mistakes = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.list);
+            let mistakes = outcome.err().map_or_else(Vec::new, |mistakes| mistakes.shown_diagnostics);
             // The certificate files of the examples do not exist on this machine.
             let is_missing_certificate = |mistake: &Diagnostic| {
                 mistake.key.starts_with("tls.") && mistake.problem.contains("No such file or directory")
@@ -301,10 +308,13 @@ mod tests {
                 "connection_timers = { idle_s = 1 }\n",
             ),
         ];
-        for (kind, good, more) in cases {
-            let text_with_unknown_key = format!("{good}{more}");
+        for (kind, valid_text, unknown_key_line) in cases {
+            let text_with_unknown_key = format!("{valid_text}{unknown_key_line}");
             let schema = kind.schema();
-            assert!(schema_accepts(&schema, good) && kind.check(&Source::from_text("f", good)).is_ok(), "{good}");
+            assert!(
+                schema_accepts(&schema, valid_text) && kind.check(&Source::from_text("f", valid_text)).is_ok(),
+                "{valid_text}"
+            );
             assert!(
                 !schema_accepts(&schema, &text_with_unknown_key)
                     && kind.check(&Source::from_text("f", &text_with_unknown_key)).is_err(),
@@ -355,9 +365,14 @@ mod tests {
         assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
         let pipe_path = pipe.clone();
         let writer = std::thread::spawn(move || std::fs::write(pipe_path, "[[server]]\nname = \"s1\"\n").unwrap());
-        let checked = CheckedFile::new(&pipe, None);
+        let checked_file = CheckedFile::new(&pipe, None);
         writer.join().unwrap();
-        assert_eq!((checked.kind, checked.count_mistakes()), (Some(FileKind::Fleet), 1), "{}", checked.to_text());
+        assert_eq!(
+            (checked_file.kind, checked_file.count_mistakes()),
+            (Some(FileKind::Fleet), 1),
+            "{}",
+            checked_file.to_text()
+        );
     }
 
     /// A controller's file is checked together with the fleet document that it names, even if both are wrong.
@@ -369,10 +384,10 @@ mod tests {
         std::fs::write(&fleet, "load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n").unwrap();
         let check = || FileKind::Controller.check_with_fleet_file(&Source::read(&controller).unwrap());
         let mistakes = check().unwrap_err();
-        let files: Vec<&Path> = mistakes.list.iter().map(|mistake| &*mistake.file).collect();
+        let files: Vec<&Path> = mistakes.shown_diagnostics.iter().map(|mistake| &*mistake.file).collect();
         assert_eq!(files, [&controller, &fleet, &fleet]);
         std::fs::remove_file(&fleet).unwrap();
         let mistakes = check().unwrap_err();
-        assert_eq!(mistakes.list.len(), 2, "{mistakes}");
+        assert_eq!(mistakes.shown_diagnostics.len(), 2, "{mistakes}");
     }
 }

@@ -42,8 +42,9 @@ pub struct ControllerArgs {
 
 impl ControllerArgs {
     /// Creates a client of the controllers. Fails if a file cannot be read or is invalid.
-    pub fn client(&self) -> anyhow::Result<Client> {
-        let to_files = |((ca, certificate), key)| CredentialFiles { ca, certificate, key };
+    pub fn build_client(&self) -> anyhow::Result<Client> {
+        let to_files =
+            |((ca, certificate), key)| CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key };
         let certificate_files = self.ca.clone().zip(self.certificate.clone()).zip(self.key.clone()).map(to_files);
         let token_credential = || Credential::Token { file: self.token_file.clone(), ca: self.ca.clone() };
         let credential = certificate_files.map_or_else(token_credential, Credential::Certificate);

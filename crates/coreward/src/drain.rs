@@ -50,7 +50,7 @@ fn build_runtime() -> std::io::Result<tokio::runtime::Runtime> {
 
 /// Drains the server, and waits if requested. Fails if the controller rejects the drain, or if the wait times out.
 pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
-    let client = args.query.contact.client()?;
+    let client = args.query.contact.build_client()?;
     build_runtime()?.block_on(async {
         let request = DrainServer { services: args.service.clone(), force: args.force };
         let status = client.drain(&args.server, &request).await?;
@@ -62,33 +62,34 @@ pub fn run_drain(args: &DrainArgs) -> anyhow::Result<()> {
         if !args.wait {
             return Ok(());
         }
-        let stays_drained = format!("{} stays drained: `coreward undrain {}` ends that", args.server, args.server);
+        let drain_notice = format!("{} stays drained: `coreward undrain {}` ends that", args.server, args.server);
         tokio::select! {
             outcome = wait_until_drained(&client, status, args.timeout.into(), is_text) => {
-                let (status, left) = outcome?;
+                let (status, remaining_connections) = outcome?;
                 if !is_text {
                     print(&format_drain_status(&status, args.query.format)?)?;
                 }
-                match left {
-                    RemainingConnections::None => Ok(()),
-                    RemainingConnections::Some(what) => Err(anyhow!("{what} after {}; {stays_drained}", args.timeout)),
+                match remaining_connections {
+                    RemainingConnections::Zero => Ok(()),
+                    RemainingConnections::Nonzero(remaining_text) => Err(anyhow!("{remaining_text} after {}; \
+                        {drain_notice}", args.timeout)),
                 }
             }
-            _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {stays_drained}")),
+            _ = tokio::signal::ctrl_c() => Err(anyhow!("interrupted; {drain_notice}")),
         }
     })
 }
 
 /// Ends the drain of a server. Fails if the controller rejects the request.
 pub fn run_undrain(args: &UndrainArgs) -> anyhow::Result<()> {
-    let client = args.query.contact.client()?;
+    let client = args.query.contact.build_client()?;
     print(&format_drain_status(&build_runtime()?.block_on(client.undrain(&args.server))?, args.query.format)?)
 }
 
 /// Connections that remain at the end of the wait.
 enum RemainingConnections {
-    None,
-    Some(String),
+    Zero,
+    Nonzero(String),
 }
 
 /// Waits until no connection remains or the timeout expires. The controller has stored the drain, so the wait continues
@@ -99,41 +100,42 @@ async fn wait_until_drained(
     timeout: Duration,
     is_text: bool,
 ) -> anyhow::Result<(DrainStatus, RemainingConnections)> {
-    let end = Instant::now() + timeout.min(MAX_TIMEOUT);
-    let (server, mut printed, mut away) = (status.server.clone(), describe(&status), false);
+    let deadline = Instant::now() + timeout.min(MAX_TIMEOUT);
+    let (server, mut printed_text, mut is_controller_unreachable) =
+        (status.server.clone(), describe_drain(&status), false);
     loop {
         if status.drained.is_none() && status.state != ServerState::Gone {
             bail!("{server} is no longer drained: another command ended the drain");
         }
         if status.remaining == Some(0) {
-            return Ok((status, RemainingConnections::None));
+            return Ok((status, RemainingConnections::Zero));
         }
-        sleep(POLL_INTERVAL.min(end - Instant::now())).await;
-        let answer = match timeout_at(end, client.drain_status(&server)).await {
+        sleep(POLL_INTERVAL.min(deadline - Instant::now())).await;
+        let answer = match timeout_at(deadline, client.drain_status(&server)).await {
             Ok(answer) => answer,
             Err(_) => {
-                let left = describe_remaining(&status, away);
-                return Ok((status, RemainingConnections::Some(left)));
+                let remaining_text = describe_remaining(&status, is_controller_unreachable);
+                return Ok((status, RemainingConnections::Nonzero(remaining_text)));
             }
         };
         match answer {
-            Ok(newest) => (status, away) = (newest, false),
+            Ok(newest_status) => (status, is_controller_unreachable) = (newest_status, false),
             Err(error) if is_permanent_error(&error) => return Err(error),
             Err(error) => {
-                if !std::mem::replace(&mut away, true) && is_text {
+                if !std::mem::replace(&mut is_controller_unreachable, true) && is_text {
                     print(&format!("the drain is on record, what remains is not known: {error:#}"))?;
-                    printed.clear();
+                    printed_text.clear();
                 }
             }
         }
-        let now = describe(&status);
-        if !away && now != printed && is_text {
-            print(&now)?;
-            printed = now;
+        let current_text = describe_drain(&status);
+        if !is_controller_unreachable && current_text != printed_text && is_text {
+            print(&current_text)?;
+            printed_text = current_text;
         }
-        if Instant::now() >= end && status.remaining != Some(0) {
-            let left = describe_remaining(&status, away);
-            return Ok((status, RemainingConnections::Some(left)));
+        if Instant::now() >= deadline && status.remaining != Some(0) {
+            let remaining_text = describe_remaining(&status, is_controller_unreachable);
+            return Ok((status, RemainingConnections::Nonzero(remaining_text)));
         }
     }
 }
@@ -143,11 +145,11 @@ fn is_permanent_error(error: &anyhow::Error) -> bool {
     error.downcast_ref::<Problem>().is_some_and(|problem| matches!(problem.status, 400..=407 | 422))
 }
 
-fn describe_remaining(status: &DrainStatus, away: bool) -> String {
+fn describe_remaining(status: &DrainStatus, is_controller_unreachable: bool) -> String {
     match status.remaining {
-        _ if away => "what remains is not known (the controller does not answer)".to_owned(),
+        _ if is_controller_unreachable => "what remains is not known (the controller does not answer)".to_owned(),
         Some(1) => "1 connection remains".to_owned(),
-        Some(remaining) => format!("{remaining} connections remain"),
+        Some(connection_count) => format!("{connection_count} connections remain"),
         None => format!("what remains is not known (waiting for {})", status.waits_for.join("; ")),
     }
 }
@@ -155,14 +157,14 @@ fn describe_remaining(status: &DrainStatus, away: bool) -> String {
 fn format_drain_status(status: &DrainStatus, format: OutputFormat) -> anyhow::Result<String> {
     match format {
         OutputFormat::Json => Ok(serde_json::to_string_pretty(status)?),
-        OutputFormat::Text => Ok(describe(status)),
+        OutputFormat::Text => Ok(describe_drain(status)),
     }
 }
 
 /// Formats a line such as "s1 is draining by command: 12 connections remain (api 2, web 10)".
-fn describe(status: &DrainStatus) -> String {
+fn describe_drain(status: &DrainStatus) -> String {
     let DrainStatus { server, .. } = status;
-    let Some(drained) = &status.drained else {
+    let Some(drain) = &status.drained else {
         if status.state == ServerState::Gone {
             return format!("{server} has left the fleet's document: {}", describe_remaining(status, false));
         }
@@ -174,11 +176,10 @@ fn describe(status: &DrainStatus) -> String {
         _ => describe_remaining(status, false),
     };
     let connections_by_service: Vec<String> = match (&status.connections, status.remaining) {
-        (Some(counted), Some(1..)) => {
-            let is_drained_service =
-                |service: &String| drained.services.is_empty() || drained.services.contains(service);
+        (Some(connection_counts), Some(1..)) => {
+            let is_drained_service = |service: &String| drain.services.is_empty() || drain.services.contains(service);
             let services_with_connections =
-                counted.services.iter().filter(|(service, count)| **count > 0 && is_drained_service(service));
+                connection_counts.services.iter().filter(|(service, count)| **count > 0 && is_drained_service(service));
             services_with_connections.map(|(service, count)| format!("{service} {count}")).collect()
         }
         _ => Vec::new(),
@@ -195,18 +196,18 @@ fn describe(status: &DrainStatus) -> String {
     let state = if status.remaining == Some(0) { "drained" } else { "draining" };
     format!(
         "{server} is {state}{}: {remaining_text}{connections_by_service}{not_counted}",
-        format_origin_and_services(drained)
+        format_origin_and_services(drain)
     )
 }
 
-fn format_origin_and_services(drained: &Drained) -> String {
-    let by = match drained.by {
+fn format_origin_and_services(drain: &Drained) -> String {
+    let origin_text = match drain.by {
         DrainedBy::Command => "",
         DrainedBy::Document => " by the fleet's document",
     };
     let services_text =
-        if drained.services.is_empty() { String::new() } else { format!(" in {}", drained.services.join(", ")) };
-    format!("{by}{services_text}")
+        if drain.services.is_empty() { String::new() } else { format!(" in {}", drain.services.join(", ")) };
+    format!("{origin_text}{services_text}")
 }
 
 #[cfg(test)]
@@ -234,20 +235,23 @@ mod tests {
 
     #[test]
     fn remaining_connections_are_described() {
-        assert_eq!(describe(&status_with_remaining(Some(12))), "s1 is draining: 12 connections remain (api 2, web 10)");
-        assert_eq!(describe(&status_with_remaining(Some(0))), "s1 is drained: no connection remains");
+        assert_eq!(
+            describe_drain(&status_with_remaining(Some(12))),
+            "s1 is draining: 12 connections remain (api 2, web 10)"
+        );
+        assert_eq!(describe_drain(&status_with_remaining(Some(0))), "s1 is drained: no connection remains");
         let drained_in_web =
             Some(Drained { by: DrainedBy::Command, since_unix_ms: Some(1), services: vec!["web".into()] });
         let status_in_web =
             DrainStatus { drained: drained_in_web, remaining: Some(1), ..status_with_remaining(Some(1)) };
-        assert_eq!(describe(&status_in_web), "s1 is draining in web: 1 connection remains");
+        assert_eq!(describe_drain(&status_in_web), "s1 is draining in web: 1 connection remains");
         let status_with_udp_service = DrainStatus { not_counted: vec!["dns".into()], ..status_with_remaining(Some(0)) };
         assert_eq!(
-            describe(&status_with_udp_service),
+            describe_drain(&status_with_udp_service),
             "s1 is drained: no connection remains; flows of UDP are not counted (dns)"
         );
         assert_eq!(
-            describe(&status_with_remaining(None)),
+            describe_drain(&status_with_remaining(None)),
             "s1 is draining: what remains is not known (waiting for a count that begins now)"
         );
         let active = DrainStatus {
@@ -256,7 +260,7 @@ mod tests {
             state_reason: String::new(),
             ..status_with_remaining(None)
         };
-        assert_eq!(describe(&active), "s1 is active");
+        assert_eq!(describe_drain(&active), "s1 is active");
     }
 
     #[test]

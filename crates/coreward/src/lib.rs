@@ -300,18 +300,18 @@ fn run(command: Command) -> anyhow::Result<()> {
             dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
         }
         Command::Orchestrate(args) => {
-            let prepared = orchestrate::prepare(&args)?;
+            let prepared_daemon = orchestrate::prepare(&args)?;
             drop_capabilities::drop_other_capabilities(Component::Orchestrate)?;
-            print(&orchestrate::run(prepared)?)
+            print(&orchestrate::run(prepared_daemon)?)
         }
         Command::Status(StatusArgs { query, rss_keys }) => {
-            print(&show::status(&query.contact.client()?, rss_keys, query.format.into())?)
+            print(&show::status(&query.contact.build_client()?, rss_keys, query.format.into())?)
         }
         Command::Check(args) => check::run(&args),
         Command::Certs(args) => print(&certs::run(&args)?),
         Command::Apply(args) => apply::run(&args),
         Command::Fleet(FleetArgs { command: FleetCommand::Show(query) }) => {
-            print(&show::fleet::show(&query.contact.client()?, query.format.into())?)
+            print(&show::fleet::show(&query.contact.build_client()?, query.format.into())?)
         }
         Command::Audit(args) => audit::print_audit_log(&args),
         Command::Drain(args) => drain::run_drain(&args),
@@ -330,10 +330,10 @@ fn run(command: Command) -> anyhow::Result<()> {
             coreward_lb::capture_command::run(&args)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Show(query) }) => {
-            print(&show::keys(&query.contact.client()?, query.format.into())?)
+            print(&show::keys(&query.contact.build_client()?, query.format.into())?)
         }
         Command::Keys(KeysArgs { command: KeysCommand::Rotate { query, force } }) => {
-            print(&show::rotate_keys(&query.contact.client()?, force, query.format.into())?)
+            print(&show::rotate_keys(&query.contact.build_client()?, force, query.format.into())?)
         }
         Command::Doctor(args) => run_doctor(&args),
         Command::CheckKernel => check_kernel(),
@@ -342,7 +342,7 @@ fn run(command: Command) -> anyhow::Result<()> {
 }
 
 fn explain_packet(args: &ExplainArgs) -> anyhow::Result<String> {
-    let (client, format) = (args.query.contact.client()?, args.query.format.into());
+    let (client, format) = (args.query.contact.build_client()?, args.query.format.into());
     let packet = match (args.reset, args.tsecr.is_some() || args.without_timestamps) {
         (true, _) => PacketKind::Reset,
         (false, true) => PacketKind::Established,
@@ -354,11 +354,11 @@ fn explain_packet(args: &ExplainArgs) -> anyhow::Result<String> {
 
 fn lb(args: LbArgs) -> anyhow::Result<()> {
     if let Some(LbCommand::Forget { name, query }) = args.command {
-        let remaining = show::block_on(query.contact.client()?.forget_load_balancer(&name))?;
+        let load_balancers = show::block_on(query.contact.build_client()?.forget_load_balancer(&name))?;
         return match query.format {
-            OutputFormat::Json => print(&serde_json::to_string_pretty(&remaining)?),
+            OutputFormat::Json => print(&serde_json::to_string_pretty(&load_balancers)?),
             OutputFormat::Text => {
-                print(&format!("load balancer {name} is forgotten; {} are left", remaining.load_balancers.len()))
+                print(&format!("load balancer {name} is forgotten; {} are left", load_balancers.load_balancers.len()))
             }
         };
     }
@@ -385,9 +385,9 @@ fn run_agent_command(args: AgentArgs) -> anyhow::Result<()> {
 }
 
 fn run_doctor(args: &DoctorArgs) -> anyhow::Result<()> {
-    let (text, fit) = doctor::run(args)?;
+    let (text, has_no_fault) = doctor::run(args)?;
     print(&text)?;
-    anyhow::ensure!(fit, "this machine has faults: expected the remedies above to be applied");
+    anyhow::ensure!(has_no_fault, "this machine has faults: expected the remedies above to be applied");
     Ok(())
 }
 

@@ -13,6 +13,6 @@ pub struct TopArgs {
 
 /// Runs `coreward top`. Fails if the controller does not answer the first request, or if the terminal is unusable.
 pub fn run(args: &TopArgs) -> anyhow::Result<()> {
-    let page = coreward_top::terminal::run(&args.contact.client()?, args.once)?;
+    let page = coreward_top::terminal::run(&args.contact.build_client()?, args.once)?;
     page.map_or(Ok(()), |page| crate::print(&page))
 }

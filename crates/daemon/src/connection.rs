@@ -48,7 +48,7 @@ pub struct ControllerConnection {
     tls: Option<Arc<Tls>>,
     expected_roles: &'static [Role],
     attempt_order: AttemptOrder,
-    newest_term: TermTracker,
+    term_tracker: TermTracker,
 }
 
 impl ControllerConnection {
@@ -69,8 +69,8 @@ impl ControllerConnection {
                 "without `[tls]` anyone on the path to the controllers can read the cookie keys and change updates"
             ),
         }
-        let turns = AttemptOrder::new(controllers.addresses().len());
-        Ok(Self { attempt_order: turns, newest_term: TermTracker::default(), tls, expected_roles, controllers })
+        let attempt_order = AttemptOrder::new(controllers.addresses().len());
+        Ok(Self { attempt_order, term_tracker: TermTracker::default(), tls, expected_roles, controllers })
     }
 
     /// Returns a warning for the operator about each certificate that expires soon.
@@ -83,13 +83,13 @@ impl ControllerConnection {
     }
 
     /// Returns the address of the controller to which the next attempt connects.
-    pub fn controller(&self) -> SocketAddr {
+    pub fn next_controller(&self) -> SocketAddr {
         self.controllers.addresses()[self.attempt_order.current_controller_index]
     }
 
     /// Connects to [`Self::controller`] within two seconds.
     pub fn connect(&self) -> impl Future<Output = anyhow::Result<Channel>> + use<> {
-        let address = self.controller();
+        let address = self.next_controller();
         let connector = Connector::new(address, self.tls.clone().map(|tls| (tls, self.expected_roles)));
         async move {
             let endpoint = Endpoint::from_shared(format!("http://{address}"))?
@@ -106,22 +106,22 @@ impl ControllerConnection {
     /// Returns the stream in a response. Fails if the leader's term is older than the newest known one.
     pub fn accept_stream<T>(&mut self, response: Response<T>) -> anyhow::Result<T> {
         let term = response.metadata().get(TERM_HEADER).and_then(|term| term.to_str().ok()?.parse().ok());
-        self.newest_term.check_term(term, Instant::now())?;
+        self.term_tracker.check_term(term, Instant::now())?;
         Ok(response.into_inner())
     }
 
     /// Records that the controller has sent a message, which proves that it leads.
     pub fn record_message(&mut self) {
         self.attempt_order.record_answer();
-        self.newest_term.record_message(Instant::now());
+        self.term_tracker.record_message(Instant::now());
     }
 
     /// Logs the end of a stream, selects the controller for the next attempt, and returns the time to wait before it.
     /// That time is random, so that the daemons of a fleet do not reconnect all at once.
-    pub fn record_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
-        let (controller, end) = (self.controller(), self.classify_end(error));
-        let pause = self.attempt_order.record_end(&end);
-        let next_controller = self.controller();
+    pub fn record_stream_end(&mut self, error: Option<&anyhow::Error>) -> Duration {
+        let (controller, end) = (self.next_controller(), self.classify_end(error));
+        let pause = self.attempt_order.record_attempt_end(&end);
+        let next_controller = self.next_controller();
 
         match (end, error) {
             (StreamEnd::Rejected, Some(error)) => {
@@ -187,11 +187,16 @@ fn root_cause_text(error: &anyhow::Error) -> String {
 /// Adds the expiry time of each kind of certificate to the metrics.
 pub fn add_certificate_expiry(tls: &Tls, page: &mut Snapshot) {
     let mut expiry_times = std::collections::BTreeMap::new();
-    for (which, certificate) in tls.certificates() {
+    for (usage, certificate) in tls.certificates() {
         let expiry = certificate.not_after.as_secs_f64();
-        expiry_times.entry(which).and_modify(|first: &mut f64| *first = first.min(expiry)).or_insert(expiry);
+        expiry_times
+            .entry(usage)
+            .and_modify(|earliest_expiry: &mut f64| *earliest_expiry = earliest_expiry.min(expiry))
+            .or_insert(expiry);
     }
-    expiry_times.into_iter().for_each(|(which, end)| page.add(&CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS, [which], end));
+    expiry_times
+        .into_iter()
+        .for_each(|(usage, expiry)| page.add_value(&CERTIFICATE_NOT_AFTER_TIMESTAMP_SECONDS, [usage], expiry));
 }
 
 /// Reason why a stream from the controller ended.
@@ -230,7 +235,7 @@ impl AttemptOrder {
     }
 
     /// Records the end of an attempt and returns the interval before the next one.
-    fn record_end(&mut self, end: &StreamEnd) -> Duration {
+    fn record_attempt_end(&mut self, end: &StreamEnd) -> Duration {
         let had_answered = std::mem::take(&mut self.has_answered);
         self.failed_attempt_count += usize::from(!had_answered);
         match end {
@@ -263,11 +268,11 @@ impl TermTracker {
     /// Checks the term of a new stream. `None` is accepted, because a controller with its own store has no terms.
     fn check_term(&mut self, term: Option<u64>, now: Instant) -> anyhow::Result<()> {
         match (term, self.newest_term_and_message_time) {
-            (Some(term), Some((newest, last_message)))
-                if term < newest && now.duration_since(last_message) < OLDER_TERM_REJECTION_TIME =>
+            (Some(term), Some((newest_term, last_message)))
+                if term < newest_term && now.duration_since(last_message) < OLDER_TERM_REJECTION_TIME =>
             {
                 Err(anyhow!(
-                    "its term is older than that of the last controller (term {term}, expected {newest} or more)"
+                    "its term is older than that of the last controller (term {term}, expected {newest_term} or more)"
                 ))
             }
             _ => {

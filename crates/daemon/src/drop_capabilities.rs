@@ -29,12 +29,12 @@ pub fn retained_capabilities(daemon: Component) -> &'static [Capability] {
 /// and ptrace(2) without CAP_SYS_PTRACE, because keys are in memory. Must be called before other threads exist, because
 /// each thread has its own capabilities.
 pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
-    let retained: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
+    let retained_set: CapsHashSet = retained_capabilities(daemon).iter().copied().collect();
     let read_set = |set| caps::read(None, set).context("cannot read this process's capabilities");
-    let permitted: CapsHashSet = read_set(CapSet::Permitted)?.intersection(&retained).copied().collect();
-    let effective: CapsHashSet = read_set(CapSet::Effective)?.intersection(&retained).copied().collect();
+    let permitted: CapsHashSet = read_set(CapSet::Permitted)?.intersection(&retained_set).copied().collect();
+    let effective: CapsHashSet = read_set(CapSet::Effective)?.intersection(&retained_set).copied().collect();
     if caps::has_cap(None, CapSet::Effective, Capability::CAP_SETPCAP)? {
-        for capability in read_set(CapSet::Bounding)?.difference(&retained) {
+        for capability in read_set(CapSet::Bounding)?.difference(&retained_set) {
             caps::drop(None, CapSet::Bounding, *capability)?;
         }
     }
@@ -47,10 +47,10 @@ pub fn drop_other_capabilities(daemon: Component) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Changes `set` to `retained`. Equal sets are left alone, because a system-call filter may forbid capset(2).
-fn reduce_capability_set(set: CapSet, retained: &CapsHashSet) -> anyhow::Result<()> {
-    if caps::read(None, set)? == *retained {
+/// Changes `set` to `retained_set`. Equal sets are left alone, because a system-call filter may forbid capset(2).
+fn reduce_capability_set(set: CapSet, retained_set: &CapsHashSet) -> anyhow::Result<()> {
+    if caps::read(None, set)? == *retained_set {
         return Ok(());
     }
-    caps::set(None, set, retained).with_context(|| format!("cannot drop {set:?} capabilities"))
+    caps::set(None, set, retained_set).with_context(|| format!("cannot drop {set:?} capabilities"))
 }

@@ -33,7 +33,7 @@ pub fn block_signals() -> anyhow::Result<()> {
 /// daemon.
 pub async fn run_until_shutdown(work: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let _ends_nothing = signal(SignalKind::hangup())?;
+    let _ignored_hangup = signal(SignalKind::hangup())?;
     service_manager::notify_ready();
     let outcome = tokio::select! {
         // `work` is polled first, so that it has installed its SIGHUP handler when signals are unblocked.
@@ -66,10 +66,10 @@ async fn unblock_signals() -> anyhow::Result<std::convert::Infallible> {
 
 async fn feed_watchdog() -> std::convert::Infallible {
     let Some(interval) = service_manager::watchdog_interval() else { return std::future::pending().await };
-    let mut due = tokio::time::interval(interval);
-    due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut watchdog_ticks = tokio::time::interval(interval);
+    watchdog_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        due.tick().await;
+        watchdog_ticks.tick().await;
         service_manager::notify_watchdog();
     }
 }

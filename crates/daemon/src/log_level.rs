@@ -17,11 +17,12 @@ pub fn register_debug_setter(set_debug: impl Fn(bool) + Send + Sync + 'static) {
 
 /// Handles SIGUSR1 and SIGUSR2 until the daemon ends.
 pub(crate) async fn switch_level_by_signals() -> anyhow::Result<Infallible> {
-    let (mut debug, mut usual) = (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
+    let (mut debug_signals, mut reset_signals) =
+        (signal(SignalKind::user_defined1())?, signal(SignalKind::user_defined2())?);
     loop {
         let is_debug = tokio::select! {
-            _ = debug.recv() => true,
-            _ = usual.recv() => false,
+            _ = debug_signals.recv() => true,
+            _ = reset_signals.recv() => false,
         };
         let Some(set_debug) = SET_DEBUG.get() else { continue };
         set_debug(is_debug);

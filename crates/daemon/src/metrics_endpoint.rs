@@ -22,7 +22,7 @@ const MEDIA_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=u
 /// Maximum number of concurrent connections. Further connections wait.
 const MAX_CONNECTIONS: usize = 8;
 /// Time limit from accepting a connection to the end of the answer.
-const TIMEOUT: Duration = Duration::from_secs(10);
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_HEADER_BYTES: usize = 16 << 10;
 
 /// Receiver of Prometheus's scrapes. The daemon answers each one with a snapshot of its metrics.
@@ -34,23 +34,23 @@ impl ScrapeReceiver {
     pub fn listen(address: Option<SocketAddr>) -> anyhow::Result<Self> {
         let Some(address) = address else { return Ok(Self(None)) };
         let listener = bind_listener(address)?;
-        let (scrapes, receiver) = mpsc::channel(1);
+        let (scrape_sender, scrape_receiver) = mpsc::channel(1);
         let request_snapshot = move || {
-            let scrapes = scrapes.clone();
+            let scrape_sender = scrape_sender.clone();
             async move {
                 let (sender, page) = oneshot::channel();
-                scrapes.send(sender).await.ok()?;
+                scrape_sender.send(sender).await.ok()?;
                 page.await.ok()
             }
         };
         start_server_thread(listener, || (), request_snapshot)?;
-        Ok(Self(Some(receiver)))
+        Ok(Self(Some(scrape_receiver)))
     }
 
     /// Waits for the next scrape and returns the sender for its answer. This method is cancel-safe.
-    pub async fn next(&mut self) -> oneshot::Sender<Snapshot> {
+    pub async fn next_scrape(&mut self) -> oneshot::Sender<Snapshot> {
         match &mut self.0 {
-            Some(scrapes) => match scrapes.recv().await {
+            Some(scrape_receiver) => match scrape_receiver.recv().await {
                 Some(scrape) => scrape,
                 None => std::future::pending().await,
             },
@@ -59,14 +59,15 @@ impl ScrapeReceiver {
     }
 }
 
-/// Answers scrapes with the result of `collect`, in a thread that first calls `begin`. Does nothing without an address.
+/// Answers scrapes with the result of `collect`, in a thread that first calls `on_thread_start`. Does nothing without
+/// an address.
 pub fn serve(
     address: Option<SocketAddr>,
-    begin: impl FnOnce() + Send + 'static,
+    on_thread_start: impl FnOnce() + Send + 'static,
     collect: impl Fn() -> Snapshot + Clone + Send + 'static,
 ) -> anyhow::Result<()> {
     let Some(address) = address else { return Ok(()) };
-    start_server_thread(bind_listener(address)?, begin, move || std::future::ready(Some(collect())))
+    start_server_thread(bind_listener(address)?, on_thread_start, move || std::future::ready(Some(collect())))
 }
 
 fn bind_listener(address: SocketAddr) -> anyhow::Result<TcpListener> {
@@ -83,17 +84,17 @@ fn bind_listener(address: SocketAddr) -> anyhow::Result<TcpListener> {
 
 fn start_server_thread<F: Future<Output = Option<Snapshot>> + 'static>(
     listener: TcpListener,
-    begin: impl FnOnce() + Send + 'static,
+    on_thread_start: impl FnOnce() + Send + 'static,
     collect: impl Fn() -> F + Clone + Send + 'static,
 ) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let address = listener.local_addr()?;
     let run_server = move || {
-        begin();
+        on_thread_start();
         let local_set = tokio::task::LocalSet::new();
         local_set.block_on(&runtime, async move {
             match tokio::net::TcpListener::from_std(listener) {
-                Ok(listener) => accept(listener, address, collect).await,
+                Ok(listener) => accept_connections(listener, address, collect).await,
                 Err(error) => tracing::error!(
                     event = "metrics-failed",
                     %address,
@@ -107,14 +108,14 @@ fn start_server_thread<F: Future<Output = Option<Snapshot>> + 'static>(
     Ok(())
 }
 
-async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
+async fn accept_connections<F: Future<Output = Option<Snapshot>> + 'static>(
     listener: tokio::net::TcpListener,
     address: SocketAddr,
     collect: impl Fn() -> F + Clone + 'static,
 ) {
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let connection_slots = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else { return };
+        let Ok(connection_slot) = connection_slots.clone().acquire_owned().await else { return };
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
             Err(error) => {
@@ -131,16 +132,16 @@ async fn accept<F: Future<Output = Option<Snapshot>> + 'static>(
         };
         let collect = collect.clone();
         tokio::task::spawn_local(async move {
-            let answer = service_fn(move |request| handle_request(request, collect.clone()));
+            let service = service_fn(move |request| handle_request(request, collect.clone()));
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
-                .header_read_timeout(TIMEOUT)
+                .header_read_timeout(CONNECTION_TIMEOUT)
                 .max_buf_size(MAX_HEADER_BYTES)
                 .keep_alive(false)
-                .serve_connection(TokioIo::new(stream), answer);
+                .serve_connection(TokioIo::new(stream), service);
             // The timeout disconnects clients that are slow or use another protocol.
-            let _ = tokio::time::timeout(TIMEOUT, connection).await;
-            drop(place);
+            let _ = tokio::time::timeout(CONNECTION_TIMEOUT, connection).await;
+            drop(connection_slot);
         });
     }
 }
@@ -190,7 +191,7 @@ mod tests {
         assert!(bind_listener(address).unwrap_err().to_string().contains("expected a free port"));
         let collect_snapshot = || {
             let mut snapshot = Snapshot::default();
-            snapshot.add(&CONFIGURATION_GENERATION, [], 7.0);
+            snapshot.add_value(&CONFIGURATION_GENERATION, [], 7.0);
             std::future::ready(Some(snapshot))
         };
         start_server_thread(listener, || (), collect_snapshot).unwrap();

@@ -24,16 +24,16 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
         std::env::remove_var("WATCHDOG_PID");
     }
     // The manager reads during the work, because the socket holds few datagrams, and further ones block the sender.
-    let (alive, works) = tokio::sync::oneshot::channel();
+    let (message_sender, message_receiver) = tokio::sync::oneshot::channel();
     let manager = std::thread::spawn(move || {
         let mut received: Vec<String> = Vec::new();
-        let mut enough_messages_sender = Some(alive);
+        let mut enough_messages_sender = Some(message_sender);
         while received.last().is_none_or(|last| last != "STOPPING=1") {
             let mut buffer = [0; 256];
             let length = socket.recv(&mut buffer).unwrap();
             received.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
             if count_watchdog_messages(&received) == MIN_WATCHDOG_MESSAGES {
-                enough_messages_sender.take().into_iter().for_each(|alive| alive.send(()).unwrap());
+                enough_messages_sender.take().into_iter().for_each(|sender| sender.send(()).unwrap());
             }
         }
         received
@@ -44,7 +44,7 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
     coreward_daemon::block_signals().unwrap();
     nix::sys::signal::raise(nix::sys::signal::Signal::SIGHUP).unwrap();
     let work = async {
-        works.await?;
+        message_receiver.await?;
         let result = coreward_daemon::run_with_watchdog_limit(Duration::from_secs(60), || "done");
         anyhow::ensure!(result == "done");
         anyhow::bail!("its own reason")
@@ -60,7 +60,9 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
         "at most {max_watchdog_messages}: {received:?}"
     );
     // While work blocks, the interval is longer. Then it is restored.
-    let extension_count =
-        received.windows(2).filter(|pair| *pair == ["WATCHDOG_USEC=60000000", "WATCHDOG_USEC=20000"]).count();
+    let extension_count = received
+        .windows(2)
+        .filter(|message_pair| *message_pair == ["WATCHDOG_USEC=60000000", "WATCHDOG_USEC=20000"])
+        .count();
     assert_eq!((extension_count, received.len()), (1, watchdog_message_count + 4), "{received:?}");
 }

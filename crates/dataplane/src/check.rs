@@ -56,17 +56,18 @@ fn load_all_variants(name: &str, object: &[u8]) -> anyhow::Result<Vec<VerifierCo
         // The kernel removes code for features that a variant does not use. So each placement rule and each consistency
         // mode is loaded alone, and all of them together.
         "lb" => {
-            let (rules, modes) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
-            let rule_variants = rules.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_BIT));
-            let mode_variants = modes.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
+            let (rule_names, mode_names) = (&intf::PLACEMENT_RULE_NAMES, &intf::CONSISTENCY_NAMES);
+            let rule_variants = rule_names.iter().enumerate().map(|(rule, name)| (*name, 1 << rule, STATELESS_BIT));
+            let mode_variants = mode_names.iter().enumerate().map(|(mode, name)| (*name, TABLE_RULE_BIT, 1 << mode));
             let full_variant = ("all", (1 << intf::PLACEMENT_RULE_COUNT) - 1, (1 << intf::CONSISTENCY_COUNT) - 1);
             let variants = rule_variants.chain(mode_variants).chain([full_variant]);
-            concatenate_costs(variants.map(|(variant, rules, modes)| load_lb(variant, rules, modes)))
+            concatenate_costs(variants.map(|(variant, rule_bits, mode_bits)| load_lb(variant, rule_bits, mode_bits)))
         }
         "dispatch" => {
             let policy_variants = Policy::all().flat_map(|policy| [(policy, false), (policy, true)]);
-            concatenate_costs(policy_variants.map(|(policy, learn)| {
-                load_dispatch(policy, learn).with_context(|| format!("with the policy {}", policy.name()))
+            concatenate_costs(policy_variants.map(|(policy, observes_service_times)| {
+                load_dispatch(policy, observes_service_times)
+                    .with_context(|| format!("with the policy {}", policy.name()))
             }))
         }
         _ => object_costs(name, &ObjectBuilder::default().open_memory(object)?.load()?),
@@ -94,17 +95,17 @@ fn object_costs(variant: &str, object: &Object) -> anyhow::Result<Vec<VerifierCo
 }
 
 fn load_dispatch(policy: Policy, observes_service_times: bool) -> anyhow::Result<Vec<VerifierCost>> {
-    let matching_nothing = RequestType { value: [1; 8], mask: [0; 8], class: 1 };
+    let unmatched_type = RequestType { value: [1; 8], mask: [0; 8], class: 1 };
     let options = dispatch::Options {
         service: (Ipv4Addr::UNSPECIFIED, 53).into(),
         policy,
         request_id_position: observes_service_times.then_some(RequestIdPosition {
             offset: 0,
             response_offset: 0,
-            bytes: 2,
+            byte_count: 2,
         }),
         type_offset: 0,
-        types: if observes_service_times { vec![matching_nothing; dispatch::MAX_TYPES] } else { Vec::new() },
+        types: if observes_service_times { vec![unmatched_type; dispatch::MAX_TYPES] } else { Vec::new() },
         default_class: 0,
         measures_service_times: observes_service_times,
     };
@@ -115,13 +116,13 @@ fn load_dispatch(policy: Policy, observes_service_times: bool) -> anyhow::Result
     object_costs(&variant, open_skeleton.load()?.object())
 }
 
-fn load_lb(variant: &str, rules: u32, modes: u32) -> anyhow::Result<Vec<VerifierCost>> {
+fn load_lb(variant: &str, rule_bits: u32, mode_bits: u32) -> anyhow::Result<Vec<VerifierCost>> {
     let mut object_storage = MaybeUninit::uninit();
     let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage)?;
     let rodata = open_skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.c without read-only data")?;
-    rodata.rules_in_use = rules;
-    rodata.modes_in_use = modes;
-    let has_all_features = !modes.is_power_of_two();
+    rodata.rules_in_use = rule_bits;
+    rodata.modes_in_use = mode_bits;
+    let has_all_features = !mode_bits.is_power_of_two();
     rodata.timestamps_off_in_use = has_all_features;
     rodata.timestamps_lb_in_use = has_all_features;
     rodata.udp_in_use = has_all_features;
@@ -131,6 +132,7 @@ fn load_lb(variant: &str, rules: u32, modes: u32) -> anyhow::Result<Vec<Verifier
     rodata.packets_read_clock = has_all_features;
     rodata.vlans_in_use = has_all_features;
     rodata.vlans_or_capture_in_use = has_all_features;
-    let describe_variant = || format!("with the placement rules {rules:#b} and the modes of consistency {modes:#b}");
+    let describe_variant =
+        || format!("with the placement rules {rule_bits:#b} and the modes of consistency {mode_bits:#b}");
     object_costs(&format!("lb {variant}"), open_skeleton.load().with_context(describe_variant)?.object())
 }

@@ -64,10 +64,10 @@ impl CpuBusyTimeCounter {
 }
 
 /// Decodes `cpu_busy_time.encoded_busy_ns` and returns the CPU's busy time in ns until `now_ns`.
-fn decode_busy_ns(encoded: u64, now_ns: u64) -> u64 {
-    match encoded % 2 {
-        0 => encoded / 2,
-        _ => encoded.wrapping_sub(1).wrapping_add(2 * now_ns) / 2,
+fn decode_busy_ns(encoded_busy_ns: u64, now_ns: u64) -> u64 {
+    match encoded_busy_ns % 2 {
+        0 => encoded_busy_ns / 2,
+        _ => encoded_busy_ns.wrapping_sub(1).wrapping_add(2 * now_ns) / 2,
     }
 }
 

@@ -57,7 +57,7 @@ impl Decapsulation {
         if let Some(link) = &pinned_link
             && link.interface_index()? != interface_index
         {
-            remove(pin_directory)?;
+            detach_and_unpin(pin_directory)?;
             pinned_link = None;
         }
         std::fs::create_dir_all(&decap_directory).with_context(|| decap_directory.display().to_string())?;
@@ -65,7 +65,7 @@ impl Decapsulation {
         let decapsulation = Self::load(Some(&decap_directory))?;
         let program = decapsulation.program();
         match pinned_link {
-            Some(link) => link.replace(program).context("replacing the decapsulation program")?,
+            Some(link) => link.replace_program(program).context("replacing the decapsulation program")?,
             None => attach_new_link(program, interface_index)?.pin(&decap_directory.join("link"))?,
         }
         Ok(decapsulation)
@@ -76,7 +76,7 @@ impl Decapsulation {
         Self::load(None)
     }
 
-    fn load(pins: Option<&Path>) -> anyhow::Result<Self> {
+    fn load(decap_directory: Option<&Path>) -> anyhow::Result<Self> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton =
             DecapSkelBuilder::default().open(&mut object_storage).context("bpf/server/decap.bpf.c")?;
@@ -86,8 +86,8 @@ impl Decapsulation {
             &mut open_skeleton.maps.decap_counters,
         ];
         for (map, name) in maps.into_iter().zip(MAP_NAMES) {
-            if let Some(pins) = pins {
-                map.set_pin_path(pins.join(name)).with_context(|| format!("the pin {name}"))?;
+            if let Some(decap_directory) = decap_directory {
+                map.set_pin_path(decap_directory.join(name)).with_context(|| format!("the pin {name}"))?;
             }
         }
         let loaded_skeleton = open_skeleton.load().context("the kernel refused bpf/server/decap.bpf.c")?;
@@ -133,33 +133,35 @@ fn attach_new_link(program: BorrowedFd<'_>, interface_index: u32) -> anyhow::Res
     })
 }
 
-/// Replaces the contents of an address map by the `desired` addresses.
-fn set_addresses(map: &MapHandle, desired: &[IpAddr]) -> anyhow::Result<()> {
+/// Replaces the contents of an address map by the `desired_addresses` addresses.
+fn set_addresses(map: &MapHandle, desired_addresses: &[IpAddr]) -> anyhow::Result<()> {
     let address_key = |address: &IpAddr| -> [u8; ADDRESS_KEY_BYTES] { zerocopy::transmute!(address_words(*address)) };
-    let desired_keys: BTreeSet<[u8; ADDRESS_KEY_BYTES]> = desired.iter().map(address_key).collect();
+    let desired_keys: BTreeSet<[u8; ADDRESS_KEY_BYTES]> = desired_addresses.iter().map(address_key).collect();
     let present_keys: Vec<Vec<u8>> = map.keys().collect();
-    for key in present_keys.iter().filter(|key| !desired_keys.iter().any(|address| address[..] == key[..])) {
-        map.delete(key).context("removing an address")?;
+    for present_key in
+        present_keys.iter().filter(|key| !desired_keys.iter().any(|desired_key| desired_key[..] == key[..]))
+    {
+        map.delete(present_key).context("removing an address")?;
     }
-    for address in desired_keys {
-        map.update(&address, &[1], MapFlags::ANY).context("adding an address")?;
+    for desired_key in desired_keys {
+        map.update(&desired_key, &[1], MapFlags::ANY).context("adding an address")?;
     }
     Ok(())
 }
 
 /// Removes the pinned maps of older versions, which could hold only IPv4 addresses. The attached program keeps using
 /// these maps until it is replaced.
-fn remove_ipv4_only_pins(pins: &Path) -> anyhow::Result<()> {
-    match MapHandle::from_pinned_path(pins.join(MAP_NAMES[0])) {
-        Ok(sources) if sources.key_size() as usize != ADDRESS_KEY_BYTES => {
-            MAP_NAMES.iter().try_for_each(|name| link::unpin(&pins.join(name)))
+fn remove_ipv4_only_pins(decap_directory: &Path) -> anyhow::Result<()> {
+    match MapHandle::from_pinned_path(decap_directory.join(MAP_NAMES[0])) {
+        Ok(sources_map) if sources_map.key_size() as usize != ADDRESS_KEY_BYTES => {
+            MAP_NAMES.iter().try_for_each(|name| link::unpin(&decap_directory.join(name)))
         }
         _ => Ok(()),
     }
 }
 
 /// Detaches the decapsulation program and removes its pins, if there are any.
-pub fn remove(pin_directory: &Path) -> anyhow::Result<()> {
+pub fn detach_and_unpin(pin_directory: &Path) -> anyhow::Result<()> {
     let decap_directory = decap_pin_directory(pin_directory);
     for name in ["link"].into_iter().chain(MAP_NAMES) {
         link::unpin(&decap_directory.join(name))?;

@@ -47,9 +47,9 @@ pub fn query_xdp_state(interface_index: u32) -> io::Result<XdpState> {
 /// Returns whether the kernel reports which drivers support XDP, as it does since version 6.3 in the netdev family.
 /// Probing a device would not answer this, because loopback has no XDP driver and veth devices may be absent.
 fn reports_xdp_features() -> bool {
-    nix::sys::utsname::uname().is_ok_and(|name| {
-        let kernel_release = name.release().to_string_lossy();
-        let mut version_numbers = kernel_release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    nix::sys::utsname::uname().is_ok_and(|utsname| {
+        let kernel_release = utsname.release().to_string_lossy();
+        let mut version_numbers = kernel_release.split(['.', '-']).map_while(|component| component.parse::<u32>().ok());
         (version_numbers.next().unwrap_or(0), version_numbers.next().unwrap_or(0)) >= (6, 3)
     })
 }

@@ -153,7 +153,7 @@ impl DispatchPrograms {
             .update(&socket_key, &slot.to_ne_bytes(), MapFlags::ANY)
             .context("storage of the socket's slot")?;
         self.ledger.assign_slot(slot, socket_cookie, pid);
-        if let Err(error) = self.worker_sockets.insert(slot, socket) {
+        if let Err(error) = self.worker_sockets.insert_socket(slot, socket) {
             self.ledger.release_slot(slot);
             return Err(error);
         }
@@ -162,11 +162,11 @@ impl DispatchPrograms {
     }
 
     /// Sets how many outstanding requests each worker may have, by priority class. The policy `jsq` uses only the first
-    /// class. `bounds` gets the number of workers and returns their limits in the order of slots. Panics when it
-    /// returns more than [`MAX_WORKERS`] limits.
-    pub fn set_request_limits(&self, bounds: impl Fn(u16) -> ClassBounds) {
+    /// class. `limits_for_worker_count` gets the number of workers and returns their limits in the order of slots.
+    /// Panics when it returns more than [`MAX_WORKERS`] limits.
+    pub fn set_request_limits(&self, limits_for_worker_count: impl Fn(u16) -> ClassBounds) {
         let used_slots: Vec<u32> = self.worker_sockets().into_keys().collect();
-        let class_bounds = bounds(used_slots.len().max(1) as u16);
+        let class_bounds = limits_for_worker_count(used_slots.len().max(1) as u16);
         let limits_by_class: Vec<Vec<u32>> =
             (0..MAX_CLASSES as u8).map(|class| class_bounds.for_class(class).to_vec()).collect();
         // The policy jsq reads only the limit of slot 0, even if that slot has no worker.
@@ -176,9 +176,9 @@ impl DispatchPrograms {
 
     /// Sets the expected service time of each type, in the order of [`Options::types`]. One more time, the last, is for
     /// requests that match no type. Panics when there are more times than possible types.
-    pub fn set_expected_service_times(&self, times: &[Duration]) {
-        for (number, time) in times.iter().enumerate() {
-            self.ledger.set_expected_service_time(number, RoundedServiceTime::new(*time));
+    pub fn set_expected_service_times(&self, service_times: &[Duration]) {
+        for (type_number, service_time) in service_times.iter().enumerate() {
+            self.ledger.set_expected_service_time(type_number, RoundedServiceTime::new(*service_time));
         }
     }
 
@@ -204,10 +204,10 @@ impl DispatchPrograms {
 /// Removes all pins in `pins`. All programs then end, except the program attached to the sockets' SO_REUSEPORT group
 /// ([`reuseport::detach`]). The sockets may then join another array, and responses are no longer observed. Fails when a
 /// pin or a program cannot be removed.
-pub fn remove(pins: &Path) -> anyhow::Result<()> {
+pub fn remove_pins_and_programs(pins: &Path) -> anyhow::Result<()> {
     if let Ok(map) = MapHandle::from_pinned_path(pins.join(WORKERS_PIN)) {
         let worker_sockets = SocketArray::new(map, intf::MAX_DISPATCH_WORKERS);
-        worker_sockets.cookies_by_slot().into_keys().for_each(|slot| worker_sockets.clear(slot));
+        worker_sockets.cookies_by_slot().into_keys().for_each(|slot| worker_sockets.clear_slot(slot));
     }
     let response_link_path = pins.join(RESPONSES_LINK_PIN);
     if response_link_path.exists() {
@@ -242,8 +242,8 @@ pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
     let mounts = fs::read_to_string("/proc/mounts").context("/proc/mounts")?;
     let cgroup2_mount = |line: &str| {
         let mut mount_fields = line.split(' ');
-        let (path, kind) = (mount_fields.nth(1)?, mount_fields.next()?);
-        (kind == "cgroup2").then(|| PathBuf::from(path))
+        let (mount_point, file_system_type) = (mount_fields.nth(1)?, mount_fields.next()?);
+        (file_system_type == "cgroup2").then(|| PathBuf::from(mount_point))
     };
     mounts
         .lines()
@@ -252,27 +252,27 @@ pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
 }
 
 /// Sets the read-only constants of a service's programs before they are loaded.
-pub(crate) fn set_constants(open: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
+pub(crate) fn set_constants(open_skeleton: &mut OpenDispatchSkel<'_>, options: &Options) -> anyhow::Result<()> {
     let network_namespace = fs::metadata("/proc/thread-self/ns/net").context("this network namespace")?;
-    let constants = open.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
-    constants.policy = options.policy.number();
+    let constants = open_skeleton.maps.rodata_data.as_deref_mut().context("dispatch.bpf.o has no constants")?;
+    constants.policy = options.policy.bpf_number();
     constants.service_port = options.service.port().to_be();
     constants.service_address = request_ledger::client_address_words(options.service.ip());
     constants.network_namespace = network_namespace.ino() as u32;
     constants.observes_service_times = options.measures_service_times;
-    if let Some(id) = options.request_id_position {
-        constants.request_id_bytes = id.bytes.into();
-        constants.request_id_offset = id.offset.into();
-        constants.response_id_offset = id.response_offset.into();
+    if let Some(id_position) = options.request_id_position {
+        constants.request_id_bytes = id_position.byte_count.into();
+        constants.request_id_offset = id_position.offset.into();
+        constants.response_id_offset = id_position.response_offset.into();
     }
     constants.type_count = options.types.len() as u32;
     constants.type_offset = options.type_offset.into();
-    let type_patterns = open.maps.data_types_data.as_deref_mut().context("dispatch.bpf.o has no types")?;
-    for ((number, place), kind) in (0..).zip(&mut type_patterns.types).zip(&options.types) {
-        place.value = u64::from_ne_bytes(kind.value);
-        place.mask = u64::from_ne_bytes(kind.mask);
-        place.class = kind.class.into();
-        place.number = number;
+    let type_patterns = open_skeleton.maps.data_types_data.as_deref_mut().context("dispatch.bpf.o has no types")?;
+    for ((type_number, type_pattern), request_type) in (0..).zip(&mut type_patterns.types).zip(&options.types) {
+        type_pattern.value = u64::from_ne_bytes(request_type.value);
+        type_pattern.mask = u64::from_ne_bytes(request_type.mask);
+        type_pattern.class = request_type.class.into();
+        type_pattern.number = type_number;
     }
     let fallback_type = &mut type_patterns.types[options.types.len()];
     (fallback_type.class, fallback_type.number) = (options.default_class.into(), options.types.len() as u32);

@@ -16,11 +16,11 @@ const ETHTOOL_SFLAGS: u32 = 0x26;
 const ETHTOOL_GSSET_INFO: u32 = 0x37;
 const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
-/// Bit of [`flags`] that is set if the device strips VLAN tags from received packets.
+/// Bit of [`offload_flags`] that is set if the device strips VLAN tags from received packets.
 pub const ETH_FLAG_RXVLAN: u32 = 1 << 8;
-/// Bit of [`flags`] that is set if the device merges received packets (LRO). Merged packets cannot be forwarded.
+/// Bit of [`offload_flags`] that is set if the device merges received packets (LRO). Merged packets cannot be forwarded.
 pub const ETH_FLAG_LRO: u32 = 1 << 15;
-/// Bit of [`flags`] that is set if the device applies flow steering rules, which accelerated RFS needs.
+/// Bit of [`offload_flags`] that is set if the device applies flow steering rules, which accelerated RFS needs.
 pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 
 /// Performs one ethtool ioctl on a device. `request` holds the command as 32-bit words and receives the answer. Fails
@@ -28,7 +28,7 @@ pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;
 ///
 /// # Safety
 /// `request` must have the length that its header specifies, because the kernel writes that many bytes.
-pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
+pub unsafe fn ethtool_ioctl(interface: &str, request: &mut [u32]) -> io::Result<()> {
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     let mut ifreq = named_ifreq(interface)?;
     ifreq.ifr_ifru.ifru_data = request.as_mut_ptr().cast();
@@ -39,17 +39,17 @@ pub unsafe fn request(interface: &str, request: &mut [u32]) -> io::Result<()> {
 
 /// Returns a device's offload flags, whose bits are those of `enum ethtool_flags`. Fails when the driver does not
 /// report them.
-pub fn flags(interface: &str) -> io::Result<u32> {
+pub fn offload_flags(interface: &str) -> io::Result<u32> {
     let mut flags_request = [ETHTOOL_GFLAGS, 0];
     // SAFETY: struct ethtool_value has two words.
-    unsafe { request(interface, &mut flags_request) }?;
+    unsafe { ethtool_ioctl(interface, &mut flags_request) }?;
     Ok(flags_request[1])
 }
 
 /// Sets a device's offload flags, whose bits are those of `enum ethtool_flags`. Fails when the driver rejects them.
 pub fn set_offload_flags(interface: &str, flags: u32) -> io::Result<()> {
     // SAFETY: struct ethtool_value has two words.
-    unsafe { request(interface, &mut [ETHTOOL_SFLAGS, flags]) }
+    unsafe { ethtool_ioctl(interface, &mut [ETHTOOL_SFLAGS, flags]) }
 }
 
 /// Returns an argument for interface ioctls that contains the interface's name. Fails when the name is too long.
@@ -59,28 +59,29 @@ pub(crate) fn named_ifreq(interface: &str) -> io::Result<libc::ifreq> {
     if interface.len() >= ifreq.ifr_name.len() {
         return Err(io::Error::from_raw_os_error(libc::ENODEV));
     }
-    for (to, from) in ifreq.ifr_name.iter_mut().zip(interface.bytes()) {
-        *to = from as libc::c_char;
+    for (name_char, byte) in ifreq.ifr_name.iter_mut().zip(interface.bytes()) {
+        *name_char = byte as libc::c_char;
     }
     Ok(ifreq)
 }
 
-/// Returns up to `limit` names from one of the driver's string sets (`enum ethtool_stringset`). Fails when the device
-/// does not exist, or its driver has no such set.
-pub fn string_set(interface: &str, set: u32, limit: u32) -> io::Result<Vec<String>> {
+/// Returns up to `max_strings` names from one of the driver's string sets (`enum ethtool_stringset`). Fails when the
+/// device does not exist, or its driver has no such set.
+pub fn string_set(interface: &str, set_id: u32, max_strings: u32) -> io::Result<Vec<String>> {
     const STRING_U32_COUNT: usize = 8;
     // struct ethtool_sset_info consists of cmd, reserved, sset_mask (64 bits) and a count for each requested set.
-    let mut set_info_request = [ETHTOOL_GSSET_INFO, 0, 1 << set, 0, 0];
+    let mut set_info_request = [ETHTOOL_GSSET_INFO, 0, 1 << set_id, 0, 0];
     // SAFETY: one set is asked for, and there is room for its count.
-    unsafe { request(interface, &mut set_info_request) }?;
-    let string_count = set_info_request[4].min(limit);
+    unsafe { ethtool_ioctl(interface, &mut set_info_request) }?;
+    let string_count = set_info_request[4].min(max_strings);
     // struct ethtool_gstrings consists of cmd, string_set, len and names of 32 bytes. The kernel writes all names.
     let mut strings_request = vec![0; 3 + set_info_request[4] as usize * STRING_U32_COUNT];
-    strings_request[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, set, set_info_request[4]]);
+    strings_request[..3].copy_from_slice(&[ETHTOOL_GSTRINGS, set_id, set_info_request[4]]);
     // SAFETY: there is room for as many names as the driver has.
-    unsafe { request(interface, &mut strings_request) }?;
-    let decode_string = |words: &[u32]| {
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
+    unsafe { ethtool_ioctl(interface, &mut strings_request) }?;
+    let decode_string = |string_words: &[u32]| {
+        let bytes: Vec<u8> =
+            string_words.iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     };
     Ok(strings_request[3..].chunks(STRING_U32_COUNT).take(string_count as usize).map(decode_string).collect())
@@ -96,11 +97,13 @@ pub fn driver_counters(interface: &str) -> Vec<(String, u64)> {
     let mut statistics_request = vec![0; 2 + 2 * (2 * counter_names.len() + 1024)];
     statistics_request[..2].copy_from_slice(&[ETHTOOL_GSTATS, counter_names.len() as u32]);
     // SAFETY: there is room for all counters.
-    if counter_names.is_empty() || unsafe { request(interface, &mut statistics_request) }.is_err() {
+    if counter_names.is_empty() || unsafe { ethtool_ioctl(interface, &mut statistics_request) }.is_err() {
         return vec![];
     }
-    let counter_value = |words: &[u32]| {
-        u64::from_ne_bytes([words[0].to_ne_bytes(), words[1].to_ne_bytes()].concat().try_into().expect("8 bytes"))
+    let counter_value = |value_words: &[u32]| {
+        u64::from_ne_bytes(
+            [value_words[0].to_ne_bytes(), value_words[1].to_ne_bytes()].concat().try_into().expect("8 bytes"),
+        )
     };
     counter_names.into_iter().zip(statistics_request[2..].chunks(2).map(counter_value)).collect()
 }
@@ -114,8 +117,9 @@ pub fn xdp_transmit_errors(interface: &str) -> Vec<(String, u64)> {
 /// `rx_xdp_tx_full` and `rx_xdp_tx_err` (mlx5). The drivers bnxt, ena and virtio_net have similar names.
 fn filter_xdp_transmit_errors(counters: Vec<(String, u64)>) -> Vec<(String, u64)> {
     let is_transmit_error = |name: &str| {
-        let xdp_tx_suffix = name.split_once("xdp_tx").map(|(_, rest)| rest);
-        xdp_tx_suffix.is_some_and(|kind| ["err", "full", "drop"].iter().any(|word| kind.contains(word)))
+        let xdp_tx_suffix = name.split_once("xdp_tx").map(|(_, suffix)| suffix);
+        xdp_tx_suffix
+            .is_some_and(|suffix| ["err", "full", "drop"].iter().any(|error_marker| suffix.contains(error_marker)))
     };
     counters.into_iter().filter(|(name, count)| *count > 0 && is_transmit_error(name)).collect()
 }
@@ -142,9 +146,10 @@ pub fn queue_counts(interface: &str) -> io::Result<QueueCounts> {
     // struct ethtool_channels consists of cmd, max_{rx,tx,other,combined} and {rx,tx,other,combined}_count.
     let mut channels_request = [ETHTOOL_GCHANNELS, 0, 0, 0, 0, 0, 0, 0, 0];
     // SAFETY: the struct has nine words.
-    unsafe { self::request(interface, &mut channels_request) }?;
-    let add_combined_queues =
-        |own: u32, combined: u32| u16::try_from(own.saturating_add(combined)).unwrap_or(u16::MAX).max(1);
+    unsafe { ethtool_ioctl(interface, &mut channels_request) }?;
+    let add_combined_queues = |dedicated_count: u32, combined_count: u32| {
+        u16::try_from(dedicated_count.saturating_add(combined_count)).unwrap_or(u16::MAX).max(1)
+    };
     Ok(QueueCounts {
         receive_queues: add_combined_queues(channels_request[5], channels_request[8]),
         max_receive_queues: add_combined_queues(channels_request[1], channels_request[4]),

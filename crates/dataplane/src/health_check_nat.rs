@@ -23,8 +23,8 @@ pub const MAX_CONNECTIONS: usize = intf::MAX_NAT_ENTRIES as usize / 2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NatConnection {
     /// The server's own address, to which the load balancer connects.
-    pub server: IpAddr,
-    /// VIP that the server sees as the destination address. It has the same address family as `server`.
+    pub server_address: IpAddr,
+    /// VIP that the server sees as the destination address. It has the same address family as `server_address`.
     pub vip: IpAddr,
     /// Port of the server to which the health check connects.
     pub server_port: u16,
@@ -35,12 +35,15 @@ pub struct NatConnection {
 impl NatConnection {
     /// Returns the table's key and value for each direction of the connection, in network byte order.
     fn map_entries(&self) -> [(intf::nat_entry, intf::nat_address); 2] {
-        let key = |address: IpAddr| intf::nat_entry {
+        let entry_key = |address: IpAddr| intf::nat_entry {
             address: nat_address(address),
             port: self.server_port.to_be(),
             own_port: self.source_port.to_be(),
         };
-        [(key(self.server), nat_address(self.vip)), (key(self.vip), nat_address(self.server))]
+        [
+            (entry_key(self.server_address), nat_address(self.vip)),
+            (entry_key(self.vip), nat_address(self.server_address)),
+        ]
     }
 }
 
@@ -87,20 +90,22 @@ impl NatPrograms {
 
 impl NatTable {
     /// Adds a connection, whose packets then reach the server at the VIP. Fails above [`MAX_CONNECTIONS`] connections.
-    pub fn add(&self, path: &NatConnection) -> anyhow::Result<()> {
-        for (key, to) in path.map_entries() {
-            self.0.update(key.as_bytes(), to.as_bytes(), MapFlags::ANY).context("a path for a health check")?;
+    pub fn add(&self, connection: &NatConnection) -> anyhow::Result<()> {
+        for (key, translated_address) in connection.map_entries() {
+            self.0
+                .update(key.as_bytes(), translated_address.as_bytes(), MapFlags::ANY)
+                .context("a path for a health check")?;
         }
         Ok(())
     }
 
     /// Removes a connection from the table.
-    pub fn remove(&self, path: &NatConnection) {
-        for (key, _) in path.map_entries() {
+    pub fn remove(&self, connection: &NatConnection) {
+        for (key, _) in connection.map_entries() {
             if let Err(error) = self.0.delete(key.as_bytes()) {
                 tracing::debug!(
                     event = "nat-entry-not-removed",
-                    entry = ?path,
+                    entry = ?connection,
                     %error,
                     "the load balancer cannot remove the NAT entry of a finished health check"
                 );

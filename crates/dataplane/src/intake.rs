@@ -35,15 +35,16 @@ impl<'f> Datagram<'f> {
     /// Parses a frame whose headers the XDP program has checked. Returns `None` if the frame lacks bytes that its
     /// headers announce.
     pub fn parse(frame: &'f [u8]) -> Option<Self> {
-        let (headers, rest) = frame.split_first_chunk::<HEADERS_BYTES>()?;
-        let socket_address_at =
-            |at: usize| Ipv4Addr::from_bits(u32::from_be_bytes(headers[at..at + 4].try_into().expect("four")));
-        let u16_at = |at: usize| u16::from_be_bytes([headers[at], headers[at + 1]]);
+        let (headers, payload_and_padding) = frame.split_first_chunk::<HEADERS_BYTES>()?;
+        let ipv4_address_at = |offset: usize| {
+            Ipv4Addr::from_bits(u32::from_be_bytes(headers[offset..offset + 4].try_into().expect("four")))
+        };
+        let u16_at = |offset: usize| u16::from_be_bytes([headers[offset], headers[offset + 1]]);
         let payload_length = usize::from(u16_at(38)).checked_sub(8)?;
         Some(Self {
-            source: SocketAddrV4::new(socket_address_at(26), u16_at(34)),
-            destination: SocketAddrV4::new(socket_address_at(30), u16_at(36)),
-            payload: rest.get(..payload_length)?,
+            source: SocketAddrV4::new(ipv4_address_at(26), u16_at(34)),
+            destination: SocketAddrV4::new(ipv4_address_at(30), u16_at(36)),
+            payload: payload_and_padding.get(..payload_length)?,
         })
     }
 }
@@ -67,16 +68,20 @@ impl DatagramIntake {
         let interface_mac =
             mac_of(interface)?.with_context(|| format!("interface {interface:?} has no MAC address"))?;
         // A driver that does not report its queues counts as having one.
-        let (count, limit) = (ethtool::receive_queue_count(interface).unwrap_or(1).into(), intf::MAX_INTAKE_QUEUES);
-        ensure!(count <= limit, "interface {interface:?} has {count} receive queues: expected at most {limit}");
+        let (queue_count, max_queues) =
+            (ethtool::receive_queue_count(interface).unwrap_or(1).into(), intf::MAX_INTAKE_QUEUES);
+        ensure!(
+            queue_count <= max_queues,
+            "interface {interface:?} has {queue_count} receive queues: expected at most {max_queues}"
+        );
         let mut program = IntakeProgram::load(interface_mac, listeners)?;
         let attachment = program.attach(interface_index).with_context(|| format!("interface {interface:?}"))?;
         let mut queues = Vec::new();
-        for number in 0..count {
-            let xdp_queue = XdpQueue::bind_socket(interface_index, number, attachment == AttachedXdpMode::Native);
+        for queue_id in 0..queue_count {
+            let xdp_queue = XdpQueue::bind_socket(interface_index, queue_id, attachment == AttachedXdpMode::Native);
             let xdp_queue =
-                xdp_queue.with_context(|| format!("AF_XDP at receive queue {number} of interface {interface:?}"))?;
-            program.set_queue_socket(number, xdp_queue.as_fd())?;
+                xdp_queue.with_context(|| format!("AF_XDP at receive queue {queue_id} of interface {interface:?}"))?;
+            program.set_queue_socket(queue_id, xdp_queue.as_fd())?;
             queues.push(xdp_queue);
         }
         Ok(Self { program, queues, received_datagrams: 0, malformed_datagrams: 0 })
@@ -91,15 +96,15 @@ impl DatagramIntake {
     /// Receives a batch of requests from each queue and passes them to `accept`. Returns the number of received frames.
     /// Fails when the driver cannot be woken.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> io::Result<usize> {
-        let Self { queues, received_datagrams: received, malformed_datagrams: malformed, .. } = self;
+        let Self { queues, received_datagrams: received_count, malformed_datagrams: malformed_count, .. } = self;
         let mut frame_count = 0;
         for queue in queues {
             frame_count += queue.receive(&mut |frame| match Datagram::parse(frame) {
                 Some(datagram) => {
-                    *received += 1;
+                    *received_count += 1;
                     accept(datagram);
                 }
-                None => *malformed += 1,
+                None => *malformed_count += 1,
             })?;
         }
         Ok(frame_count)
@@ -118,16 +123,16 @@ impl DatagramIntake {
     /// Returns all counters with their names. Each redirected datagram is counted as either received or dropped.
     pub fn counters(&self) -> anyhow::Result<Vec<(&'static str, u64)>> {
         let mut counters: Vec<_> = program::COUNTER_NAMES.into_iter().zip(self.program.counters()?).collect();
-        let (mut ring_full, mut no_buffer) = (0, 0);
+        let (mut ring_full_drops, mut no_buffer_drops) = (0, 0);
         for queue in &self.queues {
             let drop_counts = queue.drop_counts()?;
-            ring_full += drop_counts.receive_ring_full;
-            no_buffer += drop_counts.fill_ring_empty;
+            ring_full_drops += drop_counts.receive_ring_full;
+            no_buffer_drops += drop_counts.fill_ring_empty;
         }
         counters.extend([
             ("received", self.received_datagrams),
-            ("dropped_ring_full", ring_full),
-            ("dropped_no_buffer", no_buffer),
+            ("dropped_ring_full", ring_full_drops),
+            ("dropped_no_buffer", no_buffer_drops),
             ("dropped_malformed", self.malformed_datagrams),
         ]);
         Ok(counters)

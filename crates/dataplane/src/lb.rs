@@ -204,7 +204,7 @@ pub struct ServiceIndex(u16);
 
 impl ServiceIndex {
     /// Returns the index as the number that connection table entries contain.
-    pub fn get(self) -> u16 {
+    pub fn as_u16(self) -> u16 {
         self.0
     }
 }
@@ -292,7 +292,7 @@ impl LoadBalancer {
             broadcast_limits: options.broadcast_limits,
             lb_stamping_clock: options.lb_stamping_clock,
             packets_read_clock: options.packets_read_clock,
-            vlan_settings: VlanSettings { vip: options.vip_vlan, has_server_vlan: false },
+            vlan_settings: VlanSettings { vip_vlan: options.vip_vlan, has_server_vlan: false },
         };
         let map_sizes = MapSizes::new(options.flow_table_entry_count, options.connection_table_size)?;
         let is_taken_over = pinned_link.is_some();
@@ -332,7 +332,7 @@ impl LoadBalancer {
             occupancy: TableOccupancy::count_used_entries(&maps),
             services_by_index: addresses_by_index,
             // Objects may have been released just before the take-over, so the first write waits for a grace period.
-            directory_grace_ticket: grace_periods.request(),
+            directory_grace_ticket: grace_periods.request_ticket(),
             grace_periods,
             lb_directory,
             maps,
@@ -356,7 +356,7 @@ impl LoadBalancer {
         }
         let program = self.maps.load(&variant)?;
         if let Some(link) = &self.xdp_link {
-            link.replace(program.as_fd()).context("replacing the program at the device")?;
+            link.replace_program(program.as_fd()).context("replacing the program at the device")?;
         }
         self.program = program;
         self.variant = variant;
@@ -374,7 +374,7 @@ impl LoadBalancer {
     /// program's tables are complete. Fails when the kernel rejects the program or the pins.
     pub fn commit_upgrade(&mut self) -> anyhow::Result<()> {
         let Some(link) = self.pending_upgrade.take() else { return Ok(()) };
-        link.replace(self.program.as_fd()).context("replacing the program at the device")?;
+        link.replace_program(self.program.as_fd()).context("replacing the program at the device")?;
         if let Some(pins) = &self.lb_directory {
             program::unpin_maps(pins)?;
             self.maps.pin(pins)?;

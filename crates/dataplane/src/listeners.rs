@@ -53,10 +53,10 @@ pub fn sockets_reached_by(address: SocketAddr, sockets: &[(SocketAddr, SocketIno
     let wildcard_ipv6 = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), address.port());
     let bound_addresses: &[SocketAddr] =
         if address.is_ipv4() { &[address, wildcard_ipv4, wildcard_ipv6] } else { &[address, wildcard_ipv6] };
-    let at = |address: &SocketAddr| -> BTreeSet<SocketInode> {
+    let inodes_at = |address: &SocketAddr| -> BTreeSet<SocketInode> {
         sockets.iter().filter(|(socket, _)| socket == address).map(|(_, inode)| *inode).collect()
     };
-    bound_addresses.iter().map(at).find(|found| !found.is_empty()).unwrap_or_default()
+    bound_addresses.iter().map(inodes_at).find(|inodes| !inodes.is_empty()).unwrap_or_default()
 }
 
 fn read_proc_sockets(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr, SocketInode)>> {
@@ -66,7 +66,7 @@ fn read_proc_sockets(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr,
     for line in BufReader::new(File::open(&proc_path).with_context(|| proc_path.clone())?).lines().skip(1) {
         let line = line.with_context(|| proc_path.clone())?;
         match parse_proc_line(&line) {
-            Some((socket, of, inode)) if of == state => sockets.push((socket, inode)),
+            Some((socket, socket_state, inode)) if socket_state == state => sockets.push((socket, inode)),
             _ => {}
         }
     }
@@ -76,11 +76,13 @@ fn read_proc_sockets(file: &str, state: &str) -> anyhow::Result<Vec<(SocketAddr,
 /// Parses a line of /proc/net/tcp, udp or udp6. Returns the socket's local address, state and inode.
 fn parse_proc_line(line: &str) -> Option<(SocketAddr, &str, SocketInode)> {
     let mut line_fields = line.split_whitespace();
-    let (local, state) = (line_fields.nth(1)?, line_fields.nth(1)?);
+    let (local_address, state) = (line_fields.nth(1)?, line_fields.nth(1)?);
     let inode = line_fields.nth(5)?.parse().ok()?;
-    let (address, port) = local.split_once(':')?;
+    let (address, port) = local_address.split_once(':')?;
     // The address consists of 32-bit words in memory order, but the port is a number.
-    let parse_word = |at: usize| u32::from_str_radix(address.get(at * 8..at * 8 + 8)?, 16).ok().map(u32::to_ne_bytes);
+    let parse_word = |word_index: usize| {
+        u32::from_str_radix(address.get(word_index * 8..word_index * 8 + 8)?, 16).ok().map(u32::to_ne_bytes)
+    };
     let ip: IpAddr = match address.len() {
         8 => Ipv4Addr::from(parse_word(0)?).into(),
         32 => {
@@ -125,7 +127,7 @@ fn read_epoll_members(process: &Path) -> std::io::Result<Vec<(SocketInode, i32)>
 fn parse_epoll_member(line: &str) -> Option<(SocketInode, i32)> {
     let mut line_fields = line.strip_prefix("tfd:")?.split_whitespace();
     let descriptor = line_fields.next()?.parse().ok()?;
-    let inode = line_fields.find_map(|word| word.strip_prefix("ino:"))?;
+    let inode = line_fields.find_map(|field| field.strip_prefix("ino:"))?;
     Some((SocketInode::from_str_radix(inode, 16).ok()?, descriptor))
 }
 
@@ -142,10 +144,10 @@ pub fn find_owners(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<Service
             sockets_by_process.push((pid, open_sockets));
         }
     }
-    sockets_by_process.sort_by_key(|(pid, held)| (held.len(), std::cmp::Reverse(*pid)));
+    sockets_by_process.sort_by_key(|(pid, open_sockets)| (open_sockets.len(), std::cmp::Reverse(*pid)));
     let mut sockets_by_inode: BTreeMap<SocketInode, ServiceSocket> = BTreeMap::new();
-    for (pid, held) in sockets_by_process {
-        for (inode, descriptor) in held {
+    for (pid, open_sockets) in sockets_by_process {
+        for (inode, descriptor) in open_sockets {
             sockets_by_inode.entry(inode).or_insert_with(|| ServiceSocket {
                 inode,
                 descriptor,

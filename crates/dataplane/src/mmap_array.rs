@@ -141,8 +141,8 @@ impl<T: ?Sized> MmapArray<T> {
 
     /// Copies all words to the start of the memory of `other`. Panics when `other` is smaller.
     pub fn copy_to(&self, other: &Self) {
-        for (from, to) in self.words().iter().zip(other.words_in_range(0, self.length_bytes.get())) {
-            to.store(from.load(Ordering::Acquire), Ordering::Relaxed);
+        for (source_word, target_word) in self.words().iter().zip(other.words_in_range(0, self.length_bytes.get())) {
+            target_word.store(source_word.load(Ordering::Acquire), Ordering::Relaxed);
         }
     }
 

@@ -110,7 +110,10 @@ impl Neighbours {
     pub fn take_due_probes(&mut self, now: Duration) -> (Vec<NeighbourProbe>, Vec<MacChange>) {
         let (mut probes, mut changes) = (Vec::new(), Vec::new());
         while probes.len() < PROBES_PER_BURST {
-            let Some((_, address)) = self.probe_schedule.first().copied().filter(|(due, _)| *due <= now) else { break };
+            let Some((_, address)) = self.probe_schedule.first().copied().filter(|(probe_time, _)| *probe_time <= now)
+            else {
+                break;
+            };
             self.probe_schedule.pop_first();
             let Some(neighbour) = self.by_address.get_mut(&address) else { continue };
             if neighbour.missed_probes >= MAX_MISSED_PROBES && neighbour.mac.take().is_some() {
@@ -129,7 +132,7 @@ impl Neighbours {
 
     /// Returns the time at which the next probe is due, or `None` if there are no neighbours.
     pub fn next_probe_time(&self) -> Option<Duration> {
-        self.probe_schedule.first().map(|(due, _)| *due)
+        self.probe_schedule.first().map(|(probe_time, _)| *probe_time)
     }
 }
 
@@ -192,13 +195,13 @@ impl Resolver {
         notify: impl Fn(MacChange) -> bool + Send + 'static,
     ) -> anyhow::Result<Self> {
         let probe_sockets = ArpNdpSockets::open(interface, vlan)?;
-        let (liveness_sender, ended) = mpsc::channel();
+        let (liveness_sender, liveness_receiver) = mpsc::channel();
         let pending_addresses = Arc::new(Mutex::new(None));
         let thread_addresses = pending_addresses.clone();
         std::thread::Builder::new()
             .name("neighbours".to_owned())
             .spawn(move || {
-                if let Err(error) = probe_sockets.run_resolver(&thread_addresses, notify, &ended) {
+                if let Err(error) = probe_sockets.run_resolver(&thread_addresses, notify, &liveness_receiver) {
                     tracing::error!(
                         event = "resolver-ended",
                         interface = probe_sockets.interface,
@@ -251,32 +254,35 @@ impl ArpNdpSockets {
 
     fn run_resolver(
         &self,
-        desired: &Mutex<Option<Vec<IpAddr>>>,
+        pending_addresses: &Mutex<Option<Vec<IpAddr>>>,
         notify: impl Fn(MacChange) -> bool,
-        ended: &Receiver<()>,
+        liveness_receiver: &Receiver<()>,
     ) -> anyhow::Result<()> {
         let start = Instant::now();
         let mut neighbours = Neighbours::default();
-        let mut paced_until = Duration::ZERO;
-        let (mut own, mut own_read_at) = (None, None);
-        while !matches!(ended.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
-            let new_addresses = desired.lock().take();
-            if let Some(new) = new_addresses {
-                neighbours.set_addresses(&new, start.elapsed());
+        let mut next_burst_time = Duration::ZERO;
+        let (mut own_addresses, mut addresses_read_time) = (None, None);
+        while !matches!(liveness_receiver.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
+            let new_addresses = pending_addresses.lock().take();
+            if let Some(addresses) = new_addresses {
+                neighbours.set_addresses(&addresses, start.elapsed());
             }
             let mut lost_neighbours = Vec::new();
-            if start.elapsed() >= paced_until {
+            if start.elapsed() >= next_burst_time {
                 let now = start.elapsed();
-                let (probes, missing) = neighbours.take_due_probes(now);
+                let (probes, lost_changes) = neighbours.take_due_probes(now);
                 // Own addresses are read once per interval, not once per burst of probes.
-                if !probes.is_empty() && own_read_at.is_none_or(|read_at| read_at + UNRESOLVED_PROBE_INTERVAL <= now) {
-                    (own, own_read_at) = (OwnAddresses::read_vlan_device(&self.interface, self.vlan), Some(now));
+                if !probes.is_empty()
+                    && addresses_read_time.is_none_or(|read_at| read_at + UNRESOLVED_PROBE_INTERVAL <= now)
+                {
+                    (own_addresses, addresses_read_time) =
+                        (OwnAddresses::read_vlan_device(&self.interface, self.vlan), Some(now));
                 }
-                if let Some(own) = &own {
-                    self.send_probes(&probes, own);
+                if let Some(own_addresses) = &own_addresses {
+                    self.send_probes(&probes, own_addresses);
                 }
-                lost_neighbours = missing;
-                paced_until = start.elapsed() + BURST_INTERVAL;
+                lost_neighbours = lost_changes;
+                next_burst_time = start.elapsed() + BURST_INTERVAL;
             }
             let senders = self.wait_for_senders(&neighbours, start)?;
             let senders = senders
@@ -292,15 +298,17 @@ impl ArpNdpSockets {
     }
 
     /// Sends the probes. A probe that cannot be sent because the link is down counts as missed.
-    fn send_probes(&self, probes: &[NeighbourProbe], own: &OwnAddresses) {
+    fn send_probes(&self, probes: &[NeighbourProbe], own_addresses: &OwnAddresses) {
         for NeighbourProbe { address, mac } in probes {
             let send_result = match *address {
-                IpAddr::V4(address) => {
-                    self.send_frame(&self.arp_socket, &arp_request_frame(address, *mac, own.mac, own.ipv4))
-                }
-                IpAddr::V6(address) => {
-                    self.send_frame(&self.ndp_socket, &ndp::solicitation_frame(address, *mac, own.mac, own.ipv6))
-                }
+                IpAddr::V4(address) => self.send_frame(
+                    &self.arp_socket,
+                    &arp_request_frame(address, *mac, own_addresses.mac, own_addresses.ipv4),
+                ),
+                IpAddr::V6(address) => self.send_frame(
+                    &self.ndp_socket,
+                    &ndp::solicitation_frame(address, *mac, own_addresses.mac, own_addresses.ipv6),
+                ),
             };
             if let Err(error) = send_result {
                 tracing::debug!(
@@ -327,8 +335,9 @@ impl ArpNdpSockets {
     /// Waits until a frame arrives or a probe is due. It waits at most 51 ms, so that new addresses are noticed soon.
     /// Returns the senders of received frames.
     fn wait_for_senders(&self, neighbours: &Neighbours, start: Instant) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
-        let time_until_probe =
-            neighbours.next_probe_time().map_or(UNRESOLVED_PROBE_INTERVAL, |due| due.saturating_sub(start.elapsed()));
+        let time_until_probe = neighbours
+            .next_probe_time()
+            .map_or(UNRESOLVED_PROBE_INTERVAL, |probe_time| probe_time.saturating_sub(start.elapsed()));
         let timeout_ms = time_until_probe.min(Duration::from_millis(50)).as_millis() as u16 + 1;
         let mut poll_fds =
             [&self.arp_socket, &self.ndp_socket].map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN));
@@ -348,13 +357,13 @@ impl ArpNdpSockets {
     fn read_senders(
         &self,
         socket: &OwnedFd,
-        sender: impl Fn(&[u8]) -> Option<(IpAddr, MacAddress)>,
+        parse_frame: impl Fn(&[u8]) -> Option<(IpAddr, MacAddress)>,
     ) -> anyhow::Result<Vec<(IpAddr, MacAddress)>> {
         let mut senders = Vec::new();
         let mut frame = [0; 128];
         while senders.len() < MAX_FRAMES_PER_BURST {
             match recv(socket.as_raw_fd(), &mut frame, MsgFlags::MSG_DONTWAIT) {
-                Ok(length) => senders.extend(sender(&frame[..length])),
+                Ok(length) => senders.extend(parse_frame(&frame[..length])),
                 // ENETDOWN means that the device is down. It may be set up again.
                 Err(Errno::EAGAIN | Errno::EINTR | Errno::ENETDOWN) => break,
                 Err(error) => return Err(error).with_context(|| format!("reading neighbours at {}", self.interface)),
@@ -366,7 +375,7 @@ impl ArpNdpSockets {
 
 /// Opens a packet socket for frames of one EtherType that pass the filter. An empty filter passes all frames. Fails
 /// without CAP_NET_RAW.
-fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
+fn packet_socket(interface_index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> anyhow::Result<OwnedFd> {
     // SAFETY: socket() returns a new descriptor that nothing else owns, or -1, which is checked. Protocol 0 receives
     // nothing before bind(), so no frame evades the filter.
     let raw_fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
@@ -391,7 +400,7 @@ fn packet_socket(index: u32, ethertype: u16, filter: &[libc::sock_filter]) -> an
     let mut link_layer_address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
     link_layer_address.sll_family = libc::AF_PACKET as u16;
     link_layer_address.sll_protocol = ethertype.to_be();
-    link_layer_address.sll_ifindex = index as i32;
+    link_layer_address.sll_ifindex = interface_index as i32;
     // SAFETY: the pointer and the length are those of a sockaddr_ll that lives until the call returns.
     let bind_result = unsafe {
         libc::bind(socket.as_raw_fd(), (&raw const link_layer_address).cast(), size_of::<libc::sockaddr_ll>() as u32)
@@ -411,8 +420,8 @@ pub fn own_routable_address(interface: &str) -> Option<IpAddr> {
 /// Returns the device's first IPv4 address, and its first IPv6 address that is not link-local.
 pub fn outer_source_addresses(interface: &str) -> OuterSourceAddresses {
     let own_addresses = OwnAddresses::of(interface);
-    let (ipv4, ipv6) =
-        own_addresses.map_or((Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED), |own| (own.ipv4, own.routable_ipv6));
+    let (ipv4, ipv6) = own_addresses
+        .map_or((Ipv4Addr::UNSPECIFIED, Ipv6Addr::UNSPECIFIED), |addresses| (addresses.ipv4, addresses.routable_ipv6));
     OuterSourceAddresses { ipv4, ipv6 }
 }
 
@@ -433,9 +442,9 @@ impl OwnAddresses {
     /// Returns the addresses of the VLAN's device. If there is no such device, returns those of the interface. The
     /// interface's IPv4 address is then omitted, because it belongs to another network.
     fn read_vlan_device(interface: &str, vlan: Vlan) -> Option<Self> {
-        match vlan_device::name(interface, vlan) {
+        match vlan_device::device_for_vlan(interface, vlan) {
             Some(device) => Self::of(&device),
-            None => Self::of(interface).map(|own| Self { ipv4: Ipv4Addr::UNSPECIFIED, ..own }),
+            None => Self::of(interface).map(|addresses| Self { ipv4: Ipv4Addr::UNSPECIFIED, ..addresses }),
         }
     }
 
@@ -444,12 +453,12 @@ impl OwnAddresses {
         let mut ipv6_addresses: Vec<Ipv6Addr> = Vec::new();
         for entry in nix::ifaddrs::getifaddrs().ok()?.filter(|entry| entry.interface_name == interface) {
             let Some(storage) = entry.address else { continue };
-            if let Some(link) = storage.as_link_addr() {
-                mac = link.addr().map(MacAddress);
-            } else if let Some(found) = storage.as_sockaddr_in().filter(|_| ipv4.is_unspecified()) {
-                ipv4 = found.ip();
-            } else if let Some(found) = storage.as_sockaddr_in6() {
-                ipv6_addresses.push(found.ip());
+            if let Some(link_address) = storage.as_link_addr() {
+                mac = link_address.addr().map(MacAddress);
+            } else if let Some(socket_address) = storage.as_sockaddr_in().filter(|_| ipv4.is_unspecified()) {
+                ipv4 = socket_address.ip();
+            } else if let Some(socket_address) = storage.as_sockaddr_in6() {
+                ipv6_addresses.push(socket_address.ip());
             }
         }
         let first_or_unspecified =

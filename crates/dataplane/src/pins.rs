@@ -54,21 +54,23 @@ impl PinDirectoryLock {
 /// Unreadable directories are skipped. Pins are used because programs' names are visible only with CAP_SYS_ADMIN, which
 /// daemons lack.
 pub fn other_pin_directories(directory: &Path, file: &str) -> Vec<PathBuf> {
-    let Some(root) = directory.ancestors().filter(|folder| ensure_bpf_file_system(folder).is_ok()).last() else {
+    let Some(root) = directory.ancestors().filter(|ancestor| ensure_bpf_file_system(ancestor).is_ok()).last() else {
         return Vec::new();
     };
     let own_directory = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
-    let (mut found, mut folders) = (Vec::new(), vec![(root.to_owned(), 0)]);
-    while let Some((folder, depth)) = folders.pop() {
-        if folder.join(file).exists() && folder.canonicalize().is_ok_and(|folder| folder != own_directory) {
-            found.push(folder.clone());
+    let (mut pin_directories, mut pending_directories) = (Vec::new(), vec![(root.to_owned(), 0)]);
+    while let Some((canonical_path, depth)) = pending_directories.pop() {
+        if canonical_path.join(file).exists()
+            && canonical_path.canonicalize().is_ok_and(|folder| folder != own_directory)
+        {
+            pin_directories.push(canonical_path.clone());
         }
-        let directory_entries = fs::read_dir(&folder).into_iter().flatten().flatten();
+        let directory_entries = fs::read_dir(&canonical_path).into_iter().flatten().flatten();
         let subdirectories = directory_entries
             .filter(|entry| depth < MAX_SEARCH_DEPTH && entry.file_type().is_ok_and(|kind| kind.is_dir()));
-        folders.extend(subdirectories.map(|entry| (entry.path(), depth + 1)));
+        pending_directories.extend(subdirectories.map(|entry| (entry.path(), depth + 1)));
     }
-    found
+    pin_directories
 }
 
 /// Removes a pin directory if it is empty. Fails when an empty directory cannot be removed.

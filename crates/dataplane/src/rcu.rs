@@ -18,7 +18,7 @@ static GRACE_PERIOD_MAPS: OnceLock<(MapHandle, MapHandle)> = OnceLock::new();
 /// kernel/bpf/syscall.c, since Linux 5.0). membarrier(2)'s global command waits as well, but it returns EINVAL with
 /// `nohz_full`. Fails when the kernel rejects the maps or the update.
 pub fn wait_for_running_programs() -> anyhow::Result<()> {
-    let (outer, inner) = match GRACE_PERIOD_MAPS.get() {
+    let (outer_map, inner_map) = match GRACE_PERIOD_MAPS.get() {
         Some(maps) => maps,
         // If two threads create maps at the same time, the maps of the slower thread are closed.
         None => {
@@ -26,8 +26,8 @@ pub fn wait_for_running_programs() -> anyhow::Result<()> {
             GRACE_PERIOD_MAPS.get_or_init(|| outer_and_inner_map)
         }
     };
-    let inner_map_fd = inner.as_fd().as_raw_fd().to_ne_bytes();
-    outer
+    let inner_map_fd = inner_map.as_fd().as_raw_fd().to_ne_bytes();
+    outer_map
         .update(&0u32.to_ne_bytes(), &inner_map_fd, MapFlags::ANY)
         .context("waiting for an RCU grace period by an update of a map of maps")
 }
@@ -112,7 +112,7 @@ impl GracePeriods {
     }
 
     /// Requests a grace period and returns its ticket. It must be called after programs or tables were switched.
-    pub fn request(&self) -> GraceTicket {
+    pub fn request_ticket(&self) -> GraceTicket {
         // Programs that begin after the fence see all earlier stores.
         fence(Ordering::SeqCst);
         let ticket_number = self.0.begun_count.load(Ordering::SeqCst) + 1;
@@ -124,15 +124,15 @@ impl GracePeriods {
     }
 
     /// Returns whether all programs that ran when the ticket was requested have ended.
-    pub fn has_passed(&self, moment: GraceTicket) -> bool {
-        self.0.ended_count.load(Ordering::SeqCst) >= moment.0
+    pub fn has_passed(&self, ticket: GraceTicket) -> bool {
+        self.0.ended_count.load(Ordering::SeqCst) >= ticket.0
     }
 
     /// Waits until [`has_passed`](Self::has_passed) returns true for the ticket. Fails when the kernel has refused to
     /// wait for a grace period.
-    pub fn wait(&self, moment: GraceTicket) -> anyhow::Result<()> {
+    pub fn wait(&self, ticket: GraceTicket) -> anyhow::Result<()> {
         let mut requests = self.0.requests();
-        while !self.has_passed(moment) {
+        while !self.has_passed(ticket) {
             if let Some(error) = &requests.wait_error {
                 bail!("{error}");
             }
@@ -156,10 +156,10 @@ mod tests {
     #[test]
     fn grace_tickets_pass_in_order() {
         let grace_periods = GracePeriods::start().unwrap();
-        let first_ticket = grace_periods.request();
+        let first_ticket = grace_periods.request_ticket();
         grace_periods.wait(first_ticket).unwrap();
         assert!(grace_periods.has_passed(first_ticket));
-        let second_ticket = grace_periods.request();
+        let second_ticket = grace_periods.request_ticket();
         assert!(second_ticket > first_ticket);
         grace_periods.wait(second_ticket).unwrap();
         assert!(grace_periods.has_passed(GraceTicket::default()));

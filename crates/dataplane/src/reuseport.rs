@@ -90,7 +90,7 @@ impl SocketArray {
 
     /// Inserts a socket into an empty slot. Fails when the slot is in use, or the socket is in no SO_REUSEPORT group or
     /// in another array.
-    pub fn insert(&self, slot: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+    pub fn insert_socket(&self, slot: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         let fd_value = socket.as_raw_fd() as u64;
         self.map
             .update(&slot.to_ne_bytes(), &fd_value.to_ne_bytes(), MapFlags::NO_EXIST)
@@ -98,7 +98,7 @@ impl SocketArray {
     }
 
     /// Removes the socket from a slot, if the slot has one.
-    pub fn clear(&self, slot: u32) {
+    pub fn clear_slot(&self, slot: u32) {
         if let Err(error) = self.map.delete(&slot.to_ne_bytes()) {
             tracing::debug!(
                 event = "slot-not-cleared",

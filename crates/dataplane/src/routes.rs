@@ -142,7 +142,7 @@ fn parse_next_hop(answer: &[u8], interface: u32, server: IpAddr) -> Result<IpAdd
     let attributes = answer.get(ROUTE_HEADERS_BYTES..).unwrap_or_default();
     match answer[ROUTE_TYPE_OFFSET] {
         libc::RTN_UNICAST => {}
-        other => return Err(RouteError::NotUnicast(other)),
+        route_type => return Err(RouteError::NotUnicast(route_type)),
     }
     let route_interface = find_attribute(attributes, RTA_OIF).map_or(0, parse_u32);
     if route_interface != interface {
@@ -196,24 +196,26 @@ mod tests {
             message.extend(attributes.concat());
             message
         };
-        let by = route_attribute(RTA_OIF, &3u32.to_ne_bytes());
+        let oif_attribute = route_attribute(RTA_OIF, &3u32.to_ne_bytes());
         let gateway_ipv6: Ipv6Addr = "fe80::1".parse().unwrap();
         for (gateway, bytes) in
             [(IpAddr::from([10, 2, 0, 1]), &[10, 2, 0, 1][..]), (gateway_ipv6.into(), &gateway_ipv6.octets())]
         {
-            let gateway_answer = route_answer(libc::RTM_NEWROUTE, &[by.clone(), route_attribute(RTA_GATEWAY, bytes)]);
+            let gateway_answer =
+                route_answer(libc::RTM_NEWROUTE, &[oif_attribute.clone(), route_attribute(RTA_GATEWAY, bytes)]);
             assert_eq!(parse_next_hop(&gateway_answer, 3, server), Ok(gateway));
         }
         let rtvia_bytes = [&(libc::AF_INET6 as u16).to_ne_bytes()[..], &gateway_ipv6.octets()].concat();
-        let rtvia_answer = route_answer(libc::RTM_NEWROUTE, &[by.clone(), route_attribute(RTA_VIA, &rtvia_bytes)]);
+        let rtvia_answer =
+            route_answer(libc::RTM_NEWROUTE, &[oif_attribute.clone(), route_attribute(RTA_VIA, &rtvia_bytes)]);
         assert_eq!(parse_next_hop(&rtvia_answer, 3, server), Ok(gateway_ipv6.into()));
         let ipv4_gateway_answer =
-            route_answer(libc::RTM_NEWROUTE, &[by.clone(), route_attribute(RTA_GATEWAY, &[10, 2, 0, 1])]);
+            route_answer(libc::RTM_NEWROUTE, &[oif_attribute.clone(), route_attribute(RTA_GATEWAY, &[10, 2, 0, 1])]);
         assert_eq!(
             parse_next_hop(&ipv4_gateway_answer, 4, server),
             Err(RouteError::OtherInterface { found: 3, expected: 4 })
         );
-        assert_eq!(parse_next_hop(&route_answer(libc::RTM_NEWROUTE, &[by]), 3, server), Ok(server));
+        assert_eq!(parse_next_hop(&route_answer(libc::RTM_NEWROUTE, &[oif_attribute]), 3, server), Ok(server));
         let mut error_answer = vec![0; 16];
         error_answer[4..6].copy_from_slice(&(libc::NLMSG_ERROR as u16).to_ne_bytes());
         error_answer.extend((-libc::ENETUNREACH).to_ne_bytes());

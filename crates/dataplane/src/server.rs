@@ -121,18 +121,22 @@ impl ServerPrograms {
 
     /// Attaches the programs to the device, in place of an earlier process's programs.
     fn attach_programs(&mut self) -> anyhow::Result<()> {
-        let (pins, index) = (self.server_pin_directory(), self.options.interface_index);
-        self.attach_mechanism =
-            tc::attach(self.ingress_program.as_fd(), index, Direction::Ingress, &pins.join("ingress"))?;
-        tc::attach(self.egress_program.as_fd(), index, Direction::Egress, &pins.join("egress"))?;
+        let (server_directory, interface_index) = (self.server_pin_directory(), self.options.interface_index);
+        self.attach_mechanism = tc::attach(
+            self.ingress_program.as_fd(),
+            interface_index,
+            Direction::Ingress,
+            &server_directory.join("ingress"),
+        )?;
+        tc::attach(self.egress_program.as_fd(), interface_index, Direction::Egress, &server_directory.join("egress"))?;
         Ok(())
     }
 
     /// Copies the cookie keys and the time key from state with another layout, so that issued cookies stay valid and
     /// TSvals continue. The keys have the same offsets in all layouts from [`FIRST_LAYOUT_VERSION_WITH_KEYS`] on.
     /// Cookies of older layouts are no longer recognised.
-    fn copy_keys_from_state(&mut self, state: &Path) -> anyhow::Result<()> {
-        let state_map = MapHandle::from_pinned_path(state).with_context(|| state.display().to_string())?;
+    fn copy_keys_from_state(&mut self, state_path: &Path) -> anyhow::Result<()> {
+        let state_map = MapHandle::from_pinned_path(state_path).with_context(|| state_path.display().to_string())?;
         let old_state = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
         let version_offset = offset_of!(intf::server_state, layout_version);
         let layout_version = old_state
@@ -141,17 +145,18 @@ impl ServerPrograms {
         if layout_version.map(u64::from_ne_bytes) < Some(FIRST_LAYOUT_VERSION_WITH_KEYS) {
             tracing::warn!(
                 event = "cookies-incompatible",
-                pin = %state.display(),
+                pin = %state_path.display(),
                 "another version's pinned state has an older cookie layout: connections with such cookies break"
             );
             return Ok(());
         }
-        for (at, length) in
+        for (key_offset, key_length) in
             [(KEYS_OFFSET, size_of::<intf::fleet_keys>()), (TIME_KEY_OFFSET, size_of::<intf::cookie_key>())]
         {
-            let key_bytes =
-                old_state.get(at..at + length).with_context(|| format!("{}: too short", state.display()))?;
-            self.state.write(at, key_bytes);
+            let key_bytes = old_state
+                .get(key_offset..key_offset + key_length)
+                .with_context(|| format!("{}: too short", state_path.display()))?;
+            self.state.write(key_offset, key_bytes);
         }
         Ok(())
     }
@@ -262,7 +267,7 @@ impl ServerPrograms {
     /// Returns whether the service's last SYN-ACK was forwarded by this host. If so, the listening socket is in another
     /// network namespace.
     pub fn forwards_syn_acks(&self, service: &ServiceAddress) -> bool {
-        let service_word = service_slots::service_hash_word(&service.key());
+        let service_word = service_slots::service_hash_word(&service.to_service_key());
         let slot_offset = service_slots::forwarded_service_index(service_word) * size_of::<u64>();
         self.state.load(offset_of!(intf::server_state, forwarded_services) + slot_offset) == service_word
     }
@@ -373,20 +378,21 @@ impl ServerPrograms {
         rss_samples::newest_sequence(&self.state)
     }
 
-    /// Returns the SYN samples whose sequence numbers are after `after`, or all samples if `after` is 0. The oldest
-    /// comes first. Only the last [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored, so older ones may be missing.
-    pub fn samples_after(&self, after: u32) -> Vec<intf::rss_sample> {
-        rss_samples::samples_after(&self.state, after)
+    /// Returns the SYN samples whose sequence numbers are after `previous_sequence`, or all samples if
+    /// `previous_sequence` is 0. The oldest comes first. Only the last [`RSS_SAMPLES`](intf::RSS_SAMPLES) are stored,
+    /// so older ones may be missing.
+    pub fn samples_after(&self, previous_sequence: u32) -> Vec<intf::rss_sample> {
+        rss_samples::samples_after(&self.state, previous_sequence)
     }
 
     /// Detaches the programs and removes their pins. Open connections whose packets are stamped break.
-    pub fn remove(self) -> anyhow::Result<()> {
-        remove(self.options.interface_index, &self.options.pin_directory)
+    pub fn detach_and_unpin(self) -> anyhow::Result<()> {
+        detach_and_unpin(self.options.interface_index, &self.options.pin_directory)
     }
 }
 
 /// Detaches the programs of [`ServerPrograms::attach`] from a device and removes their pins.
-pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
+pub fn detach_and_unpin(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
     let server_directory = pin_directory.join("server");
     tc::detach(interface_index, Direction::Egress, &server_directory.join("egress"))?;
     tc::detach(interface_index, Direction::Ingress, &server_directory.join("ingress"))?;
@@ -397,13 +403,13 @@ pub fn remove(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> 
 /// Fails when another stamping program is attached. Both programs would overwrite each other's cookies, so that no
 /// connection could open. (Before kernel 6.6, the fixed handle in the clsact qdisc excludes a second program.)
 fn ensure_no_other_stamper(interface_index: u32, pin_directory: &Path) -> anyhow::Result<()> {
-    for elsewhere in pins::other_pin_directories(pin_directory, "server/egress") {
-        let egress_pin = elsewhere.join("server").join("egress");
+    for other_pin_directory in pins::other_pin_directories(pin_directory, "server/egress") {
+        let egress_pin = other_pin_directory.join("server").join("egress");
         ensure!(
             !tc::is_attached(interface_index, Direction::Egress, &egress_pin).unwrap_or(false),
             "what is pinned in {} is at the interface of index {interface_index} already: expected `pin_directory` to \
              be that, or first `coreward agent --detach` with that in its file",
-            elsewhere.display()
+            other_pin_directory.display()
         );
     }
     Ok(())
@@ -447,7 +453,7 @@ fn maps_in_name_order(skeleton: &ServerSkel<'_>) -> anyhow::Result<[OwnedFd; MAP
 /// Encodes the server's id and the flags of the service's mode as the number in the service's slot.
 fn encode_slot_number(id: ServerId, mode: ServiceMode, outer_ipv6: bool) -> u32 {
     let encapsulates = mode.forwarding.encapsulates();
-    let flag_if = |set: bool, flag: u32| if set { flag } else { 0 };
+    let flag_if = |is_set: bool, flag: u32| if is_set { flag } else { 0 };
     u32::from(id.get())
         | flag_if(
             mode.is_stamped_by_servers() && mode.consistency == Consistency::Stateful,
@@ -481,14 +487,18 @@ fn state_take_over_problem(path: &Path) -> anyhow::Result<Option<String>> {
         return Ok(None);
     }
     let state_map = MapHandle::from_pinned_path(path).with_context(|| path.display().to_string())?;
-    let (found, expected) = (state_map.value_size() as usize, size_of::<intf::server_state>());
-    if found != expected {
-        return Ok(Some(format!("{}: {found} bytes of another version, expected {expected}", path.display())));
+    let (found_bytes, expected_bytes) = (state_map.value_size() as usize, size_of::<intf::server_state>());
+    if found_bytes != expected_bytes {
+        return Ok(Some(format!(
+            "{}: {found_bytes} bytes of another version, expected {expected_bytes}",
+            path.display()
+        )));
     }
     let server_state = MmapArray::<intf::server_state>::new(&state_map)?;
-    let (found, expected) =
+    let (found_version, expected_version) =
         (server_state.load(offset_of!(intf::server_state, layout_version)), intf::SERVER_LAYOUT_VERSION.into());
-    Ok((found != expected).then(|| format!("{}: layout {found}, expected {expected}", path.display())))
+    Ok((found_version != expected_version)
+        .then(|| format!("{}: layout {found_version}, expected {expected_version}", path.display())))
 }
 
 fn load_programs<'object>(

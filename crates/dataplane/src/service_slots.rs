@@ -49,24 +49,24 @@ pub(crate) fn service_hash_word(key: &intf::service_key) -> u64 {
 }
 
 /// Returns the index in `forwarded_services` (`bpf/include/server.h`) for the service with this hash word.
-pub(crate) fn forwarded_service_index(word: u64) -> usize {
-    (word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
+pub(crate) fn forwarded_service_index(service_word: u64) -> usize {
+    (service_word.wrapping_mul(intf::FORWARDED_SERVICE_FACTOR) >> intf::FORWARDED_SERVICE_SHIFT) as usize
 }
 
-fn server_slot(word: u64, seed: u64) -> usize {
-    (word.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
+fn server_slot(service_word: u64, seed: u64) -> usize {
+    (service_word.wrapping_mul(seed) >> intf::SERVICE_SLOT_SHIFT) as usize
 }
 
 /// Returns a word's group in a load balancer's directory, and its slot before the group's displacement.
-fn group_and_slot(word: u64, seed: u64) -> (usize, u16) {
-    let word_hash = word.wrapping_mul(seed);
+fn group_and_slot(service_word: u64, seed: u64) -> (usize, u16) {
+    let word_hash = service_word.wrapping_mul(seed);
     let undisplaced_slot = word_hash >> intf::LB_SERVICE_SLOT_SHIFT & u64::from(intf::LB_SERVICE_SLOTS - 1);
     ((word_hash >> intf::LB_SERVICE_GROUP_SHIFT) as usize, undisplaced_slot as u16)
 }
 
 /// Returns the only slot of `directory` in which a service with this hash word may be.
-fn lb_slot(directory: &intf::lb_service_directory, word: u64) -> usize {
-    let (group, slot) = group_and_slot(word, directory.seed);
+fn lb_slot(directory: &intf::lb_service_directory, service_word: u64) -> usize {
+    let (group, slot) = group_and_slot(service_word, directory.seed);
     usize::from(slot ^ directory.displacement[group])
 }
 
@@ -81,8 +81,8 @@ pub fn build_server_directory(
     let slots = build_slots(services, intf::MAX_SERVICES_OF_SERVER)?;
     let service_words: Vec<u64> = slots.iter().map(|slot| service_hash_word(&slot.key)).collect();
     server_directory.seed = find_server_seed(&service_words).ok_or(DirectoryError::NoSuitableSeed(services.len()))?;
-    for (new, word) in slots.into_iter().zip(service_words) {
-        server_directory.slots[server_slot(word, server_directory.seed)] = new;
+    for (slot, service_word) in slots.into_iter().zip(service_words) {
+        server_directory.slots[server_slot(service_word, server_directory.seed)] = slot;
     }
     Ok(server_directory)
 }
@@ -98,27 +98,30 @@ pub fn build_lb_directory(
     let (seed, displacement) =
         find_perfect_hash(&service_words).ok_or(DirectoryError::NoSuitableSeed(services.len()))?;
     (lb_directory.seed, lb_directory.displacement) = (seed, displacement);
-    for (new, word) in slots.into_iter().zip(service_words) {
-        let slot_index = lb_slot(&lb_directory, word);
-        lb_directory.slots[slot_index] = new;
+    for (slot, service_word) in slots.into_iter().zip(service_words) {
+        let slot_index = lb_slot(&lb_directory, service_word);
+        lb_directory.slots[slot_index] = slot;
     }
     Ok(lb_directory)
 }
 
-fn build_slots(services: &[(ServiceAddress, u32)], most: u32) -> Result<Vec<intf::service_slot>, DirectoryError> {
-    if services.len() > most as usize {
-        return Err(DirectoryError::TooManyServices(services.len(), most));
+fn build_slots(
+    services: &[(ServiceAddress, u32)],
+    max_services: u32,
+) -> Result<Vec<intf::service_slot>, DirectoryError> {
+    if services.len() > max_services as usize {
+        return Err(DirectoryError::TooManyServices(services.len(), max_services));
     }
     let mut distinct_services = BTreeSet::new();
     let mut service_slots = Vec::new();
     for (address, number) in services {
-        if address.socket.port() == 0 {
+        if address.vip_and_port.port() == 0 {
             return Err(DirectoryError::PortZero(*address));
         }
         if !distinct_services.insert(*address) {
             return Err(DirectoryError::DuplicateService(*address));
         }
-        service_slots.push(intf::service_slot { number: *number, key: address.key(), reserved: 0 });
+        service_slots.push(intf::service_slot { number: *number, key: address.to_service_key(), reserved: 0 });
     }
     let distinct_vips: BTreeSet<_> = services.iter().map(|(address, _)| VipKey::of(address)).collect();
     service_slots.extend(distinct_vips.into_iter().map(|VipKey { address, family }| intf::service_slot {
@@ -138,34 +141,36 @@ struct VipKey {
 
 impl VipKey {
     fn of(service: &ServiceAddress) -> Self {
-        let service_key = service.key();
+        let service_key = service.to_service_key();
         Self { address: service_key.address, family: service_key.family }
     }
 }
 
-fn find_server_seed(words: &[u64]) -> Option<u64> {
+fn find_server_seed(service_words: &[u64]) -> Option<u64> {
     let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
     (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1).find(|seed| {
         let mut is_slot_used = [false; intf::SERVICE_SLOTS as usize];
-        words.iter().all(|word| !std::mem::replace(&mut is_slot_used[server_slot(*word, *seed)], true))
+        service_words
+            .iter()
+            .all(|service_word| !std::mem::replace(&mut is_slot_used[server_slot(*service_word, *seed)], true))
     })
 }
 
 type Displacements = [u16; intf::LB_SERVICE_GROUPS as usize];
 
 /// Finds a seed and displacements by which all words have different slots. Returns `None` if no tried seed fits.
-fn find_perfect_hash(words: &[u64]) -> Option<(u64, Displacements)> {
+fn find_perfect_hash(service_words: &[u64]) -> Option<(u64, Displacements)> {
     let mut seed_rng = seeded_rng(0, SLOT_SEED_RNG_STREAM);
     let mut tried_seeds = (0..MAX_TRIED_SEEDS).map(|_| seed_rng.next_u64() | 1);
-    tried_seeds.find_map(|seed| Some((seed, find_displacements(words, seed)?)))
+    tried_seeds.find_map(|seed| Some((seed, find_displacements(service_words, seed)?)))
 }
 
 /// Finds displacements by which all words have different slots with this seed. The largest groups choose first.
-fn find_displacements(words: &[u64], seed: u64) -> Option<Displacements> {
+fn find_displacements(service_words: &[u64], seed: u64) -> Option<Displacements> {
     let mut slots_by_group: Vec<(usize, Vec<u16>)> =
         (0..intf::LB_SERVICE_GROUPS as usize).map(|group| (group, Vec::new())).collect();
-    for word in words {
-        let (group, slot) = group_and_slot(*word, seed);
+    for service_word in service_words {
+        let (group, slot) = group_and_slot(*service_word, seed);
         slots_by_group[group].1.push(slot);
     }
     slots_by_group.sort_by_key(|(_, slots)| std::cmp::Reverse(slots.len()));
@@ -173,7 +178,7 @@ fn find_displacements(words: &[u64], seed: u64) -> Option<Displacements> {
     let mut displacements = [0; intf::LB_SERVICE_GROUPS as usize];
     for (group, mut slots) in slots_by_group.into_iter().take_while(|(_, slots)| !slots.is_empty()) {
         slots.sort_unstable();
-        if slots.windows(2).any(|pair| pair[0] == pair[1]) {
+        if slots.windows(2).any(|adjacent_slots| adjacent_slots[0] == adjacent_slots[1]) {
             return None;
         }
         let is_free_for_group =
@@ -192,7 +197,7 @@ mod tests {
     use super::*;
 
     fn parse_service(text: &str) -> ServiceAddress {
-        ServiceAddress { socket: text.parse().unwrap(), protocol: Protocol::Tcp }
+        ServiceAddress { vip_and_port: text.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
     /// Returns `count` services on different VIPs, half of which are IPv6. The last service is UDP at the first
@@ -207,13 +212,13 @@ mod tests {
         services
     }
 
-    /// Checks that all services and VIPs are found, and other ports are not. `found` returns the slot that a program
-    /// reads for a word.
-    fn assert_all_found(services: &[(ServiceAddress, u32)], found: impl Fn(u64) -> intf::service_slot) {
+    /// Checks that all services and VIPs are found, and other ports are not. `find_slot` returns the slot that a
+    /// program reads for a word.
+    fn assert_all_found(services: &[(ServiceAddress, u32)], find_slot: impl Fn(u64) -> intf::service_slot) {
         let find_number =
-            |key| Some(found(service_hash_word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
+            |key| Some(find_slot(service_hash_word(&key))).filter(|slot| slot.key == key).map(|slot| slot.number);
         for (address, number) in services {
-            let service_key = address.key();
+            let service_key = address.to_service_key();
             assert_eq!(find_number(service_key), Some(*number));
             let vip_key = intf::service_key { port: 0, protocol: 0, ..service_key };
             assert_eq!(find_number(vip_key), Some(intf::SERVICE_ADDRESS_ONLY));
@@ -227,7 +232,7 @@ mod tests {
     fn server_directory_finds_the_maximum_number_of_services() {
         let services = many_services(intf::MAX_SERVICES_OF_SERVER);
         let directory = build_server_directory(&services).unwrap();
-        assert_all_found(&services, |word| directory.slots[server_slot(word, directory.seed)]);
+        assert_all_found(&services, |service_word| directory.slots[server_slot(service_word, directory.seed)]);
     }
 
     /// The test looks up services as `find_lb_service` in bpf/include/service.h does.
@@ -236,7 +241,7 @@ mod tests {
         for count in [2, 64, intf::MAX_SERVICES] {
             let services = many_services(count);
             let directory = build_lb_directory(&services).unwrap();
-            assert_all_found(&services, |word| directory.slots[lb_slot(&directory, word)]);
+            assert_all_found(&services, |service_word| directory.slots[lb_slot(&directory, service_word)]);
         }
     }
 

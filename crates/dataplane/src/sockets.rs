@@ -103,8 +103,10 @@ pub fn have_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>>
         CHECKED_SUPPORT.get_or_init(|| ());
     }
     let diag_socket = open_diag_socket()?;
-    let mut are_found = vec![false; connections.len()];
-    for (batch, found) in connections.chunks(QUERIES_PER_BATCH).zip(are_found.chunks_mut(QUERIES_PER_BATCH)) {
+    let mut has_open_socket = vec![false; connections.len()];
+    for (batch, batch_has_open_socket) in
+        connections.chunks(QUERIES_PER_BATCH).zip(has_open_socket.chunks_mut(QUERIES_PER_BATCH))
+    {
         let socket_requests: Vec<InetDiagRequest> =
             (0..).zip(batch).map(|(sequence, tuple)| socket_request(sequence, tuple)).collect();
         let written_bytes = nix::unistd::write(&diag_socket, socket_requests.as_bytes()).context("asking sock_diag")?;
@@ -118,10 +120,10 @@ pub fn have_open_sockets(connections: &[FourTuple]) -> anyhow::Result<Vec<bool>>
             let mut answer_buffer = [0; 16384];
             let answer_length =
                 nix::unistd::read(&diag_socket, &mut answer_buffer).context("no answer from sock_diag")?;
-            answer_count += read_answers(&answer_buffer[..answer_length], found)?;
+            answer_count += read_answers(&answer_buffer[..answer_length], batch_has_open_socket)?;
         }
     }
-    Ok(are_found)
+    Ok(has_open_socket)
 }
 
 /// Opens a sock_diag(7) socket with a receive timeout of one second.
@@ -148,19 +150,19 @@ fn open_diag_socket() -> anyhow::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Records in `found` which queried connections have a socket, by the replies in `bytes`. Returns the number of
-/// replies.
-fn read_answers(mut bytes: &[u8], found: &mut [bool]) -> anyhow::Result<usize> {
+/// Records in `has_open_socket` which queried connections have a socket, by the replies in `bytes`. Returns the number
+/// of replies.
+fn read_answers(mut bytes: &[u8], has_open_socket: &mut [bool]) -> anyhow::Result<usize> {
     let mut answer_count = 0;
     while let Ok((header, _)) = NetlinkHeader::read_from_prefix(bytes) {
         let message = bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
         let is_found =
-            found.get_mut(header.sequence as usize).context("sock_diag: an answer that was not asked for")?;
+            has_open_socket.get_mut(header.sequence as usize).context("sock_diag: an answer that was not asked for")?;
         match header.message_type {
             SOCK_DIAG_BY_FAMILY => *is_found = message.get(STATE_OFFSET).is_some_and(|state| *state != TCP_LISTEN),
             kind if i32::from(kind) == libc::NLMSG_ERROR => {
                 let error_code =
-                    message.get(size_of::<NetlinkHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
+                    message.get(size_of::<NetlinkHeader>()..).and_then(|payload| i32::read_from_prefix(payload).ok());
                 match error_code.map(|(code, _)| Errno::from_raw(-code)) {
                     // ENOENT means that the socket does not exist, and ESTALE that it disappeared during the query.
                     Some(Errno::ENOENT | Errno::ESTALE) => *is_found = false,

@@ -43,17 +43,17 @@ impl SteerCounters {
     pub fn open_pinned(pin_directory: &Path, name: &str) -> anyhow::Result<Self> {
         let state_path = pin_directory.join("steer").join(name).join("state");
         let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
-        let (found, expected) = (state_map.value_size() as usize, size_of::<intf::steer_state>());
+        let (found_bytes, expected_bytes) = (state_map.value_size() as usize, size_of::<intf::steer_state>());
         anyhow::ensure!(
-            found == expected,
-            "{}: {found} bytes of another version, expected {expected}",
+            found_bytes == expected_bytes,
+            "{}: {found_bytes} bytes of another version, expected {expected_bytes}",
             state_path.display()
         );
         Ok(Self(MmapArray::new(&state_map)?))
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`].
-    pub fn values(&self) -> [u64; COUNTER_COUNT] {
+    pub fn counter_values(&self) -> [u64; COUNTER_COUNT] {
         *self.0.read(offset_of!(intf::steer_state, counters))
     }
 }
@@ -111,7 +111,7 @@ impl SteerProgram {
     /// does not listen, or it is in another array.
     pub fn add_socket(&self, socket: BorrowedFd<'_>) -> anyhow::Result<u32> {
         let free_slot = self.worker_sockets.find_free_slot()?;
-        self.worker_sockets.insert(free_slot, socket)?;
+        self.worker_sockets.insert_socket(free_slot, socket)?;
         Ok(free_slot)
     }
 
@@ -119,8 +119,8 @@ impl SteerProgram {
     /// the kernel selects the socket. Panics with more than [`MAX_STEERED_QUEUES`](intf::MAX_STEERED_QUEUES) queues.
     pub fn set_slots_of_queues(&self, slots: &[Option<u32>]) {
         let mut slots_by_queue = [intf::NO_SOCKET; intf::MAX_STEERED_QUEUES as usize];
-        for (queue, slot) in slots_by_queue[..slots.len()].iter_mut().zip(slots) {
-            *queue = slot.unwrap_or(intf::NO_SOCKET);
+        for (queue_entry, slot) in slots_by_queue[..slots.len()].iter_mut().zip(slots) {
+            *queue_entry = slot.unwrap_or(intf::NO_SOCKET);
         }
         self.state.write(offset_of!(intf::steer_state, socket_of_queue), &slots_by_queue);
     }

@@ -22,7 +22,10 @@ macro_rules! skip_if {
 
 /// Returns the name of the function in which `inner` is defined.
 pub fn surrounding_function<F>(_inner: F) -> &'static str {
-    std::any::type_name::<F>().rsplit("::").find(|part| !["here", "{{closure}}"].contains(part)).unwrap_or_default()
+    std::any::type_name::<F>()
+        .rsplit("::")
+        .find(|path_segment| !["here", "{{closure}}"].contains(path_segment))
+        .unwrap_or_default()
 }
 
 /// Returns what this process lacks to run tests that load BPF programs, or `None` if it lacks nothing. scripts/test
@@ -47,7 +50,7 @@ pub struct RunOutcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReceiveQueueId {
     /// Index of the network device.
-    pub interface: u32,
+    pub interface_index: u32,
     /// Index of the receive queue, from 0.
     pub queue_index: u32,
 }
@@ -78,21 +81,21 @@ pub fn run_from(
     Ok(RunOutcome { verdict: run_options.retval as i32, packet: output_buffer, duration: mean_duration })
 }
 
-/// Runs `program` once without allocating memory and writes the packet to `out`. Returns the program's return value and
-/// the packet's length. Fails as [`run`] does, and when the packet does not fit into `out`.
-pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], out: &mut [u8]) -> io::Result<(i32, usize)> {
-    let run_options = run_with_context(program, packet, 1, None, out)?;
+/// Runs `program` once without allocating memory and writes the packet to `output_buffer`. Returns the program's return
+/// value and the packet's length. Fails as [`run`] does, and when the packet does not fit into `output_buffer`.
+pub fn run_into(program: BorrowedFd<'_>, packet: &[u8], output_buffer: &mut [u8]) -> io::Result<(i32, usize)> {
+    let run_options = run_with_context(program, packet, 1, None, output_buffer)?;
     Ok((run_options.retval as i32, run_options.data_size_out as usize))
 }
 
-/// Runs an XDP program on `frames` copies of `frame` and executes its actions (`BPF_F_TEST_XDP_LIVE_FRAMES`). The
+/// Runs an XDP program on `frame_count` copies of `frame` and executes its actions (`BPF_F_TEST_XDP_LIVE_FRAMES`). The
 /// kernel reuses frames without restoring them.
-pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frames: u32) -> io::Result<()> {
+pub fn run_live(program: BorrowedFd<'_>, frame: &[u8], frame_count: u32) -> io::Result<()> {
     let mut run_options = libbpf_sys::bpf_test_run_opts {
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
         data_in: frame.as_ptr().cast(),
         data_size_in: frame.len() as u32,
-        repeat: frames as i32,
+        repeat: frame_count as i32,
         flags: libbpf_sys::BPF_F_TEST_XDP_LIVE_FRAMES,
         ..Default::default()
     };
@@ -106,11 +109,11 @@ fn run_with_context(
     packet: &[u8],
     repeat: u32,
     queue: Option<ReceiveQueueId>,
-    out: &mut [u8],
+    output_buffer: &mut [u8],
 ) -> io::Result<libbpf_sys::bpf_test_run_opts> {
     let xdp_context = queue.map(|queue| libbpf_sys::xdp_md {
         data_end: packet.len() as u32,
-        ingress_ifindex: queue.interface,
+        ingress_ifindex: queue.interface_index,
         rx_queue_index: queue.queue_index,
         ..Default::default()
     });
@@ -118,8 +121,8 @@ fn run_with_context(
         sz: size_of::<libbpf_sys::bpf_test_run_opts>() as _,
         data_in: packet.as_ptr().cast(),
         data_size_in: packet.len() as u32,
-        data_out: out.as_mut_ptr().cast(),
-        data_size_out: out.len() as u32,
+        data_out: output_buffer.as_mut_ptr().cast(),
+        data_size_out: output_buffer.len() as u32,
         ctx_in: xdp_context.as_ref().map_or(std::ptr::null(), |context| std::ptr::from_ref(context).cast()),
         ctx_size_in: xdp_context.map_or(0, |context| size_of_val(&context) as u32),
         repeat: repeat as i32,

@@ -31,11 +31,13 @@ pub fn peer_has_native_xdp(interface_index: u32) -> Option<bool> {
     if link_kind.strip_suffix(b"\0").unwrap_or(link_kind) != b"veth" {
         return None;
     }
-    let read_u32_attribute = |of: u16| Some(u32::from_ne_bytes(find_attribute(&own_attributes, of)?.try_into().ok()?));
+    let read_u32_attribute = |attribute_type: u16| {
+        Some(u32::from_ne_bytes(find_attribute(&own_attributes, attribute_type)?.try_into().ok()?))
+    };
     let peer_attributes =
         query_link_attributes(read_u32_attribute(IFLA_LINK)?, read_u32_attribute(IFLA_LINK_NETNSID)).ok()?;
     let attach_mode = find_attribute(find_attribute(&peer_attributes, IFLA_XDP)?, IFLA_XDP_ATTACHED)?;
-    Some(attach_mode.first().is_some_and(|attached| DRIVER_ATTACH_MODES.contains(attached)))
+    Some(attach_mode.first().is_some_and(|mode| DRIVER_ATTACH_MODES.contains(mode)))
 }
 
 /// Returns a link's attributes. `namespace` is the id that the link's network namespace has in the caller's namespace.

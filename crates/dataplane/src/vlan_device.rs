@@ -40,8 +40,8 @@ fn query_vlan_device(command: c_int, device: &str) -> io::Result<[u8; NAME_FIELD
     if device.len() >= NAME_FIELD_BYTES {
         return Err(io::Error::from_raw_os_error(libc::ENODEV));
     }
-    for (to, from) in vlan_request.device_name.iter_mut().zip(device.bytes()) {
-        *to = from as c_char;
+    for (name_char, byte) in vlan_request.device_name.iter_mut().zip(device.bytes()) {
+        *name_char = byte as c_char;
     }
     let socket = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
     // SAFETY: the kernel reads and writes one struct vlan_ioctl_args, which lives through the call.
@@ -66,13 +66,13 @@ pub fn underlying_nic(device: &str) -> String {
 
 /// Returns the name of the device for a VLAN at `interface`, or `None` if there is no such device. Untagged frames use
 /// `interface` itself.
-pub fn name(interface: &str, vlan: Vlan) -> Option<String> {
-    names(interface, [vlan]).remove(&vlan)
+pub fn device_for_vlan(interface: &str, vlan: Vlan) -> Option<String> {
+    devices_for_vlans(interface, [vlan]).remove(&vlan)
 }
 
 /// Returns the name of the device for each of these VLANs at `interface`. VLANs without a device are omitted. Queries
 /// all devices of the network namespace if `vlans` has a tagged VLAN.
-pub fn names(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap<Vlan, String> {
+pub fn devices_for_vlans(interface: &str, vlans: impl IntoIterator<Item = Vlan>) -> BTreeMap<Vlan, String> {
     let mut tagged_vlans: BTreeSet<Vlan> = vlans.into_iter().collect();
     let mut names_by_vlan = BTreeMap::new();
     if tagged_vlans.remove(&Vlan::UNTAGGED) {
@@ -105,18 +105,18 @@ pub fn missing_device_message(interface: &str, vlan: Vlan) -> String {
 /// forward frames to such an address.
 pub fn mac_mismatch_message(interface: &str, device: &str) -> Option<String> {
     let read_mac = |name| mac_of(name).ok().flatten();
-    let (expected, found) = (read_mac(interface)?, read_mac(device)?);
-    (found != expected).then(|| {
+    let (interface_mac, device_mac) = (read_mac(interface)?, read_mac(device)?);
+    (device_mac != interface_mac).then(|| {
         format!(
-            "interface {device:?} has the MAC address {found}: expected {expected}, that of {interface:?} (ip link set \
-             {device} address {expected})"
+            "interface {device:?} has the MAC address {device_mac}: expected {interface_mac}, that of {interface:?} \
+             (ip link set {device} address {interface_mac})"
         )
     })
 }
 
 /// Makes the driver leave VLAN tags in received frames. Fails when the driver does not support that.
 pub fn disable_rx_vlan_offload(interface: &str) -> io::Result<()> {
-    let offload_flags = ethtool::flags(interface)?;
+    let offload_flags = ethtool::offload_flags(interface)?;
     if offload_flags & ETH_FLAG_RXVLAN == 0 {
         return Ok(());
     }
@@ -137,9 +137,9 @@ mod tests {
     fn loopback_is_no_vlan_device() {
         assert_eq!((underlying_device("lo"), underlying_nic("lo")), (None, "lo".to_owned()));
         assert_eq!(underlying_device("a-name-that-is-longer-than-allowed"), None);
-        assert_eq!(name("lo", Vlan::UNTAGGED).as_deref(), Some("lo"));
+        assert_eq!(device_for_vlan("lo", Vlan::UNTAGGED).as_deref(), Some("lo"));
         let some_vlan = Vlan::new(7).unwrap();
-        assert_eq!(name("lo", some_vlan), None);
+        assert_eq!(device_for_vlan("lo", some_vlan), None);
         assert!(missing_device_message("lo", some_vlan).contains("ip link add link lo name lo.7 type vlan id 7"));
     }
 }

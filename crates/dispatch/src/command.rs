@@ -53,13 +53,15 @@ pub fn run(args: &DispatchArgs) -> anyhow::Result<Option<String>> {
         Some(config) => config
             .services
             .iter()
-            .map(|named| service::service_pin_directory(&pin_directory, named.options.service))
+            .map(|service_config| {
+                service::service_pin_directory(&pin_directory, service_config.program_options.service)
+            })
             .collect(),
         None => service::service_pin_directories(&pin_directory),
     };
     match config {
         _ if args.detach => {
-            service_pin_directories.iter().try_for_each(|pins| service::end_dispatch(pins)).map(|()| None)
+            service_pin_directories.iter().try_for_each(|directory| service::end_dispatch(directory)).map(|()| None)
         }
         _ if args.status => {
             let service_statuses = status::read_pinned_status(&service_pin_directories)?;

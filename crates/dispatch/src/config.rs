@@ -32,7 +32,7 @@ pub struct Config {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    pub options: Options,
+    pub program_options: Options,
     /// Timeouts that are checked in user space instead of by the BPF programs.
     pub user_space_timeouts: Timeouts,
     /// Expected service time of each request type, followed by that of all other requests. `None` means that it is
@@ -48,7 +48,7 @@ pub struct Service {
 impl Service {
     pub fn new(listen: SocketAddr, policy: Policy) -> Self {
         Self {
-            options: Options {
+            program_options: Options {
                 service: listen,
                 policy,
                 request_id_position: None,
@@ -212,8 +212,8 @@ impl UncheckedConfig {
         for table in self.services.into_inner() {
             let listen_span = table.listen.span.clone();
             let Some(service) = table.check(reader) else { continue };
-            let listen_address = service.options.service;
-            if services.iter().any(|service| service.options.service == listen_address) {
+            let listen_address = service.program_options.service;
+            if services.iter().any(|service| service.program_options.service == listen_address) {
                 reader.report(listen_span, format!("{listen_address} is listed twice: expected each once"));
             }
             services.push(service);
@@ -246,35 +246,36 @@ impl ServiceTable {
         if let Some(BoundedDuration(time)) = self.stall_after {
             service.user_space_timeouts.stall_after = time;
         }
-        service.options.request_id_position = self.request_id.as_ref().map(|field| {
+        service.program_options.request_id_position = self.request_id.as_ref().map(|field| {
             let response_offset = field.response_offset.unwrap_or(field.offset);
             let [offset, response_offset] = [field.offset, response_offset].map(|offset| offset.0 as u16);
-            dispatch::RequestIdPosition { offset, response_offset, bytes: field.bytes.0 as u8 }
+            dispatch::RequestIdPosition { offset, response_offset, byte_count: field.bytes.0 as u8 }
         });
         self.add_request_types(&mut service, reader);
         listen_address.map(|_| service)
     }
 
     fn add_request_types(&self, service: &mut Service, reader: &mut Reader<'_>) {
-        if let Some(beyond) = self.types.get(MAX_TYPES) {
+        if let Some(first_excess_type) = self.types.get(MAX_TYPES) {
             let message = format!("{} types: expected at most {MAX_TYPES}", self.types.len());
-            reader.report(beyond.span(), message);
+            reader.report(first_excess_type.span(), message);
         }
-        service.options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
+        service.program_options.type_offset = self.type_field.as_ref().map_or(0, |field| field.offset.0 as u16);
         service.expected_service_times.clear();
-        for spanned in &self.types {
-            let request_type = spanned.get_ref();
+        for spanned_type in &self.types {
+            let request_type = spanned_type.get_ref();
             let value_and_mask = match_value_and_mask(request_type, self.type_field.as_ref());
-            let Some((value, mask)) = reader.ok_or_report(value_and_mask, spanned.span()) else { continue };
-            service.options.types.push(RequestType { value, mask, class: request_type.class.0 as u8 });
+            let Some((value, mask)) = reader.ok_or_report(value_and_mask, spanned_type.span()) else { continue };
+            service.program_options.types.push(RequestType { value, mask, class: request_type.class.0 as u8 });
             service.expected_service_times.push(request_type.expected.map(|BoundedDuration(time)| time));
         }
-        let lowest_priority_class = service.options.types.iter().map(|kind| kind.class).max().unwrap_or(0);
+        let lowest_priority_class =
+            service.program_options.types.iter().map(|request_type| request_type.class).max().unwrap_or(0);
         // Unless `other` has a class, requests that match no type have the lowest priority.
-        service.options.default_class = self.other.class.map_or(lowest_priority_class, |class| class.0 as u8);
+        service.program_options.default_class = self.other.class.map_or(lowest_priority_class, |class| class.0 as u8);
         service.expected_service_times.push(self.other.expected.map(|BoundedDuration(time)| time));
-        service.class_count = lowest_priority_class.max(service.options.default_class) + 1;
-        service.options.measures_service_times = service.options.policy == Policy::LightestQueue
+        service.class_count = lowest_priority_class.max(service.program_options.default_class) + 1;
+        service.program_options.measures_service_times = service.program_options.policy == Policy::LightestQueue
             && service.expected_service_times.iter().any(Option::is_none);
     }
 }
@@ -283,11 +284,11 @@ type FieldBytes = [u8; 8];
 
 /// Returns the bytes that identify a request type, and the mask of the bits that must match.
 fn match_value_and_mask(
-    kind: &RequestTypeTable,
-    field: Option<&PayloadFieldTable>,
+    request_type: &RequestTypeTable,
+    type_field: Option<&PayloadFieldTable>,
 ) -> Result<(FieldBytes, FieldBytes), String> {
     let (mut value, mut mask) = (FieldBytes::default(), FieldBytes::default());
-    match (kind.value, &kind.prefix, field) {
+    match (request_type.value, &request_type.prefix, type_field) {
         (Some(number), None, Some(field)) => {
             let field_length = field.bytes.0 as usize;
             if field_length < 8 && number >> (field_length * 8) != 0 {
@@ -301,12 +302,12 @@ fn match_value_and_mask(
             mask[..field_length].fill(0xff);
         }
         (None, Some(prefix), None) => {
-            let text = prefix.as_bytes();
-            if text.is_empty() || text.len() > value.len() {
+            let prefix_bytes = prefix.as_bytes();
+            if prefix_bytes.is_empty() || prefix_bytes.len() > value.len() {
                 return Err(format!("prefix = {prefix:?}: expected 1 to {} bytes", value.len()));
             }
-            value[..text.len()].copy_from_slice(text);
-            mask[..text.len()].fill(0xff);
+            value[..prefix_bytes.len()].copy_from_slice(prefix_bytes);
+            mask[..prefix_bytes.len()].fill(0xff);
         }
         _ => {
             return Err(
@@ -366,15 +367,15 @@ class = 1
         )
         .unwrap();
         let [first, second] = &config.services[..] else { panic!("{config:?}") };
-        assert_eq!((first.options.type_offset, first.options.measures_service_times), (3, false));
-        assert_eq!(first.options.types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(first.options.types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
+        assert_eq!((first.program_options.type_offset, first.program_options.measures_service_times), (3, false));
+        assert_eq!(first.program_options.types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(first.program_options.types[0].mask, [255, 255, 0, 0, 0, 0, 0, 0]);
         assert_eq!(first.expected_service_times, [Some(Duration::from_micros(100)), Some(Duration::from_nanos(7500))]);
-        let id = dispatch::RequestIdPosition { offset: 0, response_offset: 4, bytes: 2 };
-        assert_eq!(first.options.request_id_position, Some(id));
-        assert_eq!(&second.options.types[0].value, b"get \0\0\0\0");
+        let id = dispatch::RequestIdPosition { offset: 0, response_offset: 4, byte_count: 2 };
+        assert_eq!(first.program_options.request_id_position, Some(id));
+        assert_eq!(&second.program_options.types[0].value, b"get \0\0\0\0");
         assert_eq!(
-            (second.options.default_class, second.class_count, second.options.measures_service_times),
+            (second.program_options.default_class, second.class_count, second.program_options.measures_service_times),
             (1, 2, false)
         );
         assert_eq!(
@@ -385,7 +386,7 @@ class = 1
 
     #[test]
     fn mistakes_name_line_key_and_what_was_expected() {
-        let error_of_config = |rest: &str| parse(&format!("{DNS_SERVICE_CONFIG}{rest}\n")).unwrap_err();
+        let error_of_config = |extra_lines: &str| parse(&format!("{DNS_SERVICE_CONFIG}{extra_lines}\n")).unwrap_err();
         assert_eq!(
             error_of_config("policy = \"jsk\""),
             "dispatch.toml:3:10: key `service.policy`: policy \"jsk\" is not known: expected \"random\", \"rr\", \
@@ -431,7 +432,7 @@ class = 1
         let mistake_positions: Vec<&str> = mistakes.lines().map(|line| line.split(": ").next().unwrap()).collect();
         assert_eq!(
             mistake_positions,
-            ["1:1", "2:10", "3:1", "5:10", "6:9"].map(|place| format!("dispatch.toml:{place}")),
+            ["1:1", "2:10", "3:1", "5:10", "6:9"].map(|position| format!("dispatch.toml:{position}")),
             "{mistakes}"
         );
     }

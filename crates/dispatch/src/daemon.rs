@@ -20,16 +20,18 @@ const THREAD_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Runs the dispatcher until SIGTERM or SIGINT. The pinned BPF programs continue to dispatch.
 pub fn run(config: &Config) -> anyhow::Result<()> {
-    let (sender, signal) = channel();
-    ctrlc::set_handler(move || _ = sender.send(())).context("cannot handle SIGTERM and SIGINT")?;
+    let (stop_sender, stop_receiver) = channel();
+    ctrlc::set_handler(move || _ = stop_sender.send(())).context("cannot handle SIGTERM and SIGINT")?;
     let dispatcher = Dispatcher::start(config)?;
     let service_pin_directories: Vec<PathBuf> = config
         .services
         .iter()
-        .map(|named| service::service_pin_directory(&config.pin_directory, named.options.service))
+        .map(|service_config| {
+            service::service_pin_directory(&config.pin_directory, service_config.program_options.service)
+        })
         .collect();
     metrics_endpoint::serve(config.metrics, || (), move || metrics_snapshot(&service_pin_directories))?;
-    while signal.recv_timeout(THREAD_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+    while stop_receiver.recv_timeout(THREAD_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         ensure!(dispatcher.is_running(), "the thread that maintains the services has ended");
     }
     tracing::info!(
@@ -40,9 +42,9 @@ pub fn run(config: &Config) -> anyhow::Result<()> {
 }
 
 /// Returns the BPF programs' counters. Reads them from the services' pins, so that no thread waits for another.
-fn metrics_snapshot(pins: &[PathBuf]) -> Snapshot {
+fn metrics_snapshot(pin_directories: &[PathBuf]) -> Snapshot {
     let mut snapshot = component::base_snapshot(Component::Dispatch);
-    match status::read_pinned_status(pins) {
+    match status::read_pinned_status(pin_directories) {
         Ok(services) => {
             let dispatched_services: Vec<_> = services.into_iter().map(v1::DispatchedService::from).collect();
             component::add_dispatch_counters(&mut snapshot, "", &dispatched_services);

@@ -30,7 +30,7 @@ type ConfigChange = (Config, Sender<anyhow::Result<()>>);
 /// State of the dispatched services when they were last polled.
 #[derive(Debug, Clone, Default)]
 pub struct DispatchState {
-    pub services: Vec<ServiceStatus>,
+    pub service_statuses: Vec<ServiceStatus>,
     pub warnings: Vec<String>,
 }
 
@@ -38,28 +38,32 @@ impl Dispatcher {
     /// Loads the programs or takes over running ones, in the calling thread's network namespace.
     pub fn start(config: &Config) -> anyhow::Result<Self> {
         let mut services = MaintainedServices::start(config)?;
-        let (sender, receiver) = channel();
+        let (config_change_sender, config_change_receiver) = channel();
         let shared_state = Arc::new(Mutex::new(DispatchState::default()));
         let published_state = Arc::clone(&shared_state);
         // A new thread inherits the network namespace of its parent.
         let maintenance_thread = std::thread::Builder::new()
             .name("dispatch".to_owned())
-            .spawn(move || services.run_maintenance_loop(&receiver, &published_state))
+            .spawn(move || services.run_maintenance_loop(&config_change_receiver, &published_state))
             .context("cannot start the thread that maintains the services")?;
-        Ok(Self { config_change_sender: Some(sender), shared_state, maintenance_thread: Some(maintenance_thread) })
+        Ok(Self {
+            config_change_sender: Some(config_change_sender),
+            shared_state,
+            maintenance_thread: Some(maintenance_thread),
+        })
     }
 
     /// Replaces the services. For removed services, the kernel selects the socket again. Others continue without
     /// interruption. Fails when the kernel rejects a service's program, and then this service stays unchanged.
     pub fn replace_config(&self, config: Config) -> anyhow::Result<()> {
-        let (sender, outcome) = channel();
+        let (result_sender, result_receiver) = channel();
         let thread_ended_error = || anyhow!("the thread that maintains the services has ended: expected a restart");
         self.config_change_sender
             .as_ref()
             .ok_or_else(thread_ended_error)?
-            .send((config, sender))
+            .send((config, result_sender))
             .map_err(|_| thread_ended_error())?;
-        outcome.recv().map_err(|_| thread_ended_error())?
+        result_receiver.recv().map_err(|_| thread_ended_error())?
     }
 
     pub fn state(&self) -> DispatchState {
@@ -74,9 +78,10 @@ impl Dispatcher {
 /// Stops dispatching for these services, so that the kernel selects workers again. Fails when something cannot be
 /// removed.
 pub fn detach(config: &Config) -> anyhow::Result<()> {
-    let service_pin_directories =
-        |named: &crate::config::Service| service::service_pin_directory(&config.pin_directory, named.options.service);
-    config.services.iter().try_for_each(|named| service::end_dispatch(&service_pin_directories(named)))?;
+    let to_pin_directory = |service_config: &crate::config::Service| {
+        service::service_pin_directory(&config.pin_directory, service_config.program_options.service)
+    };
+    config.services.iter().try_for_each(|service_config| service::end_dispatch(&to_pin_directory(service_config)))?;
     // An error is ignored, because other services may still use the directory.
     let _ = std::fs::remove_dir(&config.pin_directory);
     Ok(())
@@ -107,18 +112,22 @@ impl MaintainedServices {
         Ok(maintained_services)
     }
 
-    fn run_maintenance_loop(&mut self, requests: &Receiver<ConfigChange>, shared_state: &Mutex<DispatchState>) {
+    fn run_maintenance_loop(
+        &mut self,
+        config_change_receiver: &Receiver<ConfigChange>,
+        shared_state: &Mutex<DispatchState>,
+    ) {
         let mut next_poll_at = Instant::now();
         loop {
             self.services.iter_mut().for_each(DispatchedService::poll);
             *shared_state.lock() = self.current_state();
             // Missed polls are skipped, because a burst of polls would make requests seem older than they are.
             next_poll_at = (next_poll_at + POLL_INTERVAL).max(Instant::now());
-            match requests.recv_timeout(next_poll_at.saturating_duration_since(Instant::now())) {
+            match config_change_receiver.recv_timeout(next_poll_at.saturating_duration_since(Instant::now())) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
-                Ok((config, outcome)) => {
-                    let _ = outcome.send(self.replace_services(&config));
+                Ok((config, result_sender)) => {
+                    let _ = result_sender.send(self.replace_services(&config));
                     next_poll_at = Instant::now();
                 }
             }
@@ -127,7 +136,7 @@ impl MaintainedServices {
 
     fn current_state(&self) -> DispatchState {
         DispatchState {
-            services: self.services.iter().map(DispatchedService::status).collect(),
+            service_statuses: self.services.iter().map(DispatchedService::status).collect(),
             warnings: self.services.iter().filter_map(DispatchedService::warning).collect(),
         }
     }
@@ -136,23 +145,28 @@ impl MaintainedServices {
         let cgroup = config.cgroup.clone().map_or_else(cgroup2_mount_point, Ok)?;
         let is_kept = |service: &DispatchedService| {
             config.pin_directory == self.pin_directory
-                && config.services.iter().any(|named| named.options.service == service.listen_address())
+                && config
+                    .services
+                    .iter()
+                    .any(|service_config| service_config.program_options.service == service.listen_address())
         };
-        let (staying, leaving): (Vec<_>, Vec<_>) = self.services.drain(..).partition(is_kept);
-        self.services = staying;
+        let (kept_services, removed_services): (Vec<_>, Vec<_>) = self.services.drain(..).partition(is_kept);
+        self.services = kept_services;
         let mut replace_result = Ok(());
-        for service in leaving {
+        for service in removed_services {
             let listen_address = service.listen_address();
             drop(service);
             replace_result = replace_result
                 .and(service::end_dispatch(&service::service_pin_directory(&self.pin_directory, listen_address)));
         }
         self.pin_directory.clone_from(&config.pin_directory);
-        for named in &config.services {
-            let service_index =
-                self.services.iter().position(|service| service.listen_address() == named.options.service);
-            match (service_index, DispatchedService::start(named, &self.pin_directory, &cgroup)) {
-                (Some(place), Ok(service)) => self.services[place] = service,
+        for service_config in &config.services {
+            let service_index = self
+                .services
+                .iter()
+                .position(|service| service.listen_address() == service_config.program_options.service);
+            match (service_index, DispatchedService::start(service_config, &self.pin_directory, &cgroup)) {
+                (Some(index), Ok(service)) => self.services[index] = service,
                 (None, Ok(service)) => self.services.push(service),
                 (_, Err(error)) => replace_result = replace_result.and(Err(error)),
             }

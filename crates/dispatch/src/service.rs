@@ -38,19 +38,22 @@ pub struct DispatchedService {
 impl DispatchedService {
     /// Loads the service's BPF programs or takes over running ones.
     pub fn start(config: &config::Service, pin_directory: &Path, cgroup: &Path) -> anyhow::Result<Self> {
-        let listen_address = config.options.service;
-        let dispatch_programs =
-            DispatchPrograms::load(&service_pin_directory(pin_directory, listen_address), cgroup, &config.options)
-                .with_context(|| format!("service {listen_address}"))?;
+        let listen_address = config.program_options.service;
+        let dispatch_programs = DispatchPrograms::load(
+            &service_pin_directory(pin_directory, listen_address),
+            cgroup,
+            &config.program_options,
+        )
+        .with_context(|| format!("service {listen_address}"))?;
         let learned_service_times: Vec<LearnedServiceTime> = config
             .expected_service_times
             .iter()
-            .map(|time| time.map_or_else(LearnedServiceTime::default, LearnedServiceTime::expected))
+            .map(|time| time.map_or_else(LearnedServiceTime::default, LearnedServiceTime::with_expected_time))
             .collect();
         tracing::info!(
             event = "dispatch-started",
             service = %listen_address,
-            policy = config.options.policy.name(),
+            policy = config.program_options.policy.name(),
             taken_over = dispatch_programs.is_taken_over(),
             "the dispatcher selects a worker for each request of the service"
         );
@@ -75,21 +78,24 @@ impl DispatchedService {
     pub fn poll(&mut self) {
         let poll_result =
             self.dispatch_programs.maintain(self.started_at.elapsed(), &self.service_config.user_space_timeouts);
-        let worker_died = poll_result.unwrap_or_else(|error| {
+        let has_worker_died = poll_result.unwrap_or_else(|error| {
             self.record_warning(format!("{error:#}"));
             false
         });
-        if self.service_config.options.measures_service_times {
+        if self.service_config.program_options.measures_service_times {
             self.learn_service_times();
         }
-        if worker_died {
+        if has_worker_died {
             self.last_worker_death_at = Some(Instant::now());
         }
         // After a death, every poll searches, because a new worker may replace the dead one at any time.
-        let died_recently = self.last_worker_death_at.is_some_and(|at| at.elapsed() < WORKER_SEARCH_INTERVAL * 2);
-        if died_recently || self.last_worker_search_at.is_none_or(|at| at.elapsed() >= WORKER_SEARCH_INTERVAL) {
+        let has_worker_died_recently =
+            self.last_worker_death_at.is_some_and(|at| at.elapsed() < WORKER_SEARCH_INTERVAL * 2);
+        if has_worker_died_recently
+            || self.last_worker_search_at.is_none_or(|at| at.elapsed() >= WORKER_SEARCH_INTERVAL)
+        {
             self.last_worker_search_at = Some(Instant::now());
-            match self.find_workers(worker_died) {
+            match self.find_workers(has_worker_died) {
                 Ok(()) => self.last_warning = None,
                 Err(error) => self.record_warning(format!("{error:#}")),
             }
@@ -97,7 +103,7 @@ impl DispatchedService {
     }
 
     pub fn listen_address(&self) -> SocketAddr {
-        self.service_config.options.service
+        self.service_config.program_options.service
     }
 
     pub fn status(&self) -> ServiceStatus {
@@ -110,7 +116,7 @@ impl DispatchedService {
 
     fn record_warning(&mut self, warning: String) {
         if self.last_warning.as_ref() != Some(&warning) {
-            let service = self.service_config.options.service;
+            let service = self.service_config.program_options.service;
             tracing::warn!(
                 event = "dispatch-problem",
                 %service,
@@ -124,17 +130,20 @@ impl DispatchedService {
     fn learn_service_times(&mut self) {
         let observed_service_times =
             self.dispatch_programs.ledger().observed_service_times(self.learned_service_times.len());
-        let expected = self.service_config.expected_service_times.iter();
-        for (((learned, before), now), expected) in self
+        let expected_service_times = self.service_config.expected_service_times.iter();
+        for (((learned_time, previous_observation), new_observation), expected_time) in self
             .learned_service_times
             .iter_mut()
             .zip(&self.last_observed_service_times)
             .zip(&observed_service_times)
-            .zip(expected)
+            .zip(expected_service_times)
         {
             // Service times are learned only if none is configured.
-            if expected.is_none() {
-                learned.observe(now.0.wrapping_sub(before.0), now.1.wrapping_sub(before.1));
+            if expected_time.is_none() {
+                learned_time.add_service_times(
+                    new_observation.0.wrapping_sub(previous_observation.0),
+                    new_observation.1.wrapping_sub(previous_observation.1),
+                );
             }
         }
         self.last_observed_service_times = observed_service_times;
@@ -143,7 +152,7 @@ impl DispatchedService {
 
     fn write_expected_service_times(&self) {
         let known_service_times: Vec<Duration> =
-            self.learned_service_times.iter().filter_map(|learned| learned.expected_time()).collect();
+            self.learned_service_times.iter().filter_map(|learned_time| learned_time.expected_time()).collect();
         // A request type that has had no response yet gets the mean of the other types.
         let mean_service_time = known_service_times
             .iter()
@@ -153,15 +162,15 @@ impl DispatchedService {
         let expected_service_times: Vec<Duration> = self
             .learned_service_times
             .iter()
-            .map(|learned| learned.expected_time().unwrap_or(mean_service_time))
+            .map(|learned_time| learned_time.expected_time().unwrap_or(mean_service_time))
             .collect();
         self.dispatch_programs.set_expected_service_times(&expected_service_times);
     }
 
-    fn find_workers(&mut self, died: bool) -> anyhow::Result<()> {
-        let listen_address = self.service_config.options.service;
+    fn find_workers(&mut self, has_worker_died: bool) -> anyhow::Result<()> {
+        let listen_address = self.service_config.program_options.service;
         let socket_inodes = listeners::udp_socket_inodes(listen_address)?;
-        if socket_inodes == self.worker_socket_inodes && !died {
+        if socket_inodes == self.worker_socket_inodes && !has_worker_died {
             return Ok(());
         }
         self.worker_socket_inodes.clear();
@@ -169,11 +178,11 @@ impl DispatchedService {
             !socket_inodes.is_empty(),
             "no UDP socket receives at {listen_address}: expected a running server"
         );
-        let found_readers = find_socket_readers(&socket_inodes)?;
+        let socket_readers = find_socket_readers(&socket_inodes)?;
         let steered_cookies: BTreeSet<u64> = self.dispatch_programs.worker_sockets().into_values().collect();
         let mut problem = None;
-        let mut is_complete = found_readers.len() == socket_inodes.len();
-        for listener in &found_readers {
+        let mut is_complete = socket_readers.len() == socket_inodes.len();
+        for listener in &socket_readers {
             match self.add_worker_if_unsteered(listener, &steered_cookies) {
                 Ok(()) => {}
                 Err(error) => {
@@ -189,11 +198,11 @@ impl DispatchedService {
         problem.map_or(Ok(()), Err)
     }
 
-    fn add_worker_if_unsteered(&self, listener: &ServiceSocket, steered: &BTreeSet<u64>) -> anyhow::Result<()> {
+    fn add_worker_if_unsteered(&self, listener: &ServiceSocket, steered_cookies: &BTreeSet<u64>) -> anyhow::Result<()> {
         let socket = listeners::duplicate_socket(listener)?;
-        if !steered.contains(&reuseport::socket_cookie(socket.as_fd())?) {
+        if !steered_cookies.contains(&reuseport::socket_cookie(socket.as_fd())?) {
             let slot = self.dispatch_programs.add_worker(socket.as_fd(), listener.pid as u32)?;
-            let service = self.service_config.options.service;
+            let service = self.service_config.program_options.service;
             tracing::info!(
                 event = "worker-added",
                 %service,
@@ -208,22 +217,25 @@ impl DispatchedService {
 }
 
 /// Returns the process that reads each socket, which is one that waits for it with epoll or else one that has it open.
-fn find_socket_readers(inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
-    let mut found_readers = listeners::find_epoll_waiters(inodes)?;
-    let inodes_without_waiter: BTreeSet<SocketInode> =
-        inodes.iter().copied().filter(|inode| found_readers.iter().all(|listener| listener.inode != *inode)).collect();
+fn find_socket_readers(socket_inodes: &BTreeSet<SocketInode>) -> anyhow::Result<Vec<ServiceSocket>> {
+    let mut socket_readers = listeners::find_epoll_waiters(socket_inodes)?;
+    let inodes_without_waiter: BTreeSet<SocketInode> = socket_inodes
+        .iter()
+        .copied()
+        .filter(|inode| socket_readers.iter().all(|listener| listener.inode != *inode))
+        .collect();
     if !inodes_without_waiter.is_empty() {
-        found_readers.extend(listeners::find_owners(&inodes_without_waiter)?);
+        socket_readers.extend(listeners::find_owners(&inodes_without_waiter)?);
     }
     // The readers are in the order in which the workers started.
-    found_readers.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
-    Ok(found_readers)
+    socket_readers.sort_by_key(|listener| (listener.descriptor, listener.pid, listener.inode));
+    Ok(socket_readers)
 }
 
 /// Stops dispatching for a service, so that the kernel selects workers again. Fails when something cannot be removed.
-pub fn end_dispatch(pins: &Path) -> anyhow::Result<()> {
-    if let Ok(ledger) = dispatch::open_pinned_ledger(pins) {
-        let listen_address = ledger.service().0;
+pub fn end_dispatch(pin_directory: &Path) -> anyhow::Result<()> {
+    if let Ok(ledger) = dispatch::open_pinned_ledger(pin_directory) {
+        let listen_address = ledger.service_and_policy().0;
         // If all sockets are closed, the kernel has already detached the program.
         for listener in find_socket_readers(&listeners::udp_socket_inodes(listen_address)?)? {
             if let Err(error) =
@@ -244,13 +256,13 @@ pub fn end_dispatch(pins: &Path) -> anyhow::Result<()> {
             "the dispatcher has ended: the kernel selects the service's sockets again"
         );
     }
-    dispatch::remove(pins)
+    dispatch::remove_pins_and_programs(pin_directory)
 }
 
 /// Returns the pin directory of a service. Its name has no dots, because bpffs does not allow them.
-pub fn service_pin_directory(pin_directory: &Path, listen: SocketAddr) -> PathBuf {
-    let address_without_dots = listen.ip().to_string().replace(['.', ':'], "_");
-    pin_directory.join(format!("{address_without_dots}_{}", listen.port()))
+pub fn service_pin_directory(pin_directory: &Path, listen_address: SocketAddr) -> PathBuf {
+    let address_without_dots = listen_address.ip().to_string().replace(['.', ':'], "_");
+    pin_directory.join(format!("{address_without_dots}_{}", listen_address.port()))
 }
 
 pub fn service_pin_directories(pin_directory: &Path) -> Vec<PathBuf> {
@@ -267,8 +279,8 @@ mod tests {
 
     #[test]
     fn pin_directory_names_have_no_dots() {
-        let at = |listen: &str| service_pin_directory(Path::new("/d"), listen.parse().unwrap());
-        assert_eq!(at("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
-        assert_eq!(at("[::]:53"), Path::new("/d/___53"));
+        let directory_of = |listen: &str| service_pin_directory(Path::new("/d"), listen.parse().unwrap());
+        assert_eq!(directory_of("10.0.0.1:53"), Path::new("/d/10_0_0_1_53"));
+        assert_eq!(directory_of("[::]:53"), Path::new("/d/___53"));
     }
 }

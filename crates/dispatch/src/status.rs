@@ -23,7 +23,7 @@ pub struct ServiceStatus {
 
 impl From<&RequestLedger> for ServiceStatus {
     fn from(ledger: &RequestLedger) -> Self {
-        let (listen_address, policy) = ledger.service();
+        let (listen_address, policy) = ledger.service_and_policy();
         Self {
             listen_address,
             policy,
@@ -61,8 +61,8 @@ fn to_worker_message(counts: &WorkerCounts) -> v1::DispatchedWorker {
 }
 
 /// Returns the status of each service that is pinned in one of these directories. Fails when one cannot be read.
-pub fn read_pinned_status(pins: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
-    pins.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::open_pinned_ledger(directory)?))).collect()
+pub fn read_pinned_status(pin_directories: &[PathBuf]) -> anyhow::Result<Vec<ServiceStatus>> {
+    pin_directories.iter().map(|directory| Ok(ServiceStatus::from(&dispatch::open_pinned_ledger(directory)?))).collect()
 }
 
 pub fn format_status(services: &[ServiceStatus]) -> String {

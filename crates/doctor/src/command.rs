@@ -63,7 +63,7 @@ impl FromStr for ServiceArgument {
         let socket = socket.parse().with_context(syntax_error)?;
         let protocol =
             protocol.parse::<Protocol>().map_err(|error| anyhow::anyhow!("{error}")).with_context(syntax_error)?;
-        Ok(Self(ServiceAddress { socket, protocol }))
+        Ok(Self(ServiceAddress { vip_and_port: socket, protocol }))
     }
 }
 
@@ -124,11 +124,14 @@ mod tests {
     #[test]
     fn service_argument_is_parsed_with_optional_protocol() {
         let parse_service = |text: &str| ServiceArgument::from_str(text).map(|argument| argument.0);
-        let expected_address = |protocol| ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol };
+        let expected_address = |protocol| ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol };
         assert_eq!(parse_service("10.200.0.1:80").unwrap(), expected_address(Protocol::Tcp));
         assert_eq!(parse_service("10.200.0.1:80/udp").unwrap(), expected_address(Protocol::Udp));
-        for wrong in ["10.200.0.1", "10.200.0.1:80/sctp", ""] {
-            assert!(parse_service(wrong).unwrap_err().to_string().contains("expected ADDRESS:PORT"), "{wrong}");
+        for invalid_text in ["10.200.0.1", "10.200.0.1:80/sctp", ""] {
+            assert!(
+                parse_service(invalid_text).unwrap_err().to_string().contains("expected ADDRESS:PORT"),
+                "{invalid_text}"
+            );
         }
     }
 }

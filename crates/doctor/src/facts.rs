@@ -253,7 +253,7 @@ pub struct Service {
 
 impl Service {
     pub fn vip(&self) -> IpAddr {
-        self.address.socket.ip()
+        self.address.vip_and_port.ip()
     }
 }
 

@@ -63,29 +63,29 @@ pub enum Fix {
 }
 
 impl Finding {
-    fn new(severity: Severity, found: impl Into<String>, why: &str) -> Self {
-        Self { severity, observation: found.into(), consequence: why.to_owned(), remedies: Vec::new() }
+    fn new(severity: Severity, observation: impl Into<String>, consequence: &str) -> Self {
+        Self { severity, observation: observation.into(), consequence: consequence.to_owned(), remedies: Vec::new() }
     }
 
-    pub fn ok(found: impl Into<String>) -> Self {
-        Self::new(Severity::Ok, found, "")
+    pub fn ok(observation: impl Into<String>) -> Self {
+        Self::new(Severity::Ok, observation, "")
     }
 
-    pub fn unknown(found: impl Into<String>) -> Self {
-        Self::new(Severity::Unknown, found, "")
+    pub fn unknown(observation: impl Into<String>) -> Self {
+        Self::new(Severity::Unknown, observation, "")
     }
 
-    pub fn warning(found: impl Into<String>, why: &str) -> Self {
-        Self::new(Severity::Warning, found, why)
+    pub fn warning(observation: impl Into<String>, consequence: &str) -> Self {
+        Self::new(Severity::Warning, observation, consequence)
     }
 
-    pub fn fault(found: impl Into<String>, why: &str) -> Self {
-        Self::new(Severity::Fault, found, why)
+    pub fn fault(observation: impl Into<String>, consequence: &str) -> Self {
+        Self::new(Severity::Fault, observation, consequence)
     }
 
-    /// Returns a fault if `worse` is true, otherwise a warning.
-    pub fn fault_if(worse: bool, found: impl Into<String>, why: &str) -> Self {
-        Self::new(if worse { Severity::Fault } else { Severity::Warning }, found, why)
+    /// Returns a fault if `is_fault` is true, otherwise a warning.
+    pub fn fault_if(is_fault: bool, observation: impl Into<String>, consequence: &str) -> Self {
+        Self::new(if is_fault { Severity::Fault } else { Severity::Warning }, observation, consequence)
     }
 
     /// Adds a remedy step that only an operator executes.
@@ -100,10 +100,10 @@ impl Finding {
         self
     }
 
-    /// Adds a remedy step that sets a sysctl. `--fix` may execute it if `safe` is true.
-    pub fn with_sysctl(self, path: String, value: &'static str, safe: bool) -> Self {
+    /// Adds a remedy step that sets a sysctl. `--fix` may execute it if `is_safe_to_fix` is true.
+    pub fn with_sysctl(self, path: String, value: &'static str, is_safe_to_fix: bool) -> Self {
         let fix = Fix::Sysctl { path, value };
-        if safe { self.with_fix(fix) } else { self.with_remedy_step(fix.shell_command()) }
+        if is_safe_to_fix { self.with_fix(fix) } else { self.with_remedy_step(fix.shell_command()) }
     }
 }
 

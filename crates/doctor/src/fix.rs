@@ -20,7 +20,7 @@ pub fn apply_fixes(findings: &[(&'static Check, Finding)]) -> Vec<String> {
     for (check, finding) in findings {
         for fix in finding.remedies.iter().filter_map(|remedy| remedy.automatic_fix.as_ref()) {
             repair_reports.push(match apply_fix(fix, check.name) {
-                Ok(words) => words,
+                Ok(report) => report,
                 Err(error) => format!("NOT done: {}: {error:#}", fix.shell_command()),
             });
         }
@@ -83,11 +83,11 @@ fn write_drop_in_line(file: &Path, name: &str, value: &str, check: &str) -> io::
 /// Removes comments whose sysctl line has been replaced.
 fn remove_orphan_comments(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
-    let is_orphan = |at: usize| {
+    let is_orphan = |line_index: usize| {
         let is_comment = |line: &str| line.starts_with("# ") && !DROP_IN_HEADER.contains(line);
-        is_comment(lines[at]) && lines.get(at + 1).is_none_or(|next| is_comment(next))
+        is_comment(lines[line_index]) && lines.get(line_index + 1).is_none_or(|next| is_comment(next))
     };
-    (0..lines.len()).filter(|at| !is_orphan(*at)).map(|at| format!("{}\n", lines[at])).collect()
+    (0..lines.len()).filter(|line_index| !is_orphan(*line_index)).map(|at| format!("{}\n", lines[at])).collect()
 }
 
 #[cfg(test)]

@@ -48,8 +48,8 @@ pub enum MatchCondition {
 impl MatchCondition {
     fn may_match(&self, service: &ServiceAddress) -> bool {
         match self {
-            MatchCondition::Address(ranges) => ranges.iter().any(|range| range.contains(&service.socket.ip())),
-            MatchCondition::Port(ranges) => ranges.iter().any(|range| range.contains(&service.socket.port())),
+            MatchCondition::Address(ranges) => ranges.iter().any(|range| range.contains(&service.vip_and_port.ip())),
+            MatchCondition::Port(ranges) => ranges.iter().any(|range| range.contains(&service.vip_and_port.port())),
             MatchCondition::Protocol(protocols) => protocols.contains(&service.protocol),
         }
     }
@@ -57,27 +57,29 @@ impl MatchCondition {
 
 /// Returns the names of the chains that contain a rule which can change the destination of the service's packets.
 pub fn translating_chains<'a>(chains: &'a [NetfilterChain], service: &ServiceAddress) -> BTreeSet<&'a str> {
-    let (mut found, mut visited) = (BTreeSet::new(), BTreeSet::new());
+    let (mut translating_chain_names, mut visited_chain_names) = (BTreeSet::new(), BTreeSet::new());
     let mut pending_chains: Vec<&NetfilterChain> =
         chains.iter().filter(|chain| chain.hook_name == "prerouting").collect();
     while let Some(chain) = pending_chains.pop() {
-        if !covers_address_family(chain, service) || !visited.insert(&chain.qualified_name) {
+        if !covers_address_family(chain, service) || !visited_chain_names.insert(&chain.qualified_name) {
             continue;
         }
-        for rule in chain.rules.iter().filter(|rule| rule.conditions.iter().all(|is| is.may_match(service))) {
+        for rule in
+            chain.rules.iter().filter(|rule| rule.conditions.iter().all(|condition| condition.may_match(service)))
+        {
             if rule.changes_destination {
-                found.insert(chain.qualified_name.as_str());
+                translating_chain_names.insert(chain.qualified_name.as_str());
             }
             pending_chains.extend(chains.iter().filter(|chain| rule.jump_targets.contains(&chain.qualified_name)));
         }
     }
-    found
+    translating_chain_names
 }
 
 fn covers_address_family(chain: &NetfilterChain, service: &ServiceAddress) -> bool {
     match chain.qualified_name.split(' ').next() {
-        Some("ip") => service.socket.is_ipv4(),
-        Some("ip6") => service.socket.is_ipv6(),
+        Some("ip") => service.vip_and_port.is_ipv4(),
+        Some("ip6") => service.vip_and_port.is_ipv6(),
         _ => true,
     }
 }
@@ -104,7 +106,7 @@ mod tests {
     }
 
     fn service_at(socket: &str) -> ServiceAddress {
-        ServiceAddress { socket: socket.parse().unwrap(), protocol: Protocol::Tcp }
+        ServiceAddress { vip_and_port: socket.parse().unwrap(), protocol: Protocol::Tcp }
     }
 
     #[test]
@@ -113,8 +115,9 @@ mod tests {
             let chains = [new_chain("ip nat PREROUTING", "prerouting", vec![dnat_rule(conditions)])];
             !translating_chains(&chains, &service_at("10.200.0.1:80")).is_empty()
         };
-        let address_condition =
-            |from: &str, to: &str| MatchCondition::Address(vec![from.parse().unwrap()..=to.parse().unwrap()]);
+        let address_condition = |first_address: &str, last_address: &str| {
+            MatchCondition::Address(vec![first_address.parse().unwrap()..=last_address.parse().unwrap()])
+        };
         assert!(translating_chains_with(vec![]));
         assert!(translating_chains_with(vec![
             MatchCondition::Port(vec![80..=80]),

@@ -24,10 +24,10 @@ pub fn check_to_json(check: &Check) -> Value {
     json!({ "check": check.name, "roles": role_names, "fix": check.is_fixable, "expects": check.expectation })
 }
 
-/// Formats the report as text. `done` describes the repairs that were executed.
-pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> String {
+/// Formats the report as text. `repair_reports` describes the repairs that were executed.
+pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], repair_reports: &[String]) -> String {
     let mut text = String::new();
-    for line in done {
+    for line in repair_reports {
         let _ = writeln!(text, "fix      {line}");
     }
     for (check, finding) in findings {
@@ -40,20 +40,20 @@ pub fn format_text(facts: &Facts, findings: &[(&'static Check, Finding)], done: 
             }
         }
     }
-    let of = |severity| count_by_severity(findings, severity);
+    let count_of_severity = |severity| count_by_severity(findings, severity);
     let _ = write!(
         text,
         "{}: {} ok, {} unknown, {} warnings, {} faults",
         facts.role.name(),
-        of(Severity::Ok),
-        of(Severity::Unknown),
-        of(Severity::Warning),
-        of(Severity::Fault)
+        count_of_severity(Severity::Ok),
+        count_of_severity(Severity::Unknown),
+        count_of_severity(Severity::Warning),
+        count_of_severity(Severity::Fault)
     );
     text
 }
 
-pub fn format_json(facts: &Facts, findings: &[(&'static Check, Finding)], done: &[String]) -> Value {
+pub fn format_json(facts: &Facts, findings: &[(&'static Check, Finding)], repair_reports: &[String]) -> Value {
     let remedies_to_json = |finding: &Finding| -> Vec<Value> {
         let step_to_json = |remedy: &crate::finding::RemedyStep| {
             json!({ "command": remedy.command,
@@ -73,5 +73,6 @@ pub fn format_json(facts: &Facts, findings: &[(&'static Check, Finding)], done: 
             })
         })
         .collect();
-    json!({ "role": facts.role.name(), "interface": facts.settings.interface, "fixed": done, "findings": findings })
+    let interface = &facts.settings.interface;
+    json!({ "role": facts.role.name(), "interface": interface, "fixed": repair_reports, "findings": findings })
 }

@@ -17,11 +17,11 @@ impl Deadline {
     }
 
     /// Returns the time until the deadline, or zero if it has passed.
-    pub fn remaining(self) -> Duration {
+    pub fn remaining_time(self) -> Duration {
         self.0.saturating_sub(Self::now().0)
     }
 
-    pub(crate) fn since_boot(self) -> Duration {
+    pub(crate) fn time_since_boot(self) -> Duration {
         self.0
     }
 

@@ -18,9 +18,9 @@ use crate::EtcdError;
 use crate::clock::Deadline;
 
 /// Time limit for one member to answer one request.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+const MEMBER_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time limit for a request on which no lease depends, including retries at other members.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(3);
+pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(3);
 /// Pause before the next attempt after a request has failed at all members.
 const ROUND_PAUSE: Duration = Duration::from_millis(100);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(2);
@@ -30,10 +30,10 @@ pub struct Cluster {
     endpoints: Vec<String>,
     clients: RwLock<Vec<Client>>,
     /// Index of the member that answered most recently. The next request tries it first.
-    preferred: AtomicUsize,
-    latencies: Mutex<LatencyHistogram>,
+    preferred_member_index: AtomicUsize,
+    request_latencies: Mutex<LatencyHistogram>,
     /// Ids of the leases that this process holds, or `None` after [`Cluster::revoke_all_leases`].
-    leases: Mutex<Option<BTreeSet<i64>>>,
+    lease_ids: Mutex<Option<BTreeSet<i64>>>,
     /// Runtime with a thread of its own, so that a busy controller still renews its lease. `None` only during the drop.
     runtime: Option<Runtime>,
 }
@@ -47,15 +47,15 @@ impl Cluster {
             .enable_all()
             .build()
             .map_err(|error| EtcdError::Rejected(format!("no thread for it: {error}")))?;
-        let clients = RwLock::new(runtime.block_on(connect(endpoints, tls))?);
-        let (preferred, latencies) = Default::default();
+        let clients = RwLock::new(runtime.block_on(connect_all(endpoints, tls))?);
+        let (preferred_member_index, latencies) = Default::default();
         let lease_ids = Mutex::new(Some(BTreeSet::new()));
         Ok(Self {
             endpoints: endpoints.to_vec(),
             clients,
-            preferred,
-            latencies,
-            leases: lease_ids,
+            preferred_member_index,
+            request_latencies: latencies,
+            lease_ids,
             runtime: Some(runtime),
         })
     }
@@ -63,8 +63,8 @@ impl Cluster {
     /// Uses new certificates for further requests. Fails and keeps the previous ones if they are unusable.
     pub async fn replace_certificates(self: Arc<Self>, tls: TlsOptions) -> Result<(), EtcdError> {
         let cluster = self.clone();
-        let connected = self.spawn(async move { connect(&cluster.endpoints, Some(&tls)).await }).await;
-        let clients = connected.map_err(|_| EtcdError::Rejected("the thread for it has ended".to_owned()))??;
+        let connect_result = self.spawn(async move { connect_all(&cluster.endpoints, Some(&tls)).await }).await;
+        let clients = connect_result.map_err(|_| EtcdError::Rejected("the thread for it has ended".to_owned()))??;
         *self.clients.write() = clients;
         Ok(())
     }
@@ -73,41 +73,43 @@ impl Cluster {
         self.clients.read()[member_index].clone()
     }
 
-    pub fn endpoints(&self) -> String {
+    pub fn endpoint_list(&self) -> String {
         self.endpoints.join(", ")
     }
 
     /// Returns a histogram of the times that members took to answer requests.
-    pub fn latencies(&self) -> LatencyHistogram {
-        *self.latencies.lock()
+    pub fn request_latencies(&self) -> LatencyHistogram {
+        *self.request_latencies.lock()
     }
 
-    fn leases(&self) -> MutexGuard<'_, Option<BTreeSet<i64>>> {
-        self.leases.lock()
+    fn lease_ids(&self) -> MutexGuard<'_, Option<BTreeSet<i64>>> {
+        self.lease_ids.lock()
     }
 
     /// Registers a lease of this process. Returns false after [`Cluster::revoke_all_leases`].
     pub(crate) fn register_lease(&self, lease_id: i64) -> bool {
-        self.leases().as_mut().is_some_and(|held| held.insert(lease_id))
+        self.lease_ids().as_mut().is_some_and(|lease_ids| lease_ids.insert(lease_id))
     }
 
-    pub(crate) async fn revoke(&self, lease: i64, deadline: Deadline) -> Result<(), EtcdError> {
+    pub(crate) async fn revoke(&self, lease_id: i64, deadline: Deadline) -> Result<(), EtcdError> {
         // If etcd does not answer, the lease expires by itself.
-        if let Some(held) = self.leases().as_mut() {
-            held.remove(&lease);
+        if let Some(lease_ids) = self.lease_ids().as_mut() {
+            lease_ids.remove(&lease_id);
         }
-        self.call(deadline, |mut client: Client| async move { client.lease_revoke(lease).await }).await.map(|_| ())
+        self.call_until(deadline, |mut client: Client| async move { client.lease_revoke(lease_id).await })
+            .await
+            .map(|_| ())
     }
 
     /// Revokes all leases of this process and prevents new ones. Returns whether there were any. If etcd is
     /// unreachable, they expire by themselves.
     pub async fn revoke_all_leases(&self) -> Result<bool, EtcdError> {
-        let held = self.leases().take().unwrap_or_default();
-        let deadline = Deadline::now() + TIMEOUT;
-        for lease in &held {
-            self.revoke(*lease, deadline).await?;
+        let lease_ids = self.lease_ids().take().unwrap_or_default();
+        let deadline = Deadline::now() + CALL_TIMEOUT;
+        for lease_id in &lease_ids {
+            self.revoke(*lease_id, deadline).await?;
         }
-        Ok(!held.is_empty())
+        Ok(!lease_ids.is_empty())
     }
 
     /// Spawns `work` on the thread that is reserved for etcd, so that a busy controller does not delay it.
@@ -125,50 +127,50 @@ impl Cluster {
     }
 
     /// Sends an idempotent request repeatedly until a member answers it or `deadline` has passed.
-    pub async fn call<T, F: Future<Output = Result<T, Error>>>(
+    pub async fn call_until<T, F: Future<Output = Result<T, Error>>>(
         &self,
         deadline: Deadline,
         request: impl Fn(Client) -> F,
     ) -> Result<T, EtcdError> {
-        let mut problem = "no member was tried: the time was over".to_owned();
-        let mut is_of_tls = false;
-        let first = self.preferred.load(Ordering::Relaxed);
+        let mut last_problem = "no member was tried: the time was over".to_owned();
+        let mut is_tls_error = false;
+        let first = self.preferred_member_index.load(Ordering::Relaxed);
         for attempt in 0.. {
-            let left = deadline.remaining();
-            if left.is_zero() {
+            let remaining_time = deadline.remaining_time();
+            if remaining_time.is_zero() {
                 break;
             }
-            let position = (first + attempt) % self.endpoints.len();
-            let endpoint = &self.endpoints[position];
-            let began = Instant::now();
-            match tokio::time::timeout(left.min(REQUEST_TIMEOUT), request(self.client(position))).await {
+            let member_index = (first + attempt) % self.endpoints.len();
+            let endpoint = &self.endpoints[member_index];
+            let start_time = Instant::now();
+            match tokio::time::timeout(remaining_time.min(MEMBER_TIMEOUT), request(self.client(member_index))).await {
                 Ok(Ok(answer)) => {
-                    self.preferred.store(position, Ordering::Relaxed);
-                    self.latencies.lock().observe(began.elapsed());
+                    self.preferred_member_index.store(member_index, Ordering::Relaxed);
+                    self.request_latencies.lock().observe(start_time.elapsed());
                     return Ok(answer);
                 }
                 Ok(Err(error)) if is_final(&error) => return Err(EtcdError::Rejected(error.to_string())),
                 Ok(Err(error)) => {
-                    let silence = MemberError::of(&error);
-                    if silence.is_tls_error || !is_of_tls {
-                        problem = format!("{endpoint}: {}", silence.message);
+                    let member_error = MemberError::of(&error);
+                    if member_error.is_tls_error || !is_tls_error {
+                        last_problem = format!("{endpoint}: {}", member_error.message);
                     }
-                    is_of_tls |= silence.is_tls_error;
+                    is_tls_error |= member_error.is_tls_error;
                 }
-                Err(_) if is_of_tls => {}
-                Err(_) => problem = format!("{endpoint}: no answer within {REQUEST_TIMEOUT:?}"),
+                Err(_) if is_tls_error => {}
+                Err(_) => last_problem = format!("{endpoint}: no answer within {MEMBER_TIMEOUT:?}"),
             }
-            if position + 1 == self.endpoints.len() {
-                tokio::time::sleep(ROUND_PAUSE.min(deadline.remaining())).await;
+            if member_index + 1 == self.endpoints.len() {
+                tokio::time::sleep(ROUND_PAUSE.min(deadline.remaining_time())).await;
             }
         }
-        Err(EtcdError::Unreachable { endpoints: self.endpoints(), problem })
+        Err(EtcdError::Unreachable { endpoints: self.endpoint_list(), problem: last_problem })
     }
 }
 
-async fn connect(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
+async fn connect_all(endpoints: &[String], tls: Option<&TlsOptions>) -> Result<Vec<Client>, EtcdError> {
     let mut options = ConnectOptions::new()
-        .with_connect_timeout(REQUEST_TIMEOUT)
+        .with_connect_timeout(MEMBER_TIMEOUT)
         .with_keep_alive(KEEP_ALIVE_INTERVAL, KEEP_ALIVE_INTERVAL)
         .with_keep_alive_while_idle(true);
     if let Some(tls) = tls {

@@ -17,9 +17,9 @@ pub struct LocalMember {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ClientTls {
     /// File with the authorities that may sign clients' certificates.
-    pub ca: PathBuf,
-    pub certificate: PathBuf,
-    pub key: PathBuf,
+    pub ca_file: PathBuf,
+    pub certificate_file: PathBuf,
+    pub key_file: PathBuf,
 }
 
 impl LocalMember {
@@ -56,7 +56,7 @@ impl LocalMember {
         let mut command = self.start_command_at(members, directory, &self.secure_endpoint());
         command.arg("--client-cert-auth");
         for (option, file) in
-            [("--trusted-ca-file", &tls.ca), ("--cert-file", &tls.certificate), ("--key-file", &tls.key)]
+            [("--trusted-ca-file", &tls.ca_file), ("--cert-file", &tls.certificate_file), ("--key-file", &tls.key_file)]
         {
             command.arg(option).arg(file);
         }
@@ -91,8 +91,8 @@ fn free_port() -> std::io::Result<SocketAddr> {
     for _ in TEST_PORTS {
         let offset = std::process::id().wrapping_mul(16) % port_count + NEXT_OFFSET.fetch_add(1, Ordering::Relaxed);
         let port = TEST_PORTS.start + (offset % port_count) as u16;
-        if let Ok(free) = TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
-            return free.local_addr();
+        if let Ok(listener) = TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
+            return listener.local_addr();
         }
     }
     Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, format!("no port of {TEST_PORTS:?} is free")))

@@ -30,11 +30,11 @@ pub struct Author {
 
 impl Author {
     /// Returns the controller as the author of scheduled changes.
-    pub fn controller() -> Self {
+    pub fn of_controller() -> Self {
         Self { actor: "controller".to_owned(), from_address: String::new() }
     }
 
-    pub fn signal() -> Self {
+    pub fn of_signal() -> Self {
         Self { actor: "SIGHUP".to_owned(), from_address: String::new() }
     }
 }
@@ -49,8 +49,8 @@ impl From<&Caller> for Author {
 pub struct ChangeDescription {
     pub action: &'static str,
     pub target: String,
-    pub before: String,
-    pub after: String,
+    pub state_before: String,
+    pub state_after: String,
 }
 
 /// Returns a document's changes in one line, followed by the number of changes that do not fit.
@@ -93,16 +93,16 @@ pub fn truncate_entry(entry: AuditEntry) -> AuditEntry {
 impl Records {
     /// Appends an entry with this wall-clock time (since 1970) to the audit log.
     pub fn record_change(&mut self, author: &Author, description: ChangeDescription, wall_time: Duration) {
-        let entries = Arc::make_mut(&mut self.audit);
+        let entries = Arc::make_mut(&mut self.audit_log);
         entries.push(truncate_entry(AuditEntry {
-            id: entries.last().map_or(1, |newest| newest.id + 1),
+            id: entries.last().map_or(1, |last_entry| last_entry.id + 1),
             at_unix_ms: wall_time.as_millis() as u64,
             actor: author.actor.clone(),
             from_address: author.from_address.clone(),
             action: description.action.to_owned(),
             target: description.target,
-            before: description.before,
-            after: description.after,
+            before: description.state_before,
+            after: description.state_after,
         }));
         let excess_entry_count = entries.len().saturating_sub(MAX_ENTRIES);
         entries.drain(..excess_entry_count);
@@ -131,15 +131,15 @@ mod tests {
         let change_description = ChangeDescription {
             action: "apply",
             target: long_text.clone(),
-            before: long_text.clone(),
-            after: changes_line.clone(),
+            state_before: long_text.clone(),
+            state_after: changes_line.clone(),
         };
         records.record_change(
             &Author { actor: long_text.clone(), from_address: long_text },
             change_description,
             Duration::ZERO,
         );
-        let entry = &records.audit[0];
+        let entry = &records.audit_log[0];
         assert!(entry.before.ends_with("\u{e4} [9534 more bytes]"), "{}", entry.before);
         assert_eq!(entry.after, changes_line);
         assert!(serde_json::to_vec(entry).unwrap().len() < 1500);
@@ -153,11 +153,11 @@ mod tests {
             let change_description = ChangeDescription {
                 action: "apply",
                 target: String::new(),
-                before: String::new(),
-                after: String::new(),
+                state_before: String::new(),
+                state_after: String::new(),
             };
-            records.record_change(&Author::signal(), change_description, Duration::from_secs(generation));
+            records.record_change(&Author::of_signal(), change_description, Duration::from_secs(generation));
         }
-        assert_eq!((records.audit.len(), records.audit[0].id), (MAX_ENTRIES, 8));
+        assert_eq!((records.audit_log.len(), records.audit_log[0].id), (MAX_ENTRIES, 8));
     }
 }

@@ -13,8 +13,8 @@ pub struct RecordClock {
 
 impl RecordClock {
     /// Creates a clock that continues from the stored time, or begins with the wall clock if there is none.
-    pub fn from(stood: Option<Duration>) -> Self {
-        Self { time_at_start: stood.unwrap_or_else(wall_clock), start_instant: Instant::now() }
+    pub fn from(stored_time: Option<Duration>) -> Self {
+        Self { time_at_start: stored_time.unwrap_or_else(wall_clock_time), start_instant: Instant::now() }
     }
 
     /// Returns the present time of this clock, since 1970.
@@ -24,7 +24,7 @@ impl RecordClock {
 }
 
 /// Returns the wall-clock time since 1970, or 0 if the wall clock is set before 1970.
-pub fn wall_clock() -> Duration {
+pub fn wall_clock_time() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 

@@ -13,7 +13,7 @@ use crate::records::{DrainRecord, Membership, Records};
 /// Request to drain a server in all or some of its services.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DrainRequest {
-    pub server: String,
+    pub server_name: String,
     /// Names of the services in which the server is drained, or `None` for all services.
     pub services: Option<BTreeSet<String>>,
     /// Whether even the last server of a service may be drained.
@@ -47,7 +47,7 @@ impl DrainRequest {
         fleet: &Fleet,
         takes_connections: impl Fn(&FleetService, ServerId) -> bool,
     ) -> Result<(), DrainError> {
-        let id = find_server(fleet, &self.server)?;
+        let id = find_server(fleet, &self.server_name)?;
         let is_member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
         let services: Vec<&FleetService> = fleet.services.iter().filter(is_member).collect();
         for name in self.services.iter().flatten() {
@@ -56,7 +56,7 @@ impl DrainRequest {
                 let expected_services =
                     if service_names.is_empty() { "none".to_owned() } else { service_names.join(", ") };
                 return Err(DrainError::NotInService {
-                    server: self.server.clone(),
+                    server: self.server_name.clone(),
                     service: name.clone(),
                     expected: expected_services,
                 });
@@ -69,7 +69,7 @@ impl DrainRequest {
             |service: &&&FleetService| self.services.as_ref().is_none_or(|services| services.contains(&service.name));
         let is_last_server = |service: &&&FleetService| {
             takes_connections(service, id)
-                && !service.members.keys().any(|other| *other != id && takes_connections(service, *other))
+                && !service.members.keys().any(|other_id| *other_id != id && takes_connections(service, *other_id))
         };
         let services_without_server: Vec<String> = services
             .iter()
@@ -95,11 +95,13 @@ impl Records {
     /// `generation`. Returns whether the records have changed.
     pub fn drain(&mut self, request: &DrainRequest, generation: u64, now: Duration) -> bool {
         let is_requested_server =
-            |server: &&mut crate::records::ServerRecord| server.is_in_document && server.name == request.server;
+            |server: &&mut crate::records::ServerRecord| server.is_in_document && server.name == request.server_name;
         let Some(server) = self.servers.values_mut().find(is_requested_server) else { return false };
         let drained_services = match (&server.drain, &request.services) {
             (None, services) => services.clone(),
-            (Some(DrainRecord { services: Some(before), .. }), Some(services)) => Some(before | services),
+            (Some(DrainRecord { services: Some(previous_services), .. }), Some(services)) => {
+                Some(previous_services | services)
+            }
             (Some(_), _) => None,
         };
         if server.drain.as_ref().is_some_and(|drain| drain.services == drained_services) {
@@ -158,7 +160,7 @@ mod tests {
 
     fn drain_request(server: &str, services: &[&str]) -> DrainRequest {
         let services: BTreeSet<String> = services.iter().map(|service| (*service).to_owned()).collect();
-        DrainRequest { server: server.into(), services: (!services.is_empty()).then_some(services), force: false }
+        DrainRequest { server_name: server.into(), services: (!services.is_empty()).then_some(services), force: false }
     }
 
     fn drain_of<'a>(records: &'a Records, server: &str) -> Option<&'a DrainRecord> {
@@ -169,23 +171,24 @@ mod tests {
     fn records_with(config: &FleetConfig) -> Records {
         let random_source = &mut seeded_rng(1, 0);
         let mut records = Records::generate(at(0), random_source);
-        records.apply(config, at(0), random_source).unwrap();
+        records.apply_document(config, at(0), random_source).unwrap();
         records
     }
 
     #[test]
     fn drain_survives_documents_that_contain_the_server() {
-        let (both, first) = (fleet_config(&["s1", "s2"], API_SERVICE_TOML), fleet_config(&["s1"], ""));
-        let mut records = records_with(&both);
+        let (config_with_both, config_with_first) =
+            (fleet_config(&["s1", "s2"], API_SERVICE_TOML), fleet_config(&["s1"], ""));
+        let mut records = records_with(&config_with_both);
         assert!(records.drain(&drain_request("s1", &[]), 7, at(10)));
         assert!(!records.drain(&drain_request("s1", &[]), 8, at(20)), "it is so already");
         assert_eq!(drain_of(&records, "s1"), Some(&DrainRecord { changed_at: at(10), generation: 7, services: None }));
         let random_source = &mut seeded_rng(2, 0);
-        records.apply(&first, at(30), random_source).unwrap();
+        records.apply_document(&config_with_first, at(30), random_source).unwrap();
         assert_eq!(drain_of(&records, "s1").map(|drain| drain.changed_at), Some(at(10)));
         // A server that leaves and returns is not drained.
-        records.apply(&fleet_config(&["s2"], ""), at(40), random_source).unwrap();
-        records.apply(&first, at(50), random_source).unwrap();
+        records.apply_document(&fleet_config(&["s2"], ""), at(40), random_source).unwrap();
+        records.apply_document(&config_with_first, at(50), random_source).unwrap();
         assert_eq!(drain_of(&records, "s1"), None);
         assert!(!records.undrain("s1"));
     }
@@ -206,7 +209,7 @@ mod tests {
         assert_eq!(drained_services, drain_request("", &["api", "web"]).services);
         // A removed service ends its part of the drain.
         let random_source = &mut seeded_rng(2, 0);
-        records.apply(&fleet_config(&["s1", "s2"], ""), at(30), random_source).unwrap();
+        records.apply_document(&fleet_config(&["s1", "s2"], ""), at(30), random_source).unwrap();
         assert_eq!(drain_of(&records, "s1").unwrap().services, drain_request("", &["web"]).services);
         assert!(records.drain(&drain_request("s1", &[]), 9, at(40)));
         assert_eq!(drain_of(&records, "s1"), Some(&DrainRecord { changed_at: at(40), generation: 9, services: None }));
@@ -215,7 +218,7 @@ mod tests {
         let other_text =
             "[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n[[service]]\nname = \"new\"\nvip = \"10.200.0.1:82\"\n";
         let other_config = FleetConfig::parse(&Source::from_text("fleet.toml", other_text)).unwrap();
-        records.apply(&other_config, at(60), random_source).unwrap();
+        records.apply_document(&other_config, at(60), random_source).unwrap();
         assert_eq!(drain_of(&records, "s1"), None);
     }
 
@@ -226,7 +229,7 @@ mod tests {
         let check_drain = |records: &Records, request: DrainRequest| {
             let fleet = Fleet::new(&config_with_both, records);
             let check_result = request.check(&fleet, |service, id| fleet.is_eligible(service, id));
-            check_result.map_err(|refused| refused.to_string())
+            check_result.map_err(|drain_error| drain_error.to_string())
         };
         assert_eq!(
             check_drain(&records, drain_request("s3", &[])).unwrap_err(),

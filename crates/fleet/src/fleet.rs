@@ -19,7 +19,8 @@ use coreward_model::tuple::ServiceAddress;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, policy};
 use coreward_wire::{
-    AgentConfiguration, AgentService, FleetConfiguration, Peer, PreviousServer, Server, Service, ServiceIndex,
+    AgentConfiguration, AgentService, FleetConfiguration, PeerLoadBalancer, PreviousServer, Server, Service,
+    ServiceIndex,
 };
 
 use crate::config::{FleetConfig, OtherBalancer, ServerConfig, ServerState, TableTiming};
@@ -45,15 +46,15 @@ pub struct Fleet {
     /// Servers in the document, and former ones that may still have connections.
     pub servers: BTreeMap<ServerId, FleetServer>,
     /// Names of the racks that may connect, or `None` if any rack may.
-    pub racks: Option<BTreeSet<String>>,
+    pub allowed_racks: Option<BTreeSet<String>>,
     /// Names of the load balancers that may connect, or `None` if any load balancer may.
     pub allowed_load_balancers: Option<BTreeSet<String>>,
     /// Services, in the order of the document.
     pub services: Vec<FleetService>,
-    pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
+    pub load_balancer_records: BTreeMap<String, LoadBalancerRecord>,
     /// Fleet document as the operator wrote it.
     pub document: Document,
-    pub audit: Arc<Vec<AuditEntry>>,
+    pub audit_log: Arc<Vec<AuditEntry>>,
     /// File that contains the document, or `None` if the document was applied through the API.
     pub document_file: Option<PathBuf>,
     /// Server ids by name, for messages from racks. Operators choose the names, so that no keyed hash is needed.
@@ -106,7 +107,7 @@ pub struct FleetService {
     /// Amount of detail in the counters that the policy needs from load balancers.
     pub telemetry_level: TelemetryLevel,
     /// Health check of the service's servers, or `None` if they are not checked.
-    pub check: Option<Arc<HealthCheck>>,
+    pub health_check: Option<Arc<HealthCheck>>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     pub slow_start: Duration,
@@ -127,11 +128,11 @@ impl FleetService {
 
     /// Returns the other load balancer in the form of a server that takes no new connections.
     fn other_balancer_as_server(&self) -> Option<Server> {
-        let (transfer, other) = self.mode.migration.zip(self.other_balancer)?;
+        let (migration, other_balancer) = self.mode.migration.zip(self.other_balancer)?;
         Some(Server {
-            name: format!("balancer {}", other.address),
-            id: transfer.other_balancer(),
-            address: other.address,
+            name: format!("balancer {}", other_balancer.address),
+            id: migration.other_balancer(),
+            address: other_balancer.address,
             is_eligible: false,
             // The other load balancer is never checked, because its packets have no alternative.
             has_left: true,
@@ -191,12 +192,12 @@ impl Fleet {
             max_connection_lifetime: config.max_connection_lifetime,
             rss_key: records.rss_key.clone(),
             servers,
-            racks: config.racks.clone(),
-            allowed_load_balancers: config.load_balancers.clone(),
+            allowed_racks: config.allowed_racks.clone(),
+            allowed_load_balancers: config.allowed_load_balancers.clone(),
             services: services(config, records),
-            load_balancers: records.load_balancers.clone(),
+            load_balancer_records: records.load_balancers.clone(),
             document: records.document.clone(),
-            audit: records.audit.clone(),
+            audit_log: records.audit_log.clone(),
             document_file: None,
             server_ids_by_name,
         }
@@ -214,7 +215,7 @@ impl Fleet {
 
     /// Returns the racks through which the agent may connect, or `None` for any. It may always connect directly.
     pub fn allowed_racks_of(&self, id: ServerId) -> Option<&BTreeSet<String>> {
-        self.servers[&id].allowed_racks.as_ref().or(self.racks.as_ref())
+        self.servers[&id].allowed_racks.as_ref().or(self.allowed_racks.as_ref())
     }
 
     pub fn may_connect_through(&self, id: ServerId, rack: &str) -> bool {
@@ -277,7 +278,7 @@ impl Fleet {
             policy: service.policy.to_owned(),
             telemetry_level: service.telemetry_level,
             // Checks of agents are left out, because the controller makes them itself.
-            check: service.check.clone().filter(|check| check.probe != Probe::Agent),
+            check: service.health_check.clone().filter(|check| check.probe != Probe::Agent),
             when_all_down: service.when_all_down,
             time_key: service.is_lb_stamped().then(|| lb_stamping::time_key(service.hash_seed)),
             servers: service
@@ -287,7 +288,7 @@ impl Fleet {
                 .chain(service.other_balancer_as_server())
                 .collect(),
         };
-        let to_peer = |(name, record): (&String, &LoadBalancerRecord)| Peer {
+        let to_peer = |(name, record): (&String, &LoadBalancerRecord)| PeerLoadBalancer {
             name: name.clone(),
             owner: record.owner,
             address: record.address,
@@ -297,7 +298,7 @@ impl Fleet {
             generation: self.generation,
             keys: self.key_ring.keys,
             services: self.services.iter().map(to_service).collect(),
-            load_balancers: self.load_balancers.iter().map(to_peer).collect(),
+            load_balancers: self.load_balancer_records.iter().map(to_peer).collect(),
             report_interval: self.report_interval,
             table_lifetime: self.table_lifetime,
         }
@@ -347,7 +348,7 @@ fn fleet_server(record: &ServerRecord, listed_server: Option<&ServerConfig>) -> 
         capacity: listed_server.and_then(|server| server.capacity),
         vlan: record.vlan,
         drain: record.drain.clone().filter(|_| listed_server.is_some()),
-        allowed_racks: record.racks.clone(),
+        allowed_racks: record.allowed_racks.clone(),
     }
 }
 
@@ -357,7 +358,7 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
     let mut free_ids = (0..ServerId::COUNT as u64).rev().filter_map(|id| ServerId::try_from(id).ok());
     let mut ids_by_address: BTreeMap<IpAddr, ServerId> = BTreeMap::new();
     let mut members_by_service = members_by_service(records);
-    let mut service_with_transfer = |service: &crate::config::ServiceConfig| {
+    let mut service_with_migration = |service: &crate::config::ServiceConfig| {
         let migration = service.other_balancer.and_then(|other| {
             let id = match ids_by_address.get(&other.address) {
                 Some(id) => *id,
@@ -375,13 +376,13 @@ fn services(config: &FleetConfig, records: &Records) -> Vec<FleetService> {
             fleet_service(service, records, members_by_service.remove(service.name.as_str()).unwrap_or_default());
         FleetService { mode: ServiceMode { migration, ..service.mode }, ..service }
     };
-    config.services.iter().map(&mut service_with_transfer).collect()
+    config.services.iter().map(&mut service_with_migration).collect()
 }
 
 fn members_by_service(records: &Records) -> HashMap<&str, BTreeMap<ServerId, Membership>> {
     let mut members_by_service: HashMap<&str, BTreeMap<ServerId, Membership>> = HashMap::new();
     for (id, server) in &records.servers {
-        for (service, membership) in &server.services {
+        for (service, membership) in &server.memberships {
             members_by_service.entry(service).or_default().insert(*id, *membership);
         }
     }
@@ -402,7 +403,7 @@ fn fleet_service(
         other_balancer: service.other_balancer,
         policy: service.policy,
         telemetry_level: policy::telemetry_level_of_policy(service.policy),
-        check: service.check.clone().map(Arc::new),
+        health_check: service.health_check.clone().map(Arc::new),
         when_all_down: service.when_all_down,
         slow_start: service.slow_start,
         hash_seed: service_record.hash_seed,

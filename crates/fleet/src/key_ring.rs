@@ -38,7 +38,7 @@ pub enum KeyPhase {
     /// The next key is being distributed to load balancers and agents.
     Announced {
         /// Whether the rotation continues without confirmations by disconnected daemons.
-        forced: bool,
+        is_forced: bool,
     },
 }
 
@@ -59,14 +59,15 @@ impl KeyRing {
         Self { keys, generation: 0, current_since: whole_seconds(now), phase: KeyPhase::Steady }
     }
 
-    /// Replaces the key that is not used for stamping. If a rotation is already in progress, only `forced` may be set.
-    pub fn announce_next_key(&mut self, forced: bool, generation: u64, random: &mut impl Rng) {
+    /// Replaces the key that is not used for stamping. If a rotation is already in progress, only `is_forced` may be
+    /// set.
+    pub fn announce_next_key(&mut self, is_forced: bool, generation: u64, random: &mut impl Rng) {
         match &mut self.phase {
-            KeyPhase::Announced { forced: already } => *already |= forced,
+            KeyPhase::Announced { is_forced: was_forced } => *was_forced |= is_forced,
             KeyPhase::Steady => {
                 self.keys.keys[self.keys.current.other().get()] = CookieKey::random(random);
                 self.generation = generation;
-                self.phase = KeyPhase::Announced { forced };
+                self.phase = KeyPhase::Announced { is_forced };
             }
         }
     }

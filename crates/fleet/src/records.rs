@@ -35,7 +35,7 @@ pub struct Records {
     pub servers: BTreeMap<ServerId, ServerRecord>,
     pub load_balancers: BTreeMap<String, LoadBalancerRecord>,
     pub document: Document,
-    pub audit: Arc<Vec<AuditEntry>>,
+    pub audit_log: Arc<Vec<AuditEntry>>,
     /// Time of the last write, by the records' clock (whole seconds since 1970), or `None` if it is unknown.
     pub last_write_at: Option<Duration>,
 }
@@ -91,10 +91,10 @@ pub struct ServerRecord {
     /// Whether the fleet document contains the server.
     pub is_in_document: bool,
     /// Services whose cookies may contain the server's id.
-    pub services: BTreeMap<String, Membership>,
+    pub memberships: BTreeMap<String, Membership>,
     pub drain: Option<DrainRecord>,
     /// Racks that may report for the server, by its newest entry in the document, or `None` for the fleet's racks.
-    pub racks: Option<BTreeSet<String>>,
+    pub allowed_racks: Option<BTreeSet<String>>,
     /// VLAN of the frames to the server, by its newest entry in the document.
     pub vlan: Vlan,
 }
@@ -117,13 +117,18 @@ impl Records {
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             document: Document::default(),
-            audit: Arc::default(),
+            audit_log: Arc::default(),
             last_write_at: Some(whole_seconds(now)),
         }
     }
 
     /// Applies a document. Fails without a change if chosen ids still belong to other servers, or if no id is free.
-    pub fn apply(&mut self, config: &FleetConfig, now: Duration, random: &mut impl Rng) -> Result<(), Diagnostics> {
+    pub fn apply_document(
+        &mut self,
+        config: &FleetConfig,
+        now: Duration,
+        random: &mut impl Rng,
+    ) -> Result<(), Diagnostics> {
         let mut new_records = self.clone();
         new_records.remove_expired(config.max_connection_lifetime, now);
         new_records.apply_services(config, random);
@@ -142,12 +147,12 @@ impl Records {
     /// Records a load balancer with its address. A new load balancer gets the first free table number. Returns whether
     /// the records have changed.
     pub fn register_load_balancer(&mut self, name: &str, address: Option<IpAddr>) -> bool {
-        if let Some(known) = self.load_balancers.get_mut(name) {
-            known.disconnected_at = None;
-            return std::mem::replace(&mut known.address, address) != address;
+        if let Some(record) = self.load_balancers.get_mut(name) {
+            record.disconnected_at = None;
+            return std::mem::replace(&mut record.address, address) != address;
         }
         let used_numbers: HashSet<TableOwnerNumber> =
-            self.load_balancers.values().filter_map(|known| known.owner).collect();
+            self.load_balancers.values().filter_map(|record| record.owner).collect();
         let owner_number = TableOwnerNumber::all().find(|number| !used_numbers.contains(number));
         self.load_balancers
             .insert(name.to_owned(), LoadBalancerRecord { owner: owner_number, address, disconnected_at: None });
@@ -160,22 +165,22 @@ impl Records {
     }
 
     pub fn record_disconnect(&mut self, name: &str, now: Duration) {
-        if let Some(known) = self.load_balancers.get_mut(name) {
-            known.disconnected_at.get_or_insert(whole_seconds(now));
+        if let Some(record) = self.load_balancers.get_mut(name) {
+            record.disconnected_at.get_or_insert(whole_seconds(now));
         }
     }
 
     /// Removes load balancers and servers whose cookies have expired. Returns whether anything was removed.
     pub fn remove_expired(&mut self, max_connection_lifetime: Duration, now: Duration) -> bool {
         let previous_balancer_count = self.load_balancers.len();
-        self.load_balancers.retain(|_, known| {
-            known.disconnected_at.is_none_or(|left| now.saturating_sub(left) < max_connection_lifetime)
+        self.load_balancers.retain(|_, record| {
+            record.disconnected_at.is_none_or(|left_at| now.saturating_sub(left_at) < max_connection_lifetime)
         });
         let previous_servers = self.servers.clone();
         for server in self.servers.values_mut() {
-            server.services.retain(|_, membership| match membership {
+            server.memberships.retain(|_, membership| match membership {
                 Membership::Present => true,
-                Membership::LeftAt(left) => now.saturating_sub(*left) < max_connection_lifetime,
+                Membership::LeftAt(left_at) => now.saturating_sub(*left_at) < max_connection_lifetime,
             });
         }
         self.servers.retain(|_, server| server.has_id_in_use());
@@ -280,28 +285,28 @@ impl Records {
         for server in self.servers.values_mut() {
             server.is_in_document = false;
             server.drain = None;
-            for membership in server.services.values_mut().filter(|membership| **membership == Membership::Present) {
+            for membership in server.memberships.values_mut().filter(|membership| **membership == Membership::Present) {
                 *membership = Membership::LeftAt(whole_seconds(now));
             }
         }
         for (server, id) in config.servers.iter().zip(ids) {
-            let memberships = self.servers.remove(id).map_or_else(BTreeMap::new, |record| record.services);
+            let memberships = self.servers.remove(id).map_or_else(BTreeMap::new, |record| record.memberships);
             let server_record = ServerRecord {
                 name: server.name.clone(),
                 address: server.address,
                 is_in_document: true,
-                services: memberships,
+                memberships,
                 drain: remaining_drains.remove(&server.name),
-                racks: server.racks.clone(),
+                allowed_racks: server.allowed_racks.clone(),
                 vlan: server.vlan,
             };
             self.servers.insert(*id, server_record);
         }
         for service in &config.services {
-            for id in service.servers.iter().map(|position| ids[*position]) {
+            for id in service.server_positions.iter().map(|position| ids[*position]) {
                 let server_record =
                     self.servers.get_mut(&id).expect("every server of the file has just been written down");
-                server_record.services.insert(service.name.clone(), Membership::Present);
+                server_record.memberships.insert(service.name.clone(), Membership::Present);
             }
         }
         self.servers.retain(|_, server| server.has_id_in_use());
@@ -311,7 +316,7 @@ impl Records {
 impl ServerRecord {
     /// Returns whether the server is in the document, or whether cookies may contain its id.
     fn has_id_in_use(&self) -> bool {
-        self.is_in_document || !self.services.is_empty()
+        self.is_in_document || !self.memberships.is_empty()
     }
 }
 
@@ -319,7 +324,7 @@ impl ServerRecord {
 fn lb_stamped_positions(config: &FleetConfig) -> HashSet<usize> {
     let lb_stamped_services =
         config.services.iter().filter(|service| service.mode.timestamps == TimestampOrigin::LoadBalancer);
-    lb_stamped_services.flat_map(|service| service.servers.iter().copied()).collect()
+    lb_stamped_services.flat_map(|service| service.server_positions.iter().copied()).collect()
 }
 
 /// Draws one of the `free_ids` at random, so that flipping a cookie's bits does not enumerate the pool. The cookie can
@@ -367,19 +372,19 @@ mod tests {
     fn ids_stay_with_their_servers() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::generate(at(0), random);
-        records.apply(&two_service_config(&["s1", "s2", "s3=7"], &["s1"]), at(0), random).unwrap();
+        records.apply_document(&two_service_config(&["s1", "s2", "s3=7"], &["s1"]), at(0), random).unwrap();
         let ids_before = id_numbers_by_name(&records);
         assert_eq!(ids_before["s3"], 7);
         let services_before = records.services.clone();
-        records.apply(&two_service_config(&["s1", "s3=7", "s4"], &["s1"]), at(10), random).unwrap();
+        records.apply_document(&two_service_config(&["s1", "s3=7", "s4"], &["s1"]), at(10), random).unwrap();
         assert_eq!(
-            records.servers.values().find(|s| s.name == "s2").unwrap().services["web"],
+            records.servers.values().find(|s| s.name == "s2").unwrap().memberships["web"],
             Membership::LeftAt(at(10))
         );
-        records.apply(&two_service_config(&["s4", "s3", "s2", "s1"], &["s1"]), at(20), random).unwrap();
+        records.apply_document(&two_service_config(&["s4", "s3", "s2", "s1"], &["s1"]), at(20), random).unwrap();
         let ids_after = id_numbers_by_name(&records);
         assert!(ids_before.iter().all(|(name, id)| ids_after[name] == *id), "{ids_before:?} {ids_after:?}");
-        assert!(records.servers.values().all(|s| s.is_in_document && s.services["web"] == Membership::Present));
+        assert!(records.servers.values().all(|s| s.is_in_document && s.memberships["web"] == Membership::Present));
         assert_eq!(records.services, services_before);
         assert_eq!(records.generation, 3);
     }
@@ -388,9 +393,10 @@ mod tests {
     fn ids_of_departed_servers_are_reserved_and_later_free() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::generate(at(0), random);
-        records.apply(&two_service_config(&["s1", "s2=7"], &[]), at(0), random).unwrap();
-        records.apply(&two_service_config(&["s1"], &[]), at(100), random).unwrap();
-        let reserved_id_error = records.apply(&two_service_config(&["s1", "s3=7"], &[]), at(200), random).unwrap_err();
+        records.apply_document(&two_service_config(&["s1", "s2=7"], &[]), at(0), random).unwrap();
+        records.apply_document(&two_service_config(&["s1"], &[]), at(100), random).unwrap();
+        let reserved_id_error =
+            records.apply_document(&two_service_config(&["s1", "s3=7"], &[]), at(200), random).unwrap_err();
         assert_eq!(
             reserved_id_error.to_string(),
             "fleet.toml:7:6: key `server.id`: server id 7 belongs to server \"s2\", whose connections may still carry \
@@ -399,7 +405,7 @@ mod tests {
         assert_eq!(records.generation, 2, "a refused configuration changes nothing");
         assert!(!records.remove_expired(at(86_400), at(86_499)));
         assert!(records.remove_expired(at(86_400), at(86_500)));
-        records.apply(&two_service_config(&["s1", "s3=7"], &[]), at(86_500), random).unwrap();
+        records.apply_document(&two_service_config(&["s1", "s3=7"], &[]), at(86_500), random).unwrap();
         assert_eq!(id_numbers_by_name(&records)["s3"], 7);
     }
 
@@ -407,10 +413,10 @@ mod tests {
     fn old_id_of_a_server_with_a_changed_id_is_reserved() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::generate(at(0), random);
-        records.apply(&two_service_config(&["s1=5"], &[]), at(0), random).unwrap();
-        records.apply(&two_service_config(&["s1=6"], &[]), at(10), random).unwrap();
+        records.apply_document(&two_service_config(&["s1=5"], &[]), at(0), random).unwrap();
+        records.apply_document(&two_service_config(&["s1=6"], &[]), at(10), random).unwrap();
         let server_states: Vec<_> =
-            records.servers.iter().map(|(id, s)| (id.get(), s.is_in_document, s.services["web"])).collect();
+            records.servers.iter().map(|(id, s)| (id.get(), s.is_in_document, s.memberships["web"])).collect();
         assert_eq!(server_states, [(5, false, Membership::LeftAt(at(10))), (6, true, Membership::Present)]);
         assert_eq!(records.ids_by_name()["s1"].get(), 6);
     }
@@ -419,10 +425,10 @@ mod tests {
     fn server_leaves_one_service_and_stays_in_another() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::generate(at(0), random);
-        records.apply(&two_service_config(&["s1", "s2"], &["s1", "s2"]), at(0), random).unwrap();
-        records.apply(&two_service_config(&["s1", "s2"], &["s2"]), at(10), random).unwrap();
+        records.apply_document(&two_service_config(&["s1", "s2"], &["s1", "s2"]), at(0), random).unwrap();
+        records.apply_document(&two_service_config(&["s1", "s2"], &["s2"]), at(10), random).unwrap();
         let s1 = records.servers.values().find(|s| s.name == "s1").unwrap();
-        assert_eq!((s1.services["web"], s1.services["api"]), (Membership::Present, Membership::LeftAt(at(10))));
+        assert_eq!((s1.memberships["web"], s1.memberships["api"]), (Membership::Present, Membership::LeftAt(at(10))));
     }
 
     /// A server of a service with LB-side stamping gets an id that fits the cookie. Old connections keep the old id.
@@ -431,7 +437,7 @@ mod tests {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::generate(at(0), random);
         let config_without_lb_stamping = two_service_config(&["s1", "s2", "s3=9000"], &["s1", "s2"]);
-        records.apply(&config_without_lb_stamping, at(0), random).unwrap();
+        records.apply_document(&config_without_lb_stamping, at(0), random).unwrap();
         let ids_before = id_numbers_by_name(&records);
         assert!(ids_before["s1"] >= 2048, "{ids_before:?}: choose another seed");
         let mut text = String::new();
@@ -442,14 +448,14 @@ mod tests {
         text +=
             "[[service]]\nname = \"old\"\nvip = \"10.200.0.1:81\"\ntimestamps = \"lb\"\nservers = [\"s1\", \"s4\"]\n";
         let config_with_lb_stamping = FleetConfig::parse(&Source::from_text("fleet.toml", &text)).unwrap();
-        records.apply(&config_with_lb_stamping, at(10), random).unwrap();
+        records.apply_document(&config_with_lb_stamping, at(10), random).unwrap();
         let ids_by_name = records.ids_by_name();
         let present_id = |name: &str| ids_by_name[name].get();
         assert!(present_id("s1") < 2048 && present_id("s4") < 2048, "{ids_by_name:?}");
         assert_eq!((present_id("s2"), present_id("s3")), (ids_before["s2"], 9000));
         let old_record = &records.servers[&ServerId::try_from(u64::from(ids_before["s1"])).unwrap()];
-        assert_eq!((old_record.is_in_document, old_record.services["web"]), (false, Membership::LeftAt(at(10))));
-        records.apply(&config_with_lb_stamping, at(20), random).unwrap();
+        assert_eq!((old_record.is_in_document, old_record.memberships["web"]), (false, Membership::LeftAt(at(10))));
+        records.apply_document(&config_with_lb_stamping, at(20), random).unwrap();
         assert_eq!(records.ids_by_name(), ids_by_name, "they are drawn once");
     }
 
@@ -463,14 +469,14 @@ mod tests {
                 name: format!("g{id}"),
                 address: [10, 0, 0, 1].into(),
                 is_in_document: false,
-                services: memberships,
+                memberships,
                 drain: None,
-                racks: None,
+                allowed_racks: None,
                 vlan: Vlan::UNTAGGED,
             };
             records.servers.insert(id.try_into().unwrap(), departed_server);
         }
-        let error = records.apply(&two_service_config(&["s1"], &[]), at(1), random).unwrap_err().to_string();
+        let error = records.apply_document(&two_service_config(&["s1"], &[]), at(1), random).unwrap_err().to_string();
         assert!(error.starts_with("fleet.toml:1:1: key `server`: no server id is free for \"s1\""), "{error}");
     }
 
@@ -514,7 +520,7 @@ mod tests {
             for (step, pool) in pools.iter().enumerate() {
                 let server_names: Vec<String> = pool.iter().map(|n| format!("s{n}")).collect();
                 let server_names: Vec<&str> = server_names.iter().map(String::as_str).collect();
-                records.apply(&two_service_config(&server_names, &[]), at(step as u64 * 60), random).unwrap();
+                records.apply_document(&two_service_config(&server_names, &[]), at(step as u64 * 60), random).unwrap();
                 for (id, server) in &records.servers {
                     prop_assert_eq!(names_by_id.entry(*id).or_insert_with(|| server.name.clone()), &server.name);
                 }

@@ -25,39 +25,39 @@ use crate::probe::Prober;
 pub const MAX_CONCURRENT_CHECKS: usize = 1024;
 
 /// Maximum random delay of a target's first check. The delay is also at most the check's interval.
-const MAX_FIRST_DELAY: Duration = Duration::from_millis(500);
+const MAX_FIRST_CHECK_DELAY: Duration = Duration::from_millis(500);
 
 pub struct CheckedService<K> {
-    pub check: Arc<HealthCheck>,
+    pub health_check: Arc<HealthCheck>,
     /// VIP and port that clients connect to.
     pub vip: SocketAddr,
     /// Keys and own addresses of the service's servers. No key may occur twice, even in different services.
-    pub servers: Vec<(K, IpAddr)>,
+    pub servers_by_key: Vec<(K, IpAddr)>,
     /// NAT table of the data plane, which is required for checks at the VIP.
     pub nat_table: Option<Arc<dyn NatTable>>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub struct CheckResult {
-    tracker: HealthTracker,
+    health_tracker: HealthTracker,
     /// Time at which the verdict last changed, or at which the first check was due.
-    pub since: Instant,
+    pub verdict_since: Instant,
     /// Error of the newest check. It is empty if that check passed, or if no check has finished yet.
     pub last_error: String,
     /// Response time of the newest check that got an answer, or zero if none did.
-    pub latency: Duration,
+    pub last_latency: Duration,
     pub check_count: u64,
     pub failure_count: u64,
 }
 
 impl CheckResult {
-    fn unchecked() -> Self {
+    fn not_yet_checked() -> Self {
         let verdict_since = Instant::now();
         Self {
-            tracker: HealthTracker::default(),
-            since: verdict_since,
+            health_tracker: HealthTracker::default(),
+            verdict_since,
             last_error: String::new(),
-            latency: Duration::ZERO,
+            last_latency: Duration::ZERO,
             check_count: 0,
             failure_count: 0,
         }
@@ -65,16 +65,16 @@ impl CheckResult {
 
     /// Returns the verdict on the server, or `None` before enough checks have finished.
     pub fn verdict(&self) -> Option<HealthVerdict> {
-        self.tracker.verdict()
+        self.health_tracker.verdict()
     }
 }
 
 /// Properties of a target. The target's results are kept as long as all of them are unchanged.
 #[derive(Clone, PartialEq)]
 struct TargetSpec {
-    check: Arc<HealthCheck>,
+    health_check: Arc<HealthCheck>,
     vip: SocketAddr,
-    server: IpAddr,
+    server_address: IpAddr,
 }
 
 struct CheckedTarget<K> {
@@ -106,8 +106,8 @@ impl Drop for CheckerThread {
 
 struct SharedResults<K> {
     results_by_target: Mutex<BTreeMap<K, CheckResult>>,
-    change_count: watch::Sender<u64>,
-    permits: Semaphore,
+    verdict_change_count: watch::Sender<u64>,
+    check_permits: Semaphore,
 }
 
 impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
@@ -116,8 +116,8 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
         let (desired_targets, receiver) = watch::channel(Arc::new(Vec::new()));
         let shared_results = Arc::new(SharedResults {
             results_by_target: Mutex::new(BTreeMap::new()),
-            change_count: watch::Sender::new(0),
-            permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
+            verdict_change_count: watch::Sender::new(0),
+            check_permits: Semaphore::new(MAX_CONCURRENT_CHECKS),
         });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let thread_results = shared_results.clone();
@@ -132,9 +132,10 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
     pub fn set_services(&self, services: Vec<CheckedService<K>>) {
         let mut desired_targets = Vec::new();
         for service in services {
-            let prober = Arc::new(Prober::new(service.check.clone(), service.vip, service.nat_table));
-            for (key, server) in service.servers {
-                let target_spec = TargetSpec { check: service.check.clone(), vip: service.vip, server };
+            let prober = Arc::new(Prober::new(service.health_check.clone(), service.vip, service.nat_table));
+            for (key, server) in service.servers_by_key {
+                let target_spec =
+                    TargetSpec { health_check: service.health_check.clone(), vip: service.vip, server_address: server };
                 desired_targets.push(CheckedTarget { spec: target_spec, prober: prober.clone(), key });
             }
         }
@@ -142,16 +143,16 @@ impl<K: Ord + Hash + Copy + Send + Sync + 'static> Checker<K> {
     }
 
     pub fn results(&self) -> Vec<(K, CheckResult)> {
-        self.shared_results.results().iter().map(|(key, found)| (*key, found.clone())).collect()
+        self.shared_results.lock_results().iter().map(|(key, result)| (*key, result.clone())).collect()
     }
 
     pub fn subscribe_to_verdict_changes(&self) -> watch::Receiver<u64> {
-        self.shared_results.change_count.subscribe()
+        self.shared_results.verdict_change_count.subscribe()
     }
 }
 
 impl<K> SharedResults<K> {
-    fn results(&self) -> MutexGuard<'_, BTreeMap<K, CheckResult>> {
+    fn lock_results(&self) -> MutexGuard<'_, BTreeMap<K, CheckResult>> {
         self.results_by_target.lock()
     }
 }
@@ -159,64 +160,73 @@ impl<K> SharedResults<K> {
 /// Task that checks one target. It is aborted when this value is dropped.
 struct TargetTask {
     spec: TargetSpec,
-    handle: AbortHandle,
+    abort_handle: AbortHandle,
 }
 
 impl Drop for TargetTask {
     fn drop(&mut self) {
-        self.handle.abort();
+        self.abort_handle.abort();
     }
 }
 
 async fn run_checks<K: Ord + Hash + Copy + Send + Sync + 'static>(
-    mut desired: watch::Receiver<Arc<Vec<CheckedTarget<K>>>>,
-    shared: Arc<SharedResults<K>>,
+    mut target_receiver: watch::Receiver<Arc<Vec<CheckedTarget<K>>>>,
+    shared_results: Arc<SharedResults<K>>,
 ) {
-    let mut checked: HashMap<K, TargetTask> = HashMap::new();
-    while desired.changed().await.is_ok() {
-        let targets = desired.borrow_and_update().clone();
-        let tasks: HashMap<K, &TargetSpec> = targets.iter().map(|target| (target.key, &target.spec)).collect();
-        checked.retain(|key, running| tasks.get(key).is_some_and(|task| **task == running.spec));
-        shared.results().retain(|key, _| checked.contains_key(key));
+    let mut target_tasks: HashMap<K, TargetTask> = HashMap::new();
+    while target_receiver.changed().await.is_ok() {
+        let targets = target_receiver.borrow_and_update().clone();
+        let specs_by_key: HashMap<K, &TargetSpec> = targets.iter().map(|target| (target.key, &target.spec)).collect();
+        target_tasks.retain(|key, target_task| specs_by_key.get(key).is_some_and(|spec| **spec == target_task.spec));
+        shared_results.lock_results().retain(|key, _| target_tasks.contains_key(key));
         for target in targets.iter() {
-            checked.entry(target.key).or_insert_with(|| {
-                shared.results().insert(target.key, CheckResult::unchecked());
-                let checks = check_target(target.key, target.spec.server, target.prober.clone(), shared.clone());
-                TargetTask { spec: target.spec.clone(), handle: tokio::spawn(checks).abort_handle() }
+            target_tasks.entry(target.key).or_insert_with(|| {
+                shared_results.lock_results().insert(target.key, CheckResult::not_yet_checked());
+                let checks =
+                    check_target(target.key, target.spec.server_address, target.prober.clone(), shared_results.clone());
+                TargetTask { spec: target.spec.clone(), abort_handle: tokio::spawn(checks).abort_handle() }
             });
         }
-        shared.change_count.send_modify(|count| *count += 1);
+        shared_results.verdict_change_count.send_modify(|count| *count += 1);
     }
 }
 
-async fn check_target<K: Ord + Copy>(key: K, server: IpAddr, prober: Arc<Prober>, shared: Arc<SharedResults<K>>) {
-    let draw = || UnwrapErr(SysRng).random::<f64>();
-    let check = prober.check();
-    let mut due = Instant::now() + check.interval.min(MAX_FIRST_DELAY).mul_f64(draw());
+async fn check_target<K: Ord + Copy>(
+    key: K,
+    server: IpAddr,
+    prober: Arc<Prober>,
+    shared_results: Arc<SharedResults<K>>,
+) {
+    let random_fraction = || UnwrapErr(SysRng).random::<f64>();
+    let health_check = prober.health_check();
+    let mut next_check_time =
+        Instant::now() + health_check.interval.min(MAX_FIRST_CHECK_DELAY).mul_f64(random_fraction());
     loop {
-        sleep_until(due).await;
-        let turn = shared.permits.acquire().await;
-        let began = Instant::now();
-        let outcome = prober.probe(server).await;
-        drop(turn);
-        let latency = began.elapsed();
-        if let Some(found) = shared.results().get_mut(&key) {
-            found.latency = if outcome.is_ok() { latency } else { Duration::ZERO };
-            found.last_error = outcome.as_ref().err().map_or_else(String::new, ToString::to_string);
-            let verdict_changed = match &outcome {
-                Err(unwell) if unwell.is_local() => found.tracker.record_local_fault(check.thresholds),
+        sleep_until(next_check_time).await;
+        let permit = shared_results.check_permits.acquire().await;
+        let start_time = Instant::now();
+        let probe_result = prober.probe_server(server).await;
+        drop(permit);
+        let latency = start_time.elapsed();
+        if let Some(result) = shared_results.lock_results().get_mut(&key) {
+            result.last_latency = if probe_result.is_ok() { latency } else { Duration::ZERO };
+            result.last_error = probe_result.as_ref().err().map_or_else(String::new, ToString::to_string);
+            let verdict_changed = match &probe_result {
+                Err(error) if error.is_local() => result.health_tracker.record_local_fault(health_check.thresholds),
                 _ => {
-                    found.check_count += 1;
-                    found.failure_count += u64::from(outcome.is_err());
-                    found.tracker.record_result(outcome.is_ok(), check.thresholds)
+                    result.check_count += 1;
+                    result.failure_count += u64::from(probe_result.is_err());
+                    result.health_tracker.record_result(probe_result.is_ok(), health_check.thresholds)
                 }
             };
             if verdict_changed {
-                found.since = Instant::now();
-                shared.change_count.send_modify(|count| *count += 1);
+                result.verdict_since = Instant::now();
+                shared_results.verdict_change_count.send_modify(|count| *count += 1);
             }
         }
         // The next check is due one interval after the due time of this one. Missed checks are not repeated.
-        due = (due + check.jitter.jittered_interval(check.interval, draw())).max(Instant::now());
+        next_check_time = (next_check_time
+            + health_check.jitter.jittered_interval(health_check.interval, random_fraction()))
+        .max(Instant::now());
     }
 }

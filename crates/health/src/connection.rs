@@ -18,7 +18,7 @@ pub(crate) struct ServerConnection {
 }
 
 impl ServerConnection {
-    pub(crate) async fn open(socket: TcpSocket, to: SocketAddr, path: Option<NatEntryGuard>) -> io::Result<Self> {
+    pub(crate) async fn connect(socket: TcpSocket, to: SocketAddr, path: Option<NatEntryGuard>) -> io::Result<Self> {
         // If this is cancelled, the future of `connect` is dropped with its socket before `path`.
         let stream = socket.connect(to).await?;
         Ok(Self { stream, _nat_entry: path })
@@ -54,13 +54,13 @@ pub(crate) struct NatEntryGuard {
 
 impl NatEntryGuard {
     pub(crate) fn add(nat_path: NatPath, nat_table: &Arc<dyn NatTable>) -> anyhow::Result<Self> {
-        nat_table.add(&nat_path)?;
+        nat_table.add_entry(&nat_path)?;
         Ok(Self { nat_path, nat_table: nat_table.clone() })
     }
 }
 
 impl Drop for NatEntryGuard {
     fn drop(&mut self) {
-        self.nat_table.remove(&self.nat_path);
+        self.nat_table.remove_entry(&self.nat_path);
     }
 }

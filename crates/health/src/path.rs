@@ -17,7 +17,7 @@ pub struct NatPath {
 /// Data plane's table of connections for health checks whose addresses are rewritten.
 pub trait NatTable: Send + Sync {
     /// Adds an entry. Fails if the table is full.
-    fn add(&self, path: &NatPath) -> anyhow::Result<()>;
+    fn add_entry(&self, path: &NatPath) -> anyhow::Result<()>;
 
-    fn remove(&self, path: &NatPath);
+    fn remove_entry(&self, path: &NatPath);
 }

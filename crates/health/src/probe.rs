@@ -31,7 +31,7 @@ pub enum ProbeError {
     #[error("no answer within {0:?}")]
     TimedOut(Duration),
     #[error("answers {0}: expected {1}")]
-    Status(StatusCode, StatusRange),
+    UnexpectedStatus(StatusCode, StatusRange),
     #[error("TLS: {0}")]
     Tls(String),
     /// The HTTP response is invalid or missing.
@@ -49,12 +49,12 @@ impl ProbeError {
         matches!(self, Self::LocalFailure(_))
     }
 
-    /// Returns the local failure that caused `error`, or the result of `otherwise` if there is none.
-    fn from_error(error: &(dyn std::error::Error + 'static), otherwise: impl FnOnce(String) -> Self) -> Self {
+    /// Returns the local failure that caused `error`, or the result of `to_probe_error` if there is none.
+    fn from_error(error: &(dyn std::error::Error + 'static), to_probe_error: impl FnOnce(String) -> Self) -> Self {
         let mut error_chain = std::iter::successors(Some(error), |error| error.source());
         let local_error =
             error_chain.find_map(|error| error.downcast_ref::<std::io::Error>().filter(|error| is_local(error)));
-        local_error.map_or_else(|| otherwise(error.to_string()), |error| Self::LocalFailure(error.to_string()))
+        local_error.map_or_else(|| to_probe_error(error.to_string()), |error| Self::LocalFailure(error.to_string()))
     }
 }
 
@@ -77,10 +77,10 @@ fn is_local(error: &std::io::Error) -> bool {
 
 /// Prober that checks the servers of one service.
 pub struct Prober {
-    check: Arc<HealthCheck>,
+    health_check: Arc<HealthCheck>,
     vip: SocketAddr,
     /// TLS connector for HTTPS checks, or the reason why it could not be created.
-    tls: Option<Result<TlsConnector, String>>,
+    tls_connector: Option<Result<TlsConnector, String>>,
     nat_table: Option<Arc<dyn NatTable>>,
 }
 
@@ -91,29 +91,29 @@ impl Prober {
             Probe::Https(_, verification) => Some(ca::client_config(verification).map(TlsConnector::from)),
             Probe::Tcp | Probe::Http(_) | Probe::Agent => None,
         };
-        Self { check: health_check, vip, tls: tls_connector, nat_table }
+        Self { health_check, vip, tls_connector, nat_table }
     }
 
-    pub fn check(&self) -> &HealthCheck {
-        &self.check
+    pub fn health_check(&self) -> &HealthCheck {
+        &self.health_check
     }
 
-    pub async fn probe(&self, server: IpAddr) -> Result<(), ProbeError> {
-        let limit = self.check.timeout;
-        tokio::time::timeout(limit, self.probe_without_timeout(server))
+    pub async fn probe_server(&self, server: IpAddr) -> Result<(), ProbeError> {
+        let timeout = self.health_check.timeout;
+        tokio::time::timeout(timeout, self.probe_without_timeout(server))
             .await
-            .unwrap_or(Err(ProbeError::TimedOut(limit)))
+            .unwrap_or(Err(ProbeError::TimedOut(timeout)))
     }
 
     async fn probe_without_timeout(&self, server: IpAddr) -> Result<(), ProbeError> {
         let connection = self.connect(server).await?;
-        match (&self.check.probe, &self.tls) {
+        match (&self.health_check.probe, &self.tls_connector) {
             (Probe::Tcp | Probe::Agent, _) => Ok(()),
             (Probe::Http(http), _) => self.send_http_request(connection, http, server).await,
             (Probe::Https(http, _), Some(Ok(tls))) => {
-                let name = self.server_name(http, server)?;
+                let certificate_name = self.certificate_name(http, server)?;
                 let connection = tls
-                    .connect(name, connection)
+                    .connect(certificate_name, connection)
                     .await
                     .map_err(|error| ProbeError::from_error(&error, ProbeError::Tls))?;
                 self.send_http_request(connection, http, server).await
@@ -123,14 +123,14 @@ impl Prober {
         }
     }
 
-    fn port(&self) -> u16 {
-        self.check.port.unwrap_or(self.vip.port())
+    fn target_port(&self) -> u16 {
+        self.health_check.port.unwrap_or(self.vip.port())
     }
 
-    fn address(&self, server: IpAddr) -> SocketAddr {
-        match self.check.probe_address {
-            ProbeAddress::Vip => SocketAddr::new(self.vip.ip(), self.port()),
-            ProbeAddress::Server => SocketAddr::new(server, self.port()),
+    fn target_address(&self, server: IpAddr) -> SocketAddr {
+        match self.health_check.probe_address {
+            ProbeAddress::Vip => SocketAddr::new(self.vip.ip(), self.target_port()),
+            ProbeAddress::Server => SocketAddr::new(server, self.target_port()),
         }
     }
 
@@ -139,7 +139,7 @@ impl Prober {
         &self,
         socket: &TcpSocket,
         server: IpAddr,
-        nat: &Arc<dyn NatTable>,
+        nat_table: &Arc<dyn NatTable>,
     ) -> Result<NatEntryGuard, ProbeError> {
         let to_probe_error = |error: std::io::Error| ProbeError::from_error(&error, ProbeError::Network);
         let vip = self.vip.ip();
@@ -153,13 +153,13 @@ impl Prober {
         };
         socket.bind((unspecified_address, 0).into()).map_err(to_probe_error)?;
         let source_port = socket.local_addr().map_err(to_probe_error)?.port();
-        let nat_path = NatPath { server, vip, port: self.port(), source_port };
-        NatEntryGuard::add(nat_path, nat).map_err(|error| ProbeError::LocalFailure(format!("{error:#}")))
+        let nat_path = NatPath { server, vip, port: self.target_port(), source_port };
+        NatEntryGuard::add(nat_path, nat_table).map_err(|error| ProbeError::LocalFailure(format!("{error:#}")))
     }
 
-    fn server_name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
+    fn certificate_name(&self, http: &HttpProbe, server: IpAddr) -> Result<ServerName<'static>, ProbeError> {
         let Some(host) = &http.host else {
-            return Ok(ServerName::from(self.address(server).ip()));
+            return Ok(ServerName::from(self.target_address(server).ip()));
         };
         let tls_error = |error: &dyn Display| ProbeError::Tls(format!("{host:?}: {error}"));
         let authority: Authority = host.parse().map_err(|error| tls_error(&error))?;
@@ -170,17 +170,20 @@ impl Prober {
 
     /// Opens a connection that a reset will close, so that neither end keeps any state.
     async fn connect(&self, server: IpAddr) -> Result<ServerConnection, ProbeError> {
-        let network = |error: std::io::Error| match error.kind() {
+        let to_probe_error = |error: std::io::Error| match error.kind() {
             ErrorKind::ConnectionRefused => ProbeError::ConnectionRefused,
             _ => ProbeError::from_error(&error, ProbeError::Network),
         };
-        let socket = if server.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(network)?;
-        socket.set_zero_linger().map_err(network)?;
-        let path = match (&self.nat_table, self.check.probe_address) {
-            (Some(nat), ProbeAddress::Vip) => Some(self.add_nat_entry(&socket, server, nat)?),
+        let socket =
+            if server.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(to_probe_error)?;
+        socket.set_zero_linger().map_err(to_probe_error)?;
+        let nat_entry = match (&self.nat_table, self.health_check.probe_address) {
+            (Some(nat_table), ProbeAddress::Vip) => Some(self.add_nat_entry(&socket, server, nat_table)?),
             _ => None,
         };
-        ServerConnection::open(socket, SocketAddr::new(server, self.port()), path).await.map_err(network)
+        ServerConnection::connect(socket, SocketAddr::new(server, self.target_port()), nat_entry)
+            .await
+            .map_err(to_probe_error)
     }
 
     async fn send_http_request<C: AsyncRead + AsyncWrite + Unpin>(
@@ -189,31 +192,31 @@ impl Prober {
         http: &HttpProbe,
         server: IpAddr,
     ) -> Result<(), ProbeError> {
-        let unwell = |error: hyper::Error| ProbeError::from_error(&error, ProbeError::Http);
-        let address = self.address(server);
-        let host = http.host.clone().unwrap_or_else(|| match address.port() {
-            80 => address.to_string().trim_end_matches(":80").to_owned(),
-            _ => address.to_string(),
+        let to_probe_error = |error: hyper::Error| ProbeError::from_error(&error, ProbeError::Http);
+        let target_address = self.target_address(server);
+        let host_header = http.host.clone().unwrap_or_else(|| match target_address.port() {
+            80 => target_address.to_string().trim_end_matches(":80").to_owned(),
+            _ => target_address.to_string(),
         });
         let request = Request::get(&http.path)
-            .header(HOST, host)
+            .header(HOST, host_header)
             .header(USER_AGENT, concat!("coreward/", env!("CARGO_PKG_VERSION")))
             .header(CONNECTION, "close")
             .body(Empty::<Bytes>::new())
             .map_err(|error| ProbeError::Http(error.to_string()))?;
-        let (mut sender, driver) = http1::handshake(TokioIo::new(connection)).await.map_err(unwell)?;
-        let exchange = sender.send_request(request);
-        tokio::pin!(exchange, driver);
+        let (mut sender, driver) = http1::handshake(TokioIo::new(connection)).await.map_err(to_probe_error)?;
+        let response_future = sender.send_request(request);
+        tokio::pin!(response_future, driver);
         let response = tokio::select! {
             biased;
-            response = &mut exchange => response,
+            response = &mut response_future => response,
             // The connection has ended, so the exchange returns the answer or the error at once.
-            _ = &mut driver => exchange.await,
+            _ = &mut driver => response_future.await,
         };
-        let status = response.map_err(unwell)?.status();
+        let status = response.map_err(to_probe_error)?.status();
         match http.expected_status.contains(status.as_u16()) {
             true => Ok(()),
-            false => Err(ProbeError::Status(status, http.expected_status.clone())),
+            false => Err(ProbeError::UnexpectedStatus(status, http.expected_status.clone())),
         }
     }
 }

@@ -40,7 +40,7 @@ fn drain_path(server: &str) -> String {
 pub struct Client {
     controllers: Vec<ControllerUrl>,
     token: Option<Secret<String>>,
-    https: Option<HttpsConnector>,
+    https_connector: Option<HttpsConnector>,
 }
 
 impl Client {
@@ -56,10 +56,10 @@ impl Client {
     /// used without a `ca`.
     pub fn with_controllers(
         controllers: Vec<ControllerUrl>,
-        proof: &Credential,
+        credential: &Credential,
         host: ExpectedHost,
     ) -> anyhow::Result<Self> {
-        let (token, https) = match proof {
+        let (token, https) = match credential {
             Credential::Token { file, ca } => {
                 let without_certificate = |ca| HttpsConnector::without_certificate(ca, host);
                 (Some(read_api_token(file)?), ca.as_deref().map(without_certificate).transpose()?)
@@ -76,7 +76,7 @@ impl Client {
             ensure!(has_credential, "{controller}: {expected}");
         }
         ensure!(!controllers.is_empty(), "no controller: expected at least one");
-        Ok(Self { controllers, token, https })
+        Ok(Self { controllers, token, https_connector: https })
     }
 
     /// Returns the controller's health, and the leader's address if another controller leads.
@@ -102,7 +102,7 @@ impl Client {
 
     /// Begins or continues a rotation of the keys that authenticate cookies.
     pub async fn rotate_keys(&self, rotate: &RotateKeys) -> anyhow::Result<Keys> {
-        self.send(Method::POST, "keys/rotate", rotate).await
+        self.send_json(Method::POST, "keys/rotate", rotate).await
     }
 
     /// Returns the fleet document that is currently applied.
@@ -111,8 +111,8 @@ impl Client {
     }
 
     /// Applies another fleet document, or only returns its changes if `dry_run` is set.
-    pub async fn put_fleet(&self, fleet: &NewFleet) -> anyhow::Result<FleetApplied> {
-        self.send(Method::PUT, "fleet", fleet).await
+    pub async fn apply_fleet(&self, fleet: &NewFleet) -> anyhow::Result<FleetApplied> {
+        self.send_json(Method::PUT, "fleet", fleet).await
     }
 
     /// Returns which daemons have accepted or rejected the newest configuration.
@@ -121,19 +121,19 @@ impl Client {
     }
 
     /// Returns the newest entries of the audit log.
-    pub async fn audit(&self, query: &AuditQuery) -> anyhow::Result<Audit> {
+    pub async fn audit_log(&self, query: &AuditQuery) -> anyhow::Result<Audit> {
         self.get("audit", query).await
     }
 
     /// Makes the controller forget a load balancer that is gone for good, and returns the remaining ones.
     pub async fn forget_load_balancer(&self, name: &str) -> anyhow::Result<LoadBalancers> {
         let path = format!("load-balancers/{}", utf8_percent_encode(name, NON_ALPHANUMERIC));
-        self.request(PendingRequest { method: Method::DELETE, path, body: None }).await
+        self.send_to_leader(PendingRequest { method: Method::DELETE, path, body: None }).await
     }
 
     /// Returns the mistakes of a fleet document, without applying it.
     pub async fn check(&self, check: &Check) -> anyhow::Result<Checked> {
-        self.send(Method::POST, "check", check).await
+        self.send_json(Method::POST, "check", check).await
     }
 
     /// Returns the load of every core of every server, and the load balancers' counters.
@@ -147,80 +147,88 @@ impl Client {
     }
 
     /// Drains a server in some or all of its services.
-    pub async fn drain(&self, server: &str, drain: &DrainServer) -> anyhow::Result<DrainStatus> {
-        self.send(Method::POST, &drain_path(server), drain).await
+    pub async fn drain(&self, server: &str, request: &DrainServer) -> anyhow::Result<DrainStatus> {
+        self.send_json(Method::POST, &drain_path(server), request).await
     }
 
     /// Ends the drain of a server.
     pub async fn undrain(&self, server: &str) -> anyhow::Result<DrainStatus> {
-        self.request(PendingRequest { method: Method::DELETE, path: drain_path(server), body: None }).await
+        self.send_to_leader(PendingRequest { method: Method::DELETE, path: drain_path(server), body: None }).await
     }
 
     async fn get<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + ?Sized)) -> anyhow::Result<T> {
         let query = serde_urlencoded::to_string(query).context("a request that cannot be written")?;
         let path = if query.is_empty() { path.to_owned() } else { format!("{path}?{query}") };
-        self.request(PendingRequest { method: Method::GET, path, body: None }).await
+        self.send_to_leader(PendingRequest { method: Method::GET, path, body: None }).await
     }
 
-    async fn send<T: DeserializeOwned>(&self, method: Method, path: &str, body: &impl Serialize) -> anyhow::Result<T> {
+    async fn send_json<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: &impl Serialize,
+    ) -> anyhow::Result<T> {
         let body = serde_json::to_vec(body).context("a request that cannot be written")?;
-        self.request(PendingRequest { method, path: path.to_owned(), body: Some(body) }).await
+        self.send_to_leader(PendingRequest { method, path: path.to_owned(), body: Some(body) }).await
     }
 
-    async fn request<T: DeserializeOwned>(&self, request: PendingRequest) -> anyhow::Result<T> {
+    async fn send_to_leader<T: DeserializeOwned>(&self, request: PendingRequest) -> anyhow::Result<T> {
         let controller = match &self.controllers[..] {
             [only] => only,
-            _ => self.leader().await?,
+            _ => self.find_leader().await?,
         };
-        self.send_to(controller, request).await
+        self.send_to_controller(controller, request).await
     }
 
     /// Returns the leading controller. All controllers are queried at once, because one of them may hang. Only the
     /// leader gets a change, so that the change is not made twice.
-    async fn leader(&self) -> anyhow::Result<&ControllerUrl> {
-        let mut looks = JoinSet::new();
+    async fn find_leader(&self) -> anyhow::Result<&ControllerUrl> {
+        let mut leader_probes = JoinSet::new();
         for (position, controller) in self.controllers.iter().enumerate() {
             let (client, controller) = (self.clone(), controller.clone());
-            looks.spawn(async move {
+            leader_probes.spawn(async move {
                 let request = PendingRequest { method: Method::GET, path: "health".to_owned(), body: None };
-                let health =
-                    tokio::time::timeout(LEADER_PROBE_TIMEOUT, client.send_to::<Health>(&controller, request)).await;
-                let late = || anyhow!("no answer within {} s", LEADER_PROBE_TIMEOUT.as_secs());
-                (position, health.unwrap_or_else(|_| Err(late())))
+                let health = tokio::time::timeout(
+                    LEADER_PROBE_TIMEOUT,
+                    client.send_to_controller::<Health>(&controller, request),
+                )
+                .await;
+                let timeout_error = || anyhow!("no answer within {} s", LEADER_PROBE_TIMEOUT.as_secs());
+                (position, health.unwrap_or_else(|_| Err(timeout_error())))
             });
         }
-        let mut printed = BTreeMap::new();
-        while let Some(look) = looks.join_next().await {
-            match look? {
+        let mut outcomes_by_position = BTreeMap::new();
+        while let Some(probe_outcome) = leader_probes.join_next().await {
+            match probe_outcome? {
                 (position, Ok(Health { state: HealthState::Ready | HealthState::Settling, .. })) => {
                     return Ok(&self.controllers[position]);
                 }
                 (position, Ok(Health { leader: Some(leader), leader_api, .. })) => {
-                    let api = leader_api.map_or_else(String::new, |api| format!(" (API: {api})"));
-                    printed.insert(position, format!("{leader}{api} leads"))
+                    let api_text = leader_api.map_or_else(String::new, |api| format!(" (API: {api})"));
+                    outcomes_by_position.insert(position, format!("{leader}{api_text} leads"))
                 }
-                (position, Ok(_)) => printed.insert(position, "no controller leads".to_owned()),
-                (position, Err(error)) => printed.insert(position, format!("{error:#}")),
+                (position, Ok(_)) => outcomes_by_position.insert(position, "no controller leads".to_owned()),
+                (position, Err(error)) => outcomes_by_position.insert(position, format!("{error:#}")),
             };
         }
-        let printed: Vec<String> = printed
+        let outcome_texts: Vec<String> = outcomes_by_position
             .into_iter()
-            .map(|(position, printed)| format!("{}: {printed}", self.controllers[position]))
+            .map(|(position, outcome)| format!("{}: {outcome}", self.controllers[position]))
             .collect();
         Err(anyhow!(
             "none of these controllers leads ({}): expected `--controller` with all of them",
-            printed.join("; ")
+            outcome_texts.join("; ")
         ))
     }
 
-    async fn send_to<T: DeserializeOwned>(
+    async fn send_to_controller<T: DeserializeOwned>(
         &self,
         controller: &ControllerUrl,
         request: PendingRequest,
     ) -> anyhow::Result<T> {
-        let https = self.https.as_ref().filter(|_| controller.is_https());
+        let https = self.https_connector.as_ref().filter(|_| controller.is_https());
         let token = self.token.as_ref().map(|token| token.expose().as_str());
-        let unreachable = |error: anyhow::Error| {
+        let unreachable_error = |error: anyhow::Error| {
             let expected = match find_tls_failure(&error) {
                 Some(failure) if failure.reason == FailureReason::WrongName => {
                     "expected the host that its certificate names, or `--controller-name` with its name"
@@ -229,12 +237,12 @@ impl Client {
             };
             anyhow!("no controller answers at {controller} ({}): {expected}", error.root_cause())
         };
-        let (status, body) = exchange(controller, https, token, request).await.map_err(unreachable)?;
-        let something_else = || format!("{controller} answers {status}: expected the API of a controller");
+        let (status, body) = exchange(controller, https, token, request).await.map_err(unreachable_error)?;
+        let unexpected_answer = || format!("{controller} answers {status}: expected the API of a controller");
         if status.is_success() {
-            return serde_json::from_slice(&body).with_context(something_else);
+            return serde_json::from_slice(&body).with_context(unexpected_answer);
         }
-        Err(serde_json::from_slice::<Problem>(&body).map_or_else(|_| anyhow!(something_else()), anyhow::Error::from))
+        Err(serde_json::from_slice::<Problem>(&body).map_or_else(|_| anyhow!(unexpected_answer()), anyhow::Error::from))
     }
 }
 

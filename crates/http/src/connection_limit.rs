@@ -12,7 +12,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::timeout;
 
-use crate::limits::network;
+use crate::limits::network_of_address;
 
 /// Interval at which a new connection looks for an idle connection to close while all connections are active.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
@@ -25,32 +25,33 @@ pub(crate) struct ConnectionSlots {
 
 #[derive(Default)]
 struct ConnectionRegistry {
-    by_number: BTreeMap<u64, Connection>,
+    connections_by_number: BTreeMap<u64, TrackedConnection>,
     /// Sequence number of the latest event, which is a new connection or the end of an answer.
     last_sequence_number: u64,
 }
 
-struct Connection {
+struct TrackedConnection {
     network: IpAddr,
     active_requests: usize,
     /// Sequence number of the last answer's end, or of the connection's arrival before its first answer.
-    idle_since_sequence: u64,
+    idle_since_sequence_number: u64,
     close_signal: Arc<Notify>,
 }
 
 impl ConnectionRegistry {
-    fn next_number(&mut self) -> u64 {
+    fn next_sequence_number(&mut self) -> u64 {
         self.last_sequence_number += 1;
         self.last_sequence_number
     }
 
     /// Returns the connection to close. It is the longest idle one in the network with the most idle connections.
-    fn connection_to_close(&self) -> Option<&Connection> {
-        let idle_connections = || self.by_number.values().filter(|connection| connection.active_requests == 0);
+    fn longest_idle_connection(&self) -> Option<&TrackedConnection> {
+        let idle_connections =
+            || self.connections_by_number.values().filter(|connection| connection.active_requests == 0);
         let mut idle_counts: HashMap<IpAddr, usize> = HashMap::new();
         idle_connections().for_each(|connection| *idle_counts.entry(connection.network).or_default() += 1);
         idle_connections().min_by_key(|connection| {
-            (std::cmp::Reverse(idle_counts[&connection.network]), connection.idle_since_sequence)
+            (std::cmp::Reverse(idle_counts[&connection.network]), connection.idle_since_sequence_number)
         })
     }
 }
@@ -65,36 +66,36 @@ impl ConnectionSlots {
     }
 
     /// Waits for a free slot and occupies it with a connection from this address.
-    pub(crate) async fn take(self: &Arc<Self>, address: IpAddr) -> ConnectionPermit {
+    pub(crate) async fn acquire_slot(self: &Arc<Self>, address: IpAddr) -> ConnectionPermit {
         let permit = loop {
             if let Ok(permit) = self.free_slots.clone().try_acquire_owned() {
                 break permit;
             }
-            if let Some(idlest) = self.connections().connection_to_close() {
-                idlest.close_signal.notify_one();
+            if let Some(idle_connection) = self.connections().longest_idle_connection() {
+                idle_connection.close_signal.notify_one();
             }
             if let Ok(Ok(permit)) = timeout(POLL_INTERVAL, self.free_slots.clone().acquire_owned()).await {
                 break permit;
             }
         };
-        let leave = Arc::new(Notify::new());
+        let close_signal = Arc::new(Notify::new());
         let mut connections = self.connections();
-        let number = connections.next_number();
-        let connection = Connection {
-            network: network(address),
+        let connection_number = connections.next_sequence_number();
+        let connection = TrackedConnection {
+            network: network_of_address(address),
             active_requests: 0,
-            idle_since_sequence: number,
-            close_signal: leave.clone(),
+            idle_since_sequence_number: connection_number,
+            close_signal: close_signal.clone(),
         };
-        connections.by_number.insert(number, connection);
+        connections.connections_by_number.insert(connection_number, connection);
         drop(connections);
-        ConnectionPermit { slots: self.clone(), number, close_signal: leave, _permit: permit }
+        ConnectionPermit { slots: self.clone(), connection_number, close_signal, _permit: permit }
     }
 }
 
 pub(crate) struct ConnectionPermit {
     slots: Arc<ConnectionSlots>,
-    number: u64,
+    connection_number: u64,
     close_signal: Arc<Notify>,
     _permit: OwnedSemaphorePermit,
 }
@@ -113,8 +114,8 @@ impl ConnectionPermit {
             if self
                 .slots
                 .connections()
-                .by_number
-                .get(&self.number)
+                .connections_by_number
+                .get(&self.connection_number)
                 .is_none_or(|connection| connection.active_requests == 0)
             {
                 return;
@@ -122,10 +123,10 @@ impl ConnectionPermit {
         }
     }
 
-    fn update_connection(&self, change: impl FnOnce(&mut Connection, u64)) {
+    fn update_connection(&self, change: impl FnOnce(&mut TrackedConnection, u64)) {
         let mut connections = self.slots.connections();
-        let sequence_number = connections.next_number();
-        if let Some(connection) = connections.by_number.get_mut(&self.number) {
+        let sequence_number = connections.next_sequence_number();
+        if let Some(connection) = connections.connections_by_number.get_mut(&self.connection_number) {
             change(connection, sequence_number);
         }
     }
@@ -133,7 +134,7 @@ impl ConnectionPermit {
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        self.slots.connections().by_number.remove(&self.number);
+        self.slots.connections().connections_by_number.remove(&self.connection_number);
     }
 }
 
@@ -142,8 +143,9 @@ pub(crate) struct ActiveRequestGuard(Arc<ConnectionPermit>);
 
 impl Drop for ActiveRequestGuard {
     fn drop(&mut self) {
-        self.0.update_connection(|connection, moment| {
-            (connection.active_requests, connection.idle_since_sequence) = (connection.active_requests - 1, moment)
+        self.0.update_connection(|connection, sequence_number| {
+            (connection.active_requests, connection.idle_since_sequence_number) =
+                (connection.active_requests - 1, sequence_number)
         });
     }
 }

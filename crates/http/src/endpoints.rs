@@ -31,9 +31,9 @@ use coreward_api::{Caller, Role};
 /// Default maximum size of a request's body, in bytes.
 pub const DEFAULT_MAX_BODY_BYTES: usize = 64 << 10;
 /// Maximum size of a request's fleet document, in bytes. 16,384 servers and 1,000 services take about 2 MB.
-pub const MAX_DOCUMENT_BYTES: usize = 8 << 20;
+pub const MAX_FLEET_DOCUMENT_BYTES: usize = 8 << 20;
 /// Time limit for the handler of a request to begin its answer.
-const TIMEOUT: Duration = Duration::from_secs(30);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 /// Name that the OpenAPI document gives to authentication with bearer tokens.
 const TOKEN_SECURITY_SCHEME: &str = "token";
 
@@ -42,7 +42,7 @@ const TOKEN_SECURITY_SCHEME: &str = "token";
 pub struct RequestCounts(Mutex<BTreeMap<u16, u64>>);
 
 impl RequestCounts {
-    fn count(&self, status: u16) {
+    fn record_status(&self, status: u16) {
         *self.0.lock().entry(status).or_default() += 1;
     }
 
@@ -57,7 +57,7 @@ pub struct AccessControl {
     tokens: Arc<Tokens>,
     sessions: Sessions,
     revocation_list: RevocationList,
-    limits: RateLimits,
+    rate_limits: RateLimits,
     request_counts: Arc<RequestCounts>,
     /// Counter that grows when credentials are reloaded. Streaming answers then end.
     permission_changes: watch::Sender<u64>,
@@ -66,8 +66,15 @@ pub struct AccessControl {
 impl AccessControl {
     /// Creates an access control that accepts callers with one of these tokens, or with an unrevoked certificate.
     pub fn new(tokens: Arc<Tokens>, revocation_list: RevocationList, request_counts: Arc<RequestCounts>) -> Self {
-        let (sessions, limits) = (Sessions::default(), RateLimits::default());
-        Self { tokens, sessions, revocation_list, limits, request_counts, permission_changes: watch::Sender::new(0) }
+        let (sessions, rate_limits) = (Sessions::default(), RateLimits::default());
+        Self {
+            tokens,
+            sessions,
+            revocation_list,
+            rate_limits,
+            request_counts,
+            permission_changes: watch::Sender::new(0),
+        }
     }
 
     /// Reads the token files again. If a token has changed, sessions that began with a token end. Sessions that began
@@ -77,7 +84,7 @@ impl AccessControl {
     pub fn reload(&self) -> anyhow::Result<()> {
         let outcome = self.tokens.reload();
         self.sessions.end_sessions_of_certificates();
-        if outcome.as_ref().is_ok_and(|others| *others) {
+        if outcome.as_ref().is_ok_and(|has_changed| *has_changed) {
             self.sessions.end_sessions_of_tokens();
         }
         self.permission_changes.send_modify(|count| *count += 1);
@@ -104,13 +111,13 @@ impl AccessControl {
         };
         let role_and_principal = match (request.headers().get(header::AUTHORIZATION), &peer.certificate) {
             (Some(authorization), _) => self.authenticate_token(authorization),
-            (None, Some(certified)) => Some((certified.role, certified.name.clone())),
+            (None, Some(certificate)) => Some((certificate.role, certificate.name.clone())),
             (None, None) => session_caller(),
         };
         match role_and_principal {
-            Some((role, who)) => Ok(Caller { role, address: peer.address, principal: who }),
+            Some((role, principal)) => Ok(Caller { role, address: peer.address, principal }),
             None => {
-                self.limits.count_rejected_request(peer.address)?;
+                self.rate_limits.count_rejected_request(peer.address)?;
                 let expected = "expected `Authorization: Bearer TOKEN` with the token of a role (viewer.token or \
                                 operator.token in the controller's folder), or by TLS the certificate of an operator \
                                 or a viewer";
@@ -137,35 +144,39 @@ pub fn token_id(token: &str) -> String {
 /// Checks that run before an endpoint's handler.
 #[derive(Clone)]
 struct RouteGuard {
-    guard: Arc<AccessControl>,
+    access_control: Arc<AccessControl>,
     required_role: Role,
 }
 
-async fn authorize(State(gate): State<RouteGuard>, request: Request, next: Next) -> Response {
-    let response = admit(&gate, request, next).await;
-    gate.guard.request_counts.count(response.status().as_u16());
+async fn authorize(State(route_guard): State<RouteGuard>, request: Request, next: Next) -> Response {
+    let response = admit(&route_guard, request, next).await;
+    route_guard.access_control.request_counts.record_status(response.status().as_u16());
     response
 }
 
-async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response {
-    let admitted = gate.guard.authenticate(&request).and_then(|caller| {
-        gate.guard.limits.count_request(caller.role, caller.address, gate.required_role == Role::Operator)?;
-        if caller.role < gate.required_role {
+async fn admit(route_guard: &RouteGuard, mut request: Request, next: Next) -> Response {
+    let caller_result = route_guard.access_control.authenticate(&request).and_then(|caller| {
+        route_guard.access_control.rate_limits.count_request(
+            caller.role,
+            caller.address,
+            route_guard.required_role == Role::Operator,
+        )?;
+        if caller.role < route_guard.required_role {
             let detail = format!(
                 "the token or certificate is that of a {}: expected that of an {}",
-                caller.role, gate.required_role
+                caller.role, route_guard.required_role
             );
             return Err(Problem::new(ProblemKind::Forbidden, detail));
         }
         Ok(caller)
     });
-    match admitted {
+    match caller_result {
         Err(problem) => problem.into_response(),
         Ok(caller) => {
             request.extensions_mut().insert(caller);
-            let answer = tokio::time::timeout(TIMEOUT, next.run(request)).await;
-            answer.unwrap_or_else(|_| {
-                let detail = format!("no answer within {} s", TIMEOUT.as_secs());
+            let response = tokio::time::timeout(ANSWER_TIMEOUT, next.run(request)).await;
+            response.unwrap_or_else(|_| {
+                let detail = format!("no answer within {} s", ANSWER_TIMEOUT.as_secs());
                 Problem::new(ProblemKind::Timeout, detail).into_response()
             })
         }
@@ -174,7 +185,7 @@ async fn admit(gate: &RouteGuard, mut request: Request, next: Next) -> Response 
 
 /// Builder that makes the API's router and its OpenAPI document from the endpoints that are added.
 pub struct Endpoints<S> {
-    guard: Arc<AccessControl>,
+    access_control: Arc<AccessControl>,
     router: OpenApiRouter<S>,
 }
 
@@ -184,7 +195,7 @@ struct BaseDocument;
 
 impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
     /// Creates a builder without endpoints. `title` and `description` are for the OpenAPI document.
-    pub fn new(guard: Arc<AccessControl>, title: &str, description: &str) -> Self {
+    pub fn new(access_control: Arc<AccessControl>, title: &str, description: &str) -> Self {
         let mut document = BaseDocument::openapi();
         document.info.title = title.to_owned();
         document.info.description = Some(description.to_owned());
@@ -194,20 +205,21 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
         ));
         let components = document.components.get_or_insert_default();
         components.add_security_scheme(TOKEN_SECURITY_SCHEME, SecurityScheme::Http(token_scheme.build()));
-        Self { guard, router: OpenApiRouter::with_openapi(document) }
+        Self { access_control, router: OpenApiRouter::with_openapi(document) }
     }
 
     /// Adds an endpoint (`routes!(handler)`) for callers that have at least this role.
-    pub fn add(self, needed: Role, routes: UtoipaMethodRouter<S>) -> Self {
-        self.add_with_body(needed, DEFAULT_MAX_BODY_BYTES, routes)
+    pub fn add(self, required_role: Role, routes: UtoipaMethodRouter<S>) -> Self {
+        self.add_with_body(required_role, DEFAULT_MAX_BODY_BYTES, routes)
     }
 
     /// Like [`Endpoints::add`], with another maximum size of a request's body, in bytes.
-    pub fn add_with_body(mut self, needed: Role, body: usize, routes: UtoipaMethodRouter<S>) -> Self {
+    pub fn add_with_body(mut self, required_role: Role, max_body_bytes: usize, routes: UtoipaMethodRouter<S>) -> Self {
         let (schemas, mut paths, router) = routes;
-        paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, needed));
-        let gate = RouteGuard { guard: self.guard.clone(), required_role: needed };
-        let router = router.layer(DefaultBodyLimit::max(body)).route_layer(from_fn_with_state(gate, authorize));
+        paths.paths.values_mut().flat_map(operations).for_each(|operation| describe(operation, required_role));
+        let route_guard = RouteGuard { access_control: self.access_control.clone(), required_role };
+        let router =
+            router.layer(DefaultBodyLimit::max(max_body_bytes)).route_layer(from_fn_with_state(route_guard, authorize));
         self.router = self.router.routes((schemas, paths, router));
         self
     }
@@ -220,27 +232,29 @@ impl<S: Clone + Send + Sync + 'static> Endpoints<S> {
             .method_not_allowed_fallback(async || {
                 Problem::new(ProblemKind::MethodNotAllowed, "expected one of the methods in `Allow`")
             })
-            .layer(map_response(with_common_headers));
+            .layer(map_response(add_common_headers));
         (router, document)
     }
 }
 
 /// Adds headers that forbid caching the answer and guessing its content type.
-async fn with_common_headers(mut response: Response) -> Response {
+async fn add_common_headers(mut response: Response) -> Response {
     let headers = response.headers_mut();
     headers.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     response
 }
 
-fn operations(item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
-    [&mut item.get, &mut item.put, &mut item.post, &mut item.delete, &mut item.patch].into_iter().flatten()
+fn operations(path_item: &mut PathItem) -> impl Iterator<Item = &mut Operation> {
+    [&mut path_item.get, &mut path_item.put, &mut path_item.post, &mut path_item.delete, &mut path_item.patch]
+        .into_iter()
+        .flatten()
 }
 
 /// Adds the required role, and the errors that every operation can return, to an operation of the OpenAPI document.
-fn describe(operation: &mut Operation, needed: Role) {
+fn describe(operation: &mut Operation, required_role: Role) {
     // OpenAPI 3.1, Security Requirement Object. The array may name the required roles of a scheme without scopes.
-    operation.security = Some(vec![SecurityRequirement::new(TOKEN_SECURITY_SCHEME, [needed.name()])]);
+    operation.security = Some(vec![SecurityRequirement::new(TOKEN_SECURITY_SCHEME, [required_role.name()])]);
     let mut errors = vec![
         ("400", "The request is malformed"),
         ("401", "No valid token or certificate"),

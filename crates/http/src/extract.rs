@@ -33,11 +33,12 @@ impl<S: Send + Sync, T: DeserializeOwned + Send + 'static> FromRequest<S> for Js
     async fn from_request(request: Request, state: &S) -> Result<Self, Problem> {
         let (head, body) = request.into_parts();
         // The content type is checked before the body is received, with an empty JSON object in its place.
-        let empty = Request::from_parts(head.clone(), Body::from("{}"));
-        axum::Json::<JsonObject<IgnoredAny>>::from_request(empty, state).await.map(drop)?;
+        let request_with_empty_object = Request::from_parts(head.clone(), Body::from("{}"));
+        axum::Json::<JsonObject<IgnoredAny>>::from_request(request_with_empty_object, state).await.map(drop)?;
         let bytes = Bytes::from_request(Request::from_parts(head, body), state).await?;
-        let size = if bytes.len() > DEFAULT_MAX_BODY_BYTES { WorkSize::Large } else { WorkSize::Small };
-        let axum::Json(JsonObject(body)) = work::run(size, move || axum::Json::from_bytes(&bytes)).await??;
+        let work_size = if bytes.len() > DEFAULT_MAX_BODY_BYTES { WorkSize::Large } else { WorkSize::Small };
+        let axum::Json(JsonObject(body)) =
+            work::run_on_worker(work_size, move || axum::Json::from_bytes(&bytes)).await??;
         Ok(Self(body))
     }
 }

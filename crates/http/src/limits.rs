@@ -61,12 +61,15 @@ const BURST_FACTOR: NonZeroU32 = NonZeroU32::new(BURST_RATE_MULTIPLE).unwrap();
 impl RateLimits {
     /// Counts a request of an authenticated caller. Fails if the caller's rate limit is exceeded.
     pub fn count_request(&self, role: Role, address: IpAddr, writes: bool) -> Result<(), Problem> {
-        self.check_limiter(if writes { &self.write_limiter } else { &self.read_limiter }, &(role, network(address)))
+        self.check_limiter(
+            if writes { &self.write_limiter } else { &self.read_limiter },
+            &(role, network_of_address(address)),
+        )
     }
 
     /// Counts a request without a valid credential. Fails if the address's rate limit is exceeded.
     pub fn count_rejected_request(&self, address: IpAddr) -> Result<(), Problem> {
-        self.check_limiter(&self.rejection_limiter, &network(address))
+        self.check_limiter(&self.rejection_limiter, &network_of_address(address))
     }
 
     fn check_limiter<K: std::hash::Hash + Eq + Clone>(
@@ -77,18 +80,18 @@ impl RateLimits {
         if limiter.len() > MAX_TRACKED_CALLERS {
             limiter.retain_recent();
         }
-        limiter.check_key(key).map_err(|not_yet| too_many_requests(not_yet.wait_time_from(self.clock.now())))
+        limiter.check_key(key).map_err(|not_until| too_many_requests(not_until.wait_time_from(self.clock.now())))
     }
 }
 
 fn too_many_requests(wait: Duration) -> Problem {
     let seconds = wait.as_millis().div_ceil(1000).max(1) as u64;
     Problem::new(ProblemKind::TooManyRequests, format!("too many requests: expected none within {seconds} s"))
-        .retry_after(seconds)
+        .with_retry_after(seconds)
 }
 
 /// Returns the address, or the /64 network of an IPv6 address, because one host may use every address in that network.
-pub(crate) fn network(address: IpAddr) -> IpAddr {
+pub(crate) fn network_of_address(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(v6) => IpAddr::V6(Ipv6Addr::from_bits(v6.to_bits() & !u128::from(u64::MAX))),
         v4 => v4,
@@ -104,16 +107,19 @@ mod tests {
         let limits = RateLimits::default();
         let address = |last: u16| IpAddr::from(Ipv6Addr::new(0xfd00, 0, 0, 0, 0, 0, 0, last));
         let start = std::time::Instant::now();
-        let (allowed, problem) = (0..=u16::MAX)
+        let (allowed_count, problem) = (0..=u16::MAX)
             .find_map(|n| {
                 limits.count_request(Role::Operator, address(n), true).err().map(|problem| (u32::from(n), problem))
             })
             .unwrap();
-        let (burst, earned) = (
+        let (burst, replenished_count) = (
             MAX_WRITES_PER_SECOND.get() * BURST_RATE_MULTIPLE,
             start.elapsed().as_secs_f64() * f64::from(MAX_WRITES_PER_SECOND.get()),
         );
-        assert!((burst..=burst + earned as u32 + 1).contains(&allowed), "{allowed} allowed, {earned} earned meanwhile");
+        assert!(
+            (burst..=burst + replenished_count as u32 + 1).contains(&allowed_count),
+            "{allowed_count} allowed, {replenished_count} earned meanwhile"
+        );
         assert_eq!((problem.status, problem.retry_after_s), (429, Some(1)));
         assert!(limits.count_request(Role::Operator, address(1), false).is_ok());
         assert!(limits.count_request(Role::Viewer, address(1), true).is_ok());

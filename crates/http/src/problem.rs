@@ -126,9 +126,9 @@ impl Problem {
         }
     }
 
-    /// Returns the error for an object that does not exist. `what` is the kind of the object, such as `path`.
-    pub fn not_found(what: &str, name: &str) -> Self {
-        Self::new(ProblemKind::NotFound, format!("{what} {name:?} does not exist"))
+    /// Returns the error for an object that does not exist. `resource_kind` is the kind of the object, such as `path`.
+    pub fn not_found(resource_kind: &str, name: &str) -> Self {
+        Self::new(ProblemKind::NotFound, format!("{resource_kind} {name:?} does not exist"))
     }
 
     /// Returns the error for an internal fault of the controller.
@@ -137,14 +137,14 @@ impl Problem {
     }
 
     /// Sets the time after which the client may try again, in seconds.
-    pub fn retry_after(self, seconds: u64) -> Self {
+    pub fn with_retry_after(self, seconds: u64) -> Self {
         Self { retry_after_s: Some(seconds), ..self }
     }
 }
 
 impl From<&Diagnostics> for Problem {
     fn from(mistakes: &Diagnostics) -> Self {
-        let document_mistakes = mistakes.list.iter().map(DocumentMistake::from).collect();
+        let document_mistakes = mistakes.shown_diagnostics.iter().map(DocumentMistake::from).collect();
         Self { mistakes: document_mistakes, ..Self::new(ProblemKind::WrongDocument, mistakes.to_string()) }
     }
 }

@@ -27,9 +27,9 @@ pub struct ConnectionLimits {
     pub max_connections: usize,
     /// Time limit for receiving a request's head, from the end of the handshake or of the previous answer. The time
     /// from a request's head to its answer is not limited.
-    pub head_timeout: Duration,
+    pub request_head_timeout: Duration,
     /// Maximum size of a request's head, in bytes.
-    pub max_head_bytes: usize,
+    pub max_request_head_bytes: usize,
     /// Time after which a client that reads nothing of its answer is disconnected.
     pub write_timeout: Duration,
 }
@@ -38,8 +38,8 @@ impl Default for ConnectionLimits {
     fn default() -> Self {
         Self {
             max_connections: 512,
-            head_timeout: Duration::from_secs(10),
-            max_head_bytes: 32 << 10,
+            request_head_timeout: Duration::from_secs(10),
+            max_request_head_bytes: 32 << 10,
             write_timeout: Duration::from_secs(20),
         }
     }
@@ -136,21 +136,21 @@ impl Listener {
     }
 
     /// Serves requests until the returned guard is dropped or `background`, which runs on the same thread, ends. Each
-    /// worker thread calls `begin_thread` when it starts. Fails if threads cannot be created.
+    /// worker thread calls `on_thread_start` when it starts. Fails if threads cannot be created.
     pub fn serve(
         self,
         acceptor: impl Acceptor,
         router: Router,
-        begin_thread: impl Fn() + Send + Sync + 'static,
+        on_thread_start: impl Fn() + Send + Sync + 'static,
         background: impl Future<Output = ()> + Send + 'static,
     ) -> anyhow::Result<RunningServer> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .max_blocking_threads(work::WORKER_THREAD_COUNT)
-            .on_thread_start(begin_thread)
+            .on_thread_start(on_thread_start)
             .thread_name("api-work")
             .enable_all()
             .build()?;
-        let (alive, mut dropped) = oneshot::channel();
+        let (stop_sender, mut stop_receiver) = oneshot::channel();
         let run_server = move || {
             runtime.block_on(async move {
                 let listener = match tokio::net::TcpListener::from_std(self.listener) {
@@ -166,14 +166,14 @@ impl Listener {
                     }
                 };
                 tokio::select! {
-                    _ = &mut dropped => {}
+                    _ = &mut stop_receiver => {}
                     () = accept_connections(listener, self.connection_limits, acceptor, router) => {}
                     () = background => {}
                 }
             });
         };
         std::thread::Builder::new().name("api".to_owned()).spawn(run_server)?;
-        Ok(RunningServer { _stop_on_drop: alive })
+        Ok(RunningServer { _stop_on_drop: stop_sender })
     }
 }
 
@@ -184,14 +184,14 @@ pub struct RunningServer {
 
 async fn accept_connections(
     listener: tokio::net::TcpListener,
-    bounds: ConnectionLimits,
+    connection_limits: ConnectionLimits,
     acceptor: impl Acceptor,
     router: Router,
 ) {
-    let slots = ConnectionSlots::new(bounds.max_connections);
+    let slots = ConnectionSlots::new(connection_limits.max_connections);
     loop {
         let (stream, address) = match listener.accept().await {
-            Ok(accepted) => accepted,
+            Ok(connection) => connection,
             Err(error) => {
                 // There may be too many open files, for example. The pause gives other connections time to end.
                 tracing::warn!(
@@ -203,16 +203,16 @@ async fn accept_connections(
                 continue;
             }
         };
-        let permit = Arc::new(slots.take(address.ip()).await);
+        let permit = Arc::new(slots.acquire_slot(address.ip()).await);
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
-            let ended = tokio::select! {
+            let outcome = tokio::select! {
                 // The connection is polled first, so that a client with a new request is not disconnected as idle.
                 biased;
-                ended = serve_connection(stream, address, bounds, &permit, acceptor, router) => ended,
+                outcome = serve_connection(stream, address, connection_limits, &permit, acceptor, router) => outcome,
                 () = permit.wait_until_needed() => Err("idle, and its slot is needed for another connection".into()),
             };
-            if let Err(error) = ended {
+            if let Err(error) = outcome {
                 tracing::debug!(
                     event = "api-connection-ended",
                     peer = %address,
@@ -227,23 +227,23 @@ async fn accept_connections(
 async fn serve_connection(
     stream: TcpStream,
     address: SocketAddr,
-    bounds: ConnectionLimits,
+    connection_limits: ConnectionLimits,
     permit: &Arc<ConnectionPermit>,
     acceptor: impl Acceptor,
     router: Router,
 ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     stream.set_nodelay(true)?;
-    socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(bounds.write_timeout))?;
+    socket2::SockRef::from(&stream).set_tcp_user_timeout(Some(connection_limits.write_timeout))?;
     let (stream, peer) = acceptor.accept(stream, address).await?;
-    let answers = TowerToHyperService::new(router.layer(axum::Extension(peer)));
+    let router_service = TowerToHyperService::new(router.layer(axum::Extension(peer)));
     let service = service_fn(|request| {
-        let (guard, answer) = (permit.begin_request(), answers.call(request));
+        let (guard, answer) = (permit.begin_request(), router_service.call(request));
         async { answer.await.map(|answer| answer.map(|body| TrackedBody { body, _guard: guard })) }
     });
     http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(bounds.head_timeout)
-        .max_buf_size(bounds.max_head_bytes)
+        .header_read_timeout(connection_limits.request_head_timeout)
+        .max_buf_size(connection_limits.max_request_head_bytes)
         .serve_connection(TokioIo::new(stream), service)
         .await?;
     Ok(())

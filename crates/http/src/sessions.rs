@@ -25,7 +25,7 @@ pub struct Sessions(Mutex<Vec<Session>>);
 
 /// Kind of credential with which a session began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SessionProof {
+pub enum SessionCredential {
     /// Token of a role.
     Token,
     /// Client certificate.
@@ -37,13 +37,13 @@ pub enum SessionProof {
     },
 }
 
-impl SessionProof {
-    fn is_valid(&self, revoked: &RevocationList) -> bool {
+impl SessionCredential {
+    fn is_valid(&self, revocation_list: &RevocationList) -> bool {
         match self {
             Self::Token => true,
             Self::Certificate { fingerprint, not_after } => {
                 let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-                now < *not_after && !revoked.contains(fingerprint)
+                now < *not_after && !revocation_list.contains(fingerprint)
             }
         }
     }
@@ -51,13 +51,13 @@ impl SessionProof {
 
 struct Session {
     id: String,
-    credential: SessionProof,
+    credential: SessionCredential,
     expires_at: Instant,
 }
 
 impl Sessions {
     /// Begins a session and returns its `Set-Cookie` value. `encrypted` is whether the request arrived over TLS.
-    pub fn create(&self, proof: SessionProof, encrypted: bool) -> String {
+    pub fn create(&self, proof: SessionCredential, encrypted: bool) -> String {
         let mut bytes = [0; 32];
         let Ok(()) = UnwrapErr(SysRng).try_fill_bytes(&mut bytes);
         let id = URL_SAFE_NO_PAD.encode(bytes);
@@ -72,9 +72,9 @@ impl Sessions {
 
     /// Returns whether the request belongs to a valid session. One that began with a certificate ends with the
     /// certificate.
-    pub fn has_session(&self, headers: &HeaderMap, revoked: &RevocationList) -> bool {
+    pub fn has_session(&self, headers: &HeaderMap, revocation_list: &RevocationList) -> bool {
         let mut live_sessions = self.live_sessions();
-        live_sessions.retain(|session| session.credential.is_valid(revoked));
+        live_sessions.retain(|session| session.credential.is_valid(revocation_list));
         session_ids(headers).any(|id| live_sessions.iter().any(|session| session.has_id(id)))
     }
 
@@ -89,12 +89,12 @@ impl Sessions {
 
     /// Ends all sessions that began with a token.
     pub fn end_sessions_of_tokens(&self) {
-        self.live_sessions().retain(|session| session.credential != SessionProof::Token);
+        self.live_sessions().retain(|session| session.credential != SessionCredential::Token);
     }
 
     /// Ends all sessions that began with a certificate.
     pub fn end_sessions_of_certificates(&self) {
-        self.live_sessions().retain(|session| session.credential == SessionProof::Token);
+        self.live_sessions().retain(|session| session.credential == SessionCredential::Token);
     }
 
     fn live_sessions(&self) -> MutexGuard<'_, Vec<Session>> {
@@ -113,16 +113,16 @@ impl Session {
 
 /// Returns the value of a `Set-Cookie` header. Browsers send a `Secure` cookie only over TLS, and do not accept one
 /// that arrives unencrypted (RFC 6265bis, Sect. 4.1.2.5).
-fn cookie_header_value(id: &str, life: Duration, encrypted: bool) -> String {
+fn cookie_header_value(id: &str, max_age: Duration, encrypted: bool) -> String {
     let secure_attribute = if encrypted { "; Secure" } else { "" };
-    format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure_attribute}", life.as_secs())
+    format!("{COOKIE_NAME}={id}; Path=/; HttpOnly; SameSite=Strict; Max-Age={}{secure_attribute}", max_age.as_secs())
 }
 
 fn session_ids(headers: &HeaderMap) -> impl Iterator<Item = &str> {
     let cookie_headers = headers.get_all(header::COOKIE).iter().filter_map(|cookies| cookies.to_str().ok());
     cookie_headers
         .flat_map(|cookies| cookies.split(';'))
-        .filter_map(|pair| pair.trim().split_once('='))
+        .filter_map(|cookie_pair| cookie_pair.trim().split_once('='))
         .filter_map(|(name, value)| (name == COOKIE_NAME).then_some(value))
 }
 
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn session_lasts_until_logout() {
         let (sessions, revoked) = (Sessions::default(), RevocationList::default());
-        let cookie = sessions.create(SessionProof::Token, false);
+        let cookie = sessions.create(SessionCredential::Token, false);
         assert!(cookie.contains("HttpOnly; SameSite=Strict") && !cookie.contains("Secure"), "{cookie}");
         let headers = headers_with_cookie(cookie.split(';').next().unwrap());
         assert!(
@@ -151,9 +151,9 @@ mod tests {
         assert!(!sessions.has_session(&headers, &revoked));
         let begin_session = |by| headers_with_cookie(sessions.create(by, false).split(';').next().unwrap());
         let certificate_proof =
-            |n: u8, not_after| SessionProof::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
+            |n: u8, not_after| SessionCredential::Certificate { fingerprint: Fingerprint::sha256(&[n]), not_after };
         let [token, lost, kept, expired] = [
-            SessionProof::Token,
+            SessionCredential::Token,
             certificate_proof(1, Duration::MAX),
             certificate_proof(2, Duration::MAX),
             certificate_proof(3, Duration::from_secs(1)),
@@ -172,8 +172,8 @@ mod tests {
     fn oldest_session_is_evicted_at_limit() {
         let sessions = Sessions::default();
         let first_session_headers =
-            headers_with_cookie(sessions.create(SessionProof::Token, false).split(';').next().unwrap());
-        (0..MAX_SESSIONS).for_each(|_| drop(sessions.create(SessionProof::Token, false)));
+            headers_with_cookie(sessions.create(SessionCredential::Token, false).split(';').next().unwrap());
+        (0..MAX_SESSIONS).for_each(|_| drop(sessions.create(SessionCredential::Token, false)));
         assert!(!sessions.has_session(&first_session_headers, &RevocationList::default()));
         assert_eq!(sessions.live_sessions().len(), MAX_SESSIONS);
     }

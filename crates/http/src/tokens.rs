@@ -23,7 +23,7 @@ const TEMPORARY_NAME_BYTES: usize = 9;
 const MIN_TOKEN_LENGTH: usize = 32;
 
 /// Returns the path of the file that contains a role's token.
-pub fn token_file(directory: &Path, role: Role) -> PathBuf {
+pub fn token_path(directory: &Path, role: Role) -> PathBuf {
     directory.join(format!("{role}.token"))
 }
 
@@ -47,7 +47,7 @@ impl Tokens {
     /// [`open`](Self::open), and then the previous tokens stay valid.
     pub fn reload(&self) -> anyhow::Result<bool> {
         let read_token_of_role =
-            |role| read_or_create_token(&token_file(&self.directory, role)).map(|token| (role, token));
+            |role| read_or_create_token(&token_path(&self.directory, role)).map(|token| (role, token));
         let tokens = Role::ALL.into_iter().map(read_token_of_role).collect::<anyhow::Result<Vec<_>>>()?;
         ensure!(
             tokens[0].1.expose() != tokens[1].1.expose(),
@@ -64,7 +64,9 @@ impl Tokens {
     /// Returns the role that this token grants, or `None` if the token is unknown. The comparison takes constant time.
     pub fn role_of(&self, token: &str) -> Option<Role> {
         let tokens = self.tokens.read();
-        let is_equal = |(_, known): &&(Role, Secret<String>)| known.expose().as_bytes().ct_eq(token.as_bytes()).into();
+        let is_equal = |(_, stored_token): &&(Role, Secret<String>)| {
+            stored_token.expose().as_bytes().ct_eq(token.as_bytes()).into()
+        };
         tokens.iter().find(is_equal).map(|(role, _)| *role)
     }
 }
@@ -116,7 +118,7 @@ fn create_token_file(path: &Path, token: &str) -> std::io::Result<()> {
     std::fs::remove_file(&temporary_path)?;
     match result {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => Ok(()),
-        made => made,
+        result => result,
     }
 }
 
@@ -132,7 +134,7 @@ mod tests {
         let directory_path = directory.path();
         let tokens = Tokens::open(directory_path).unwrap();
         let [viewer, operator] = Role::ALL.map(|role| {
-            let path = token_file(directory_path, role);
+            let path = token_path(directory_path, role);
             assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
             std::fs::read_to_string(path).unwrap().trim().to_owned()
         });
@@ -162,7 +164,7 @@ mod tests {
                 threads.into_iter().map(|thread| thread.join().unwrap()).collect()
             });
             for role in Role::ALL {
-                let token_text = std::fs::read_to_string(token_file(directory.path(), role)).unwrap();
+                let token_text = std::fs::read_to_string(token_path(directory.path(), role)).unwrap();
                 assert!(token_sets.iter().all(|tokens| tokens.role_of(token_text.trim()) == Some(role)));
             }
             let file_count = std::fs::read_dir(directory.path()).unwrap().count();
@@ -175,15 +177,16 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let directory_path = directory.path();
         let tokens = Tokens::open(directory_path).unwrap();
-        let path = token_file(directory_path, Role::Operator);
+        let path = token_path(directory_path, Role::Operator);
         let old_token = std::fs::read_to_string(&path).unwrap();
-        for (wrong, expected) in [("short", "expected at least 32"), (&"ä".repeat(40), "expected at least 32")] {
-            std::fs::write(&path, wrong).unwrap();
+        for (invalid_token, expected) in [("short", "expected at least 32"), (&"ä".repeat(40), "expected at least 32")]
+        {
+            std::fs::write(&path, invalid_token).unwrap();
             let error = tokens.reload().unwrap_err().to_string();
-            assert!(error.contains(expected) && !error.contains(wrong), "{error}");
+            assert!(error.contains(expected) && !error.contains(invalid_token), "{error}");
         }
         assert_eq!(tokens.role_of(old_token.trim()), Some(Role::Operator));
-        std::fs::copy(token_file(directory_path, Role::Viewer), &path).unwrap();
+        std::fs::copy(token_path(directory_path, Role::Viewer), &path).unwrap();
         assert!(tokens.reload().unwrap_err().to_string().contains("expected one for each"));
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(tokens.reload().unwrap_err().to_string().contains("chmod 600"));

@@ -26,7 +26,7 @@ pub enum WorkSize {
 }
 
 static LARGE_WORK_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS);
-static LARGE_ANSWER_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS + MAX_WAITING_LARGE_REQUESTS);
+static LARGE_REQUEST_SLOTS: Semaphore = Semaphore::const_new(MAX_LARGE_REQUEST_THREADS + MAX_WAITING_LARGE_REQUESTS);
 
 /// Answer of a handler, encoded in JSON.
 #[derive(Debug)]
@@ -45,19 +45,22 @@ pub async fn compute_answer<T: Serialize>(
     size: WorkSize,
     work: impl FnOnce() -> Result<T, Problem> + Send + 'static,
 ) -> Result<JsonAnswer, Problem> {
-    run(size, move || {
-        let text = serde_json::to_vec(&work()?);
-        text.map(JsonAnswer).map_err(|error| internal_problem(&error))
+    run_on_worker(size, move || {
+        let json = serde_json::to_vec(&work()?);
+        json.map(JsonAnswer).map_err(|error| internal_problem(&error))
     })
     .await?
 }
 
 /// Runs `work` on a worker thread. Fails if too many requests wait, or if `work` panics.
-pub async fn run<T: Send + 'static>(size: WorkSize, work: impl FnOnce() -> T + Send + 'static) -> Result<T, Problem> {
-    let turn = acquire_permits(size).await?;
+pub async fn run_on_worker<T: Send + 'static>(
+    size: WorkSize,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Result<T, Problem> {
+    let permits = acquire_permits(size).await?;
     let outcome = tokio::task::spawn_blocking(move || {
         // The permit is held even if the caller disconnects, because the work occupies its thread until it ends.
-        let _turn = turn;
+        let _permits = permits;
         work()
     });
     outcome.await.map_err(|error| internal_problem(&error))
@@ -73,10 +76,10 @@ async fn acquire_permits(
     if size == WorkSize::Small {
         return Ok(None);
     }
-    let place = LARGE_ANSWER_SLOTS.try_acquire().map_err(|_| {
+    let queue_permit = LARGE_REQUEST_SLOTS.try_acquire().map_err(|_| {
         let detail = format!("{MAX_WAITING_LARGE_REQUESTS} requests with large bodies wait already: expected fewer");
-        Problem::new(ProblemKind::TooManyRequests, detail).retry_after(1)
+        Problem::new(ProblemKind::TooManyRequests, detail).with_retry_after(1)
     })?;
-    let turn = LARGE_WORK_SLOTS.acquire().await.map_err(|error| internal_problem(&error))?;
-    Ok(Some((place, turn)))
+    let work_permit = LARGE_WORK_SLOTS.acquire().await.map_err(|error| internal_problem(&error))?;
+    Ok(Some((queue_permit, work_permit)))
 }

@@ -24,13 +24,13 @@ use crate::config::Announce;
 /// Protocol number of the routes, as in `ip route`. Neither the kernel nor iproute2 assigns this number to a protocol.
 const ROUTE_PROTOCOL: RouteProtocol = RouteProtocol::Other(174);
 /// Interval between the checks whether other programs have changed the routing table.
-const READ_INTERVAL: Duration = Duration::from_secs(10);
+const ROUTE_READ_INTERVAL: Duration = Duration::from_secs(10);
 
 pub struct Announcer {
-    handle: Handle,
+    netlink_handle: Handle,
     route_table_id: u32,
     announced_vips: BTreeSet<IpAddr>,
-    last_read: Instant,
+    last_read_at: Instant,
     netlink_task: AbortHandle,
 }
 
@@ -46,16 +46,17 @@ pub struct AnnounceState {
 impl Announcer {
     /// Reads the routes that an earlier process added. Fails when the kernel does not show its routes.
     pub async fn start(config: &Announce) -> anyhow::Result<Self> {
-        let (connection, handle, _) = rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;
-        let answers = tokio::spawn(connection).abort_handle();
+        let (connection, netlink_handle, _) =
+            rtnetlink::new_connection().context("cannot open a netlink socket for routes")?;
+        let netlink_task = tokio::spawn(connection).abort_handle();
         let mut announcer = Self {
-            handle,
+            netlink_handle,
             route_table_id: config.table,
             announced_vips: BTreeSet::new(),
-            last_read: Instant::now(),
-            netlink_task: answers,
+            last_read_at: Instant::now(),
+            netlink_task,
         };
-        announcer.read().await?;
+        announcer.read_routes().await?;
         Ok(announcer)
     }
 
@@ -67,15 +68,15 @@ impl Announcer {
         self.announced_vips.len()
     }
 
-    /// Announces exactly the `wanted` VIPs and withdraws all others. Fails when the kernel rejects a route.
-    pub async fn announce(&mut self, wanted: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
-        if self.last_read.elapsed() >= READ_INTERVAL {
-            self.read().await?;
+    /// Announces exactly the `announceable_vips` VIPs and withdraws all others. Fails when the kernel rejects a route.
+    pub async fn announce(&mut self, announceable_vips: &BTreeSet<IpAddr>) -> anyhow::Result<()> {
+        if self.last_read_at.elapsed() >= ROUTE_READ_INTERVAL {
+            self.read_routes().await?;
         }
-        let gone: Vec<IpAddr> = self.announced_vips.difference(wanted).copied().collect();
-        for vip in gone {
-            let deleted = self.handle.route().del(vip_route(vip, self.route_table_id)?).execute().await;
-            deleted.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
+        let withdrawn_vips: Vec<IpAddr> = self.announced_vips.difference(announceable_vips).copied().collect();
+        for vip in withdrawn_vips {
+            let delete_result = self.netlink_handle.route().del(vip_route(vip, self.route_table_id)?).execute().await;
+            delete_result.with_context(|| format!("VIP {vip} cannot be withdrawn"))?;
             self.announced_vips.remove(&vip);
             tracing::info!(
                 event = "vip-withdrawn",
@@ -84,10 +85,11 @@ impl Announcer {
                 "the load balancer has deleted the route that announces the VIP"
             );
         }
-        let new: Vec<IpAddr> = wanted.difference(&self.announced_vips).copied().collect();
-        for vip in new {
-            let added = self.handle.route().add(vip_route(vip, self.route_table_id)?).replace().execute().await;
-            added.with_context(|| format!("VIP {vip} cannot be announced"))?;
+        let new_vips: Vec<IpAddr> = announceable_vips.difference(&self.announced_vips).copied().collect();
+        for vip in new_vips {
+            let add_result =
+                self.netlink_handle.route().add(vip_route(vip, self.route_table_id)?).replace().execute().await;
+            add_result.with_context(|| format!("VIP {vip} cannot be announced"))?;
             self.announced_vips.insert(vip);
             tracing::info!(
                 event = "vip-announced",
@@ -101,25 +103,26 @@ impl Announcer {
 
     /// Returns whether the network interface is up. Fails when it does not exist.
     pub async fn is_interface_up(&self, interface: &str) -> anyhow::Result<bool> {
-        let links = self.handle.link().get().match_name(interface.to_owned()).execute();
-        let mut links = std::pin::pin!(links);
-        let missing = || format!("interface {interface}: expected a device of this network namespace");
-        let link: LinkMessage = links.next().await.with_context(missing)??;
+        let links = self.netlink_handle.link().get().match_name(interface.to_owned()).execute();
+        let mut link_stream = std::pin::pin!(links);
+        let missing_device_message = || format!("interface {interface}: expected a device of this network namespace");
+        let link: LinkMessage = link_stream.next().await.with_context(missing_device_message)??;
         Ok(link.header.flags.contains(LinkFlags::Up | LinkFlags::LowerUp))
     }
 
-    async fn read(&mut self) -> anyhow::Result<()> {
-        let requests = [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()];
-        let mut found = BTreeSet::new();
-        for request in requests {
-            let routes = self.handle.route().get(request).execute();
-            let mut routes = std::pin::pin!(routes);
-            while let Some(route) = routes.next().await {
+    async fn read_routes(&mut self) -> anyhow::Result<()> {
+        let route_requests =
+            [RouteMessageBuilder::<Ipv4Addr>::new().build(), RouteMessageBuilder::<Ipv6Addr>::new().build()];
+        let mut announced_vips = BTreeSet::new();
+        for request in route_requests {
+            let routes = self.netlink_handle.route().get(request).execute();
+            let mut route_stream = std::pin::pin!(routes);
+            while let Some(route) = route_stream.next().await {
                 let route = route.context("cannot read the kernel's routes")?;
-                found.extend(announced_vip(&route, self.route_table_id));
+                announced_vips.extend(announced_vip(&route, self.route_table_id));
             }
         }
-        (self.announced_vips, self.last_read) = (found, Instant::now());
+        (self.announced_vips, self.last_read_at) = (announced_vips, Instant::now());
         Ok(())
     }
 }
@@ -128,9 +131,9 @@ fn host_prefix_length(vip: IpAddr) -> u8 {
     if vip.is_ipv4() { 32 } else { 128 }
 }
 
-fn vip_route(vip: IpAddr, table: u32) -> anyhow::Result<RouteMessage> {
+fn vip_route(vip: IpAddr, route_table_id: u32) -> anyhow::Result<RouteMessage> {
     let route = RouteMessageBuilder::<IpAddr>::new().destination_prefix(vip, host_prefix_length(vip))?;
-    Ok(route.table_id(table).protocol(ROUTE_PROTOCOL).kind(RouteType::BlackHole).build())
+    Ok(route.table_id(route_table_id).protocol(ROUTE_PROTOCOL).kind(RouteType::BlackHole).build())
 }
 
 impl Drop for Announcer {
@@ -139,13 +142,13 @@ impl Drop for Announcer {
     }
 }
 
-fn announced_vip(route: &RouteMessage, table: u32) -> Option<IpAddr> {
+fn announced_vip(route: &RouteMessage, own_table_id: u32) -> Option<IpAddr> {
     let table_attribute = route.attributes.iter().find_map(|attribute| match attribute {
-        RouteAttribute::Table(table) => Some(*table),
+        RouteAttribute::Table(table_id) => Some(*table_id),
         _ => None,
     });
     let route_table_id = table_attribute.unwrap_or(route.header.table.into());
-    if route_table_id != table || route.header.protocol != ROUTE_PROTOCOL {
+    if route_table_id != own_table_id || route.header.protocol != ROUTE_PROTOCOL {
         return None;
     }
     let destination = route.attributes.iter().find_map(|attribute| match attribute {

@@ -53,7 +53,7 @@ const STOP_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// when no load balancer runs, it does not have the service, or the file cannot be written.
 pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let config = Config::load(&args.config)?;
-    let service = find_service(&args.service, &capture::services(&config.pin_directory)?)?;
+    let service = find_service(&args.service, &capture::pinned_services(&config.pin_directory)?)?;
     let options = Options { pin_directory: config.pin_directory, service, max_captured_bytes: args.length };
     let mut packet_sink = match &args.out {
         Some(path) => PacketSink::PcapNgFile(PcapNgFile::create(path, args.annotate)?),
@@ -64,21 +64,21 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let stop_flag = stop_flag_on_signal()?;
     let monotonic_epoch = monotonic_clock_epoch()?;
     let started_at = Instant::now();
-    let (mut packets, mut failure) = (0, None);
+    let (mut packet_count, mut write_error) = (0, None);
     while !stop_flag.load(Ordering::Relaxed)
-        && failure.is_none()
-        && args.count.is_none_or(|count| packets < count)
+        && write_error.is_none()
+        && args.count.is_none_or(|count| packet_count < count)
         && args.seconds.is_none_or(|seconds| started_at.elapsed() < Duration::from_secs(seconds))
     {
         capture.poll(STOP_CHECK_INTERVAL, &mut |packet| {
-            if failure.is_none() && args.count.is_none_or(|count| packets < count) {
-                packets += 1;
-                failure = packet_sink.write_packet(monotonic_epoch + packet.time, &packet).err();
+            if write_error.is_none() && args.count.is_none_or(|count| packet_count < count) {
+                packet_count += 1;
+                write_error = packet_sink.write_packet(monotonic_epoch + packet.arrival_time, &packet).err();
             }
         })?;
     }
-    eprintln!("{packets} packets captured, {} records lost", capture.lost_record_count());
-    match failure {
+    eprintln!("{packet_count} packets captured, {} records lost", capture.lost_record_count());
+    match write_error {
         // A closed pipe (as with `| head`) is an orderly end.
         Some(error) if is_broken_pipe(&error) => Ok(()),
         Some(error) => Err(error),
@@ -90,14 +90,20 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref().is_some_and(|error: &std::io::Error| error.kind() == std::io::ErrorKind::BrokenPipe)
 }
 
-pub(crate) fn find_service(wanted: &str, known: &[(ServiceAddress, String)]) -> anyhow::Result<ServiceAddress> {
-    let is_wanted_service = |(address, name): &&(ServiceAddress, String)| {
+pub(crate) fn find_service(
+    requested_service: &str,
+    services_and_names: &[(ServiceAddress, String)],
+) -> anyhow::Result<ServiceAddress> {
+    let is_requested_service = |(address, name): &&(ServiceAddress, String)| {
         let address_text = address.to_string();
-        name == wanted || address_text == wanted || address_text.strip_suffix("/tcp") == Some(wanted)
+        name == requested_service
+            || address_text == requested_service
+            || address_text.strip_suffix("/tcp") == Some(requested_service)
     };
-    let Some((address, _)) = known.iter().find(is_wanted_service) else {
-        let known_services: Vec<String> = known.iter().map(|(address, name)| format!("{name} ({address})")).collect();
-        bail!("service {wanted:?}: expected one of {}", known_services.join(", "));
+    let Some((address, _)) = services_and_names.iter().find(is_requested_service) else {
+        let known_services: Vec<String> =
+            services_and_names.iter().map(|(address, name)| format!("{name} ({address})")).collect();
+        bail!("service {requested_service:?}: expected one of {}", known_services.join(", "));
     };
     Ok(*address)
 }
@@ -126,7 +132,11 @@ impl PacketSink {
             PacketSink::TextLines => {
                 let decision_comment = DecisionComment(packet);
                 let (seconds, micros) = (time.as_secs(), time.subsec_micros());
-                Ok(writeln!(std::io::stdout(), "{seconds}.{micros:06} {} bytes: {decision_comment}", packet.length)?)
+                Ok(writeln!(
+                    std::io::stdout(),
+                    "{seconds}.{micros:06} {} bytes: {decision_comment}",
+                    packet.frame_length
+                )?)
             }
             PacketSink::PcapNgFile(file) => file.write_packet(time, packet),
         }
@@ -170,7 +180,7 @@ impl PcapNgFile {
         self.pcapng_writer.write_pcapng_block(EnhancedPacketBlock {
             interface_id: 0,
             timestamp: time,
-            original_len: packet.length,
+            original_len: packet.frame_length,
             data: packet.frame_in.as_slice().into(),
             options,
         })?;

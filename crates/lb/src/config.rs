@@ -77,7 +77,7 @@ config_struct! {
 string_enum!(
     OnStop,
     "what becomes of VIPs,",
-    [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, what)| (name.to_owned(), what))
+    [("withdraw", OnStop::Withdraw), ("keep", OnStop::Keep)].map(|(name, on_stop)| (name.to_owned(), on_stop))
 );
 
 /// Range of a timer, by which an entry is checked at least once a day and at most once a second.
@@ -94,11 +94,14 @@ config_struct! {
 }
 
 impl From<ConnectionTimers> for ConnectionTimeouts {
-    fn from(written: ConnectionTimers) -> Self {
-        let or = |timer: Option<IdleTimer>, default| timer.map_or(default, Duration::from);
-        let default = ConnectionTimeouts::default();
-        let (idle, closing) = (or(written.idle, default.idle), or(written.closing, default.closing));
-        ConnectionTimeouts { idle, closing, ..default }
+    fn from(configured_timers: ConnectionTimers) -> Self {
+        let timeout_or_default = |timer: Option<IdleTimer>, default| timer.map_or(default, Duration::from);
+        let default_timeouts = ConnectionTimeouts::default();
+        let (idle, closing) = (
+            timeout_or_default(configured_timers.idle, default_timeouts.idle),
+            timeout_or_default(configured_timers.closing, default_timeouts.closing),
+        );
+        ConnectionTimeouts { idle, closing, ..default_timeouts }
     }
 }
 

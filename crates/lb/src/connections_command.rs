@@ -40,7 +40,7 @@ impl SortBy {
     fn sort_key(self, connection: &Connection) -> u64 {
         match self {
             SortBy::Packets => connection.packet_count,
-            SortBy::Bytes => connection.bytes,
+            SortBy::Bytes => connection.byte_count,
         }
     }
 }
@@ -60,7 +60,7 @@ pub fn run(args: &ConnectionsArgs) -> anyhow::Result<String> {
     let counted_connections = pinned_connections.connections(service).inspect(|_| connection_count += 1);
     let top_connections =
         heaviest_connections(counted_connections, args.top, |connection| args.by.sort_key(connection));
-    let table_entry_count = pinned_connections.size().entry_count();
+    let table_entry_count = pinned_connections.table_size().entry_count();
     let heading = format!("{service}: {connection_count} connections in a table of {table_entry_count} entries");
     Ok(format!("{heading}\n{}", format_table(&top_connections, pinned_connections.packet_clock())))
 }
@@ -72,11 +72,11 @@ fn find_pin_directory(root: &Path) -> anyhow::Result<PathBuf> {
     let lb_directories: Vec<PathBuf> =
         root_entries.flatten().map(|entry| entry.path()).filter(has_connection_table).collect();
     match lb_directories.as_slice() {
-        [one] => Ok(one.clone()),
+        [only_directory] => Ok(only_directory.clone()),
         [] => bail!("no load balancer has pinned its maps below {}: give --pin-directory", root.display()),
-        several => {
+        directories => {
             let directory_names: Vec<String> =
-                several.iter().map(|directory| directory.display().to_string()).collect();
+                directories.iter().map(|directory| directory.display().to_string()).collect();
             bail!("several load balancers: give --pin-directory, one of {}", directory_names.join(", "))
         }
     }
@@ -91,9 +91,9 @@ fn format_table(connections: &[Connection], now: ClockTicks) -> Table {
             connection.client.to_string(),
             connection.identity.server.to_string(),
             connection.packet_count.to_string(),
-            connection.bytes.to_string(),
-            format_seconds(now.since(connection.opened_at)),
-            format_seconds(now.since(connection.last_packet_at)),
+            connection.byte_count.to_string(),
+            format_seconds(now.saturating_duration_since(connection.opened_at)),
+            format_seconds(now.saturating_duration_since(connection.last_packet_at)),
             state_name(connection).to_owned(),
         ]);
     }
@@ -127,10 +127,10 @@ mod tests {
         let server_id = ServerId::try_from(77).unwrap();
         let connection = Connection {
             index: ConnectionIndex::new(0, 5),
-            identity: EntryIdentity { tag: 1, generation: 2, service: 0, server: server_id },
+            identity: EntryIdentity { tag: 1, generation: 2, service_slot: 0, server: server_id },
             client: "10.1.0.7:40312".parse().unwrap(),
             packet_count: 12,
-            bytes: 3456,
+            byte_count: 3456,
             opened_at: ClockTicks(100),
             last_packet_at: ClockTicks(225),
             is_closing: true,

@@ -19,7 +19,7 @@ use coreward_tls::Role;
 use coreward_wire::address::address_bytes;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::v1::load_balancer_message::Message;
-use coreward_wire::{FleetChange, FleetConfiguration, STATE_INTERVAL, SocketAnswer, SocketQuery, table, v1};
+use coreward_wire::{FleetChange, FleetConfiguration, STATE_MESSAGE_INTERVAL, SocketAnswer, SocketQuery, table, v1};
 use prost::Message as _;
 use prost::bytes::Bytes;
 use tokio::sync::mpsc;
@@ -30,9 +30,9 @@ use crate::announce::{AnnounceState, Announcer};
 use crate::config::{Announce, Config, OnStop};
 use crate::forwarder::{Forwarder, PROGRAM_LOAD_TIMEOUT, log_rejection};
 use crate::health::HealthChecks;
-use crate::last_configuration::LastConfiguration;
+use crate::last_configuration::SavedConfigurationFile;
 use crate::resolvers::{MacResolution, NeighbourResolvers};
-use crate::sweeper::Sweeper;
+use crate::sweeper::ConnectionSweeper;
 
 /// Interval at which the data plane's clock is set and the next section of the connection table is swept.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
@@ -40,7 +40,7 @@ const TICK_INTERVAL: Duration = Duration::from_millis(100);
 const MIN_STATE_INTERVAL: Duration = Duration::from_millis(20);
 /// Maximum number of queued messages to the controller, which are states, traffic counts and socket queries.
 const MESSAGE_QUEUE_LENGTH: usize = 64;
-const RESOLVER_ENDED: &str = "a thread that resolves MAC addresses has ended";
+const RESOLVER_ENDED_ERROR: &str = "a thread that resolves MAC addresses has ended";
 
 /// Runs the load balancer until SIGTERM or SIGINT. Pinned programs and maps stay in use. Fails when the file is
 /// invalid, another daemon uses the pin directory, the interface does not exist, or the kernel rejects the program.
@@ -49,9 +49,9 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
     // Health checks of many servers need many concurrent connections, and each of them takes a file descriptor.
     coreward_daemon::raise_file_limit();
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
-    let mut balancer = LoadBalancer::load(lb_options(&config))?;
-    let attachment = balancer.attach(&config.interface, config.xdp_mode)?;
-    let start_action = match (balancer.is_taken_over(), balancer.is_upgrade_pending()) {
+    let mut load_balancer = LoadBalancer::load(lb_options(&config))?;
+    let attachment = load_balancer.attach(&config.interface, config.xdp_mode)?;
+    let start_action = match (load_balancer.is_taken_over(), load_balancer.is_upgrade_pending()) {
         (true, _) => "taken over its XDP program",
         (_, true) => "loaded its XDP program, which will replace the program of another version",
         _ => "attached its XDP program",
@@ -63,21 +63,26 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
         ?attachment,
         "the load balancer has {start_action}"
     );
-    let (resolvers, changes) = NeighbourResolvers::start(&config.interface)?;
+    let (neighbour_resolvers, resolution_receiver) = NeighbourResolvers::start(&config.interface)?;
     let connection_timers = config.connection_timers;
     let health_checks = HealthChecks::start(config.interface.clone())?;
-    let resolvers_and_routes = (resolvers, Routes::open().context("cannot open a netlink socket for routes")?);
+    let resolvers_and_routes =
+        (neighbour_resolvers, Routes::open().context("cannot open a netlink socket for routes")?);
     let interface_and_vlan = (config.interface.clone(), config.vlan.unwrap_or_default());
     let forwarder = Forwarder::new(
         config.name.clone(),
         interface_and_vlan,
-        balancer,
+        load_balancer,
         attachment,
         resolvers_and_routes,
         connection_timers,
         health_checks,
     );
-    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(config, forwarder, changes))
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(serve(
+        config,
+        forwarder,
+        resolution_receiver,
+    ))
 }
 
 /// Detaches the XDP program and removes all pins, which ends the forwarding of packets. Fails when the file is invalid,
@@ -85,20 +90,20 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 pub fn detach(config: &Path) -> anyhow::Result<()> {
     let config = Config::load(config)?;
     let _pin_lock = PinDirectoryLock::new(&config.pin_directory)?;
-    let mut balancer = LoadBalancer::load(lb_options(&config))?;
-    if !balancer.is_taken_over() && !balancer.is_upgrade_pending() {
+    let mut load_balancer = LoadBalancer::load(lb_options(&config))?;
+    if !load_balancer.is_taken_over() && !load_balancer.is_upgrade_pending() {
         tracing::info!(
             event = "nothing-pinned",
             pin_directory = %config.pin_directory.display(),
             "no XDP program of a load balancer is pinned: `--detach` has none to remove"
         );
     } else {
-        balancer.attach(&config.interface, config.xdp_mode)?;
+        load_balancer.attach(&config.interface, config.xdp_mode)?;
     }
     if let Some(announce) = &config.announce {
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(withdraw_vips(announce))?;
     }
-    balancer.detach()?;
+    load_balancer.detach()?;
     pins::remove_if_empty(&config.pin_directory)
 }
 
@@ -116,27 +121,28 @@ fn lb_options(config: &Config) -> lb::Options {
 async fn serve(
     config: Config,
     mut forwarder: Forwarder,
-    resolutions: mpsc::UnboundedReceiver<MacResolution>,
+    resolution_receiver: mpsc::UnboundedReceiver<MacResolution>,
 ) -> anyhow::Result<()> {
-    let mut ticker = tokio::time::interval(TICK_INTERVAL);
-    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let scrapes = ScrapeReceiver::listen(config.metrics)?;
+    let mut tick_interval = tokio::time::interval(TICK_INTERVAL);
+    tick_interval.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let scrape_receiver = ScrapeReceiver::listen(config.metrics)?;
     let announcer = match &config.announce {
         Some(announce) => Some(Announcer::start(announce).await?),
         None => None,
     };
-    let mut connection =
+    let mut controller_connection =
         ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
-    let sweeper = Sweeper::new(&config.connection_timers);
-    let mut last_configuration = LastConfiguration::new(&config.state_directory, &config.name);
+    let sweeper = ConnectionSweeper::new(&config.connection_timers);
+    let mut last_configuration = SavedConfigurationFile::new(&config.state_directory, &config.name);
     // During an upgrade, the previous version's program continues with its tables until a controller has sent new ones.
     if !forwarder.is_upgrade_pending() {
-        last_configuration.restore(&mut forwarder);
+        last_configuration.restore_into(&mut forwarder);
     }
-    let mut tasks = BackgroundTasks { resolutions, ticker, scrapes, announcer, sweeper, last_configuration };
-    let work = run_sessions(&config, &mut connection, &mut forwarder, &mut tasks);
-    let outcome = coreward_daemon::run_until_shutdown(work).await;
-    tasks.last_configuration.save(&mut forwarder);
+    let mut tasks =
+        BackgroundTasks { resolution_receiver, tick_interval, scrape_receiver, announcer, sweeper, last_configuration };
+    let session_loop = run_sessions(&config, &mut controller_connection, &mut forwarder, &mut tasks);
+    let outcome = coreward_daemon::run_until_shutdown(session_loop).await;
+    tasks.last_configuration.save_if_changed(&mut forwarder);
     if let Some(announce) = config.announce.filter(|announce| announce.on_stop == OnStop::Withdraw)
         && let Some(mut announcer) = tasks.announcer.take()
     {
@@ -146,7 +152,7 @@ async fn serve(
             drain = ?announce.drain,
             "the load balancer has withdrawn its VIPs and continues to forward for the drain time"
         );
-        tasks.run_while(&mut forwarder, &connection, tokio::time::sleep(announce.drain)).await?;
+        tasks.run_while(&mut forwarder, &controller_connection, tokio::time::sleep(announce.drain)).await?;
     }
     outcome
 }
@@ -159,26 +165,26 @@ async fn withdraw_vips(announce: &Announce) -> anyhow::Result<()> {
 }
 
 struct BackgroundTasks {
-    resolutions: mpsc::UnboundedReceiver<MacResolution>,
-    ticker: Interval,
-    scrapes: ScrapeReceiver,
+    resolution_receiver: mpsc::UnboundedReceiver<MacResolution>,
+    tick_interval: Interval,
+    scrape_receiver: ScrapeReceiver,
     announcer: Option<Announcer>,
-    sweeper: Sweeper,
-    last_configuration: LastConfiguration,
+    sweeper: ConnectionSweeper,
+    last_configuration: SavedConfigurationFile,
 }
 
 impl BackgroundTasks {
-    /// Runs the tasks that are due ten times a second. Returns up to `limit` queries for agents.
-    fn tick(&mut self, forwarder: &mut Forwarder, limit: usize) -> anyhow::Result<Vec<SocketQuery>> {
+    /// Runs the tasks that are due ten times a second. Returns up to `max_queries` queries for agents.
+    fn tick(&mut self, forwarder: &mut Forwarder, max_queries: usize) -> anyhow::Result<Vec<SocketQuery>> {
         forwarder.tick();
         let due_connections = forwarder.sweep_connections()?;
         forwarder.free_connections(&self.sweeper.queue_expired_connections(&due_connections, monotonic_time()))?;
-        Ok(self.sweeper.next_queries(monotonic_time(), limit))
+        Ok(self.sweeper.next_queries(monotonic_time(), max_queries))
     }
 
-    async fn maintain(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
-        forwarder.maintain()?;
-        self.last_configuration.save(forwarder);
+    async fn run_periodic_maintenance(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
+        forwarder.refresh_own_mac()?;
+        self.last_configuration.save_if_changed(forwarder);
         let Some(announcer) = &mut self.announcer else { return Ok(()) };
         // Without a configuration, an earlier process's announcements stay.
         let Some(mut state) = forwarder.announce_state() else { return Ok(()) };
@@ -202,15 +208,15 @@ impl BackgroundTasks {
     }
 
     /// Returns the daemon's state, which is sent to the controller and served to Prometheus.
-    fn state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
-        let mut daemon_state = forwarder.state();
+    fn daemon_state(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> v1::LoadBalancerState {
+        let mut daemon_state = forwarder.state_message();
         daemon_state.warnings.extend(connection.warnings());
         daemon_state.warnings.extend(self.last_configuration.last_error().map(str::to_owned));
         daemon_state
     }
 
     fn metrics(&self, forwarder: &Forwarder, connection: &ControllerConnection) -> Snapshot {
-        let mut snapshot = forwarder.metrics(&self.state(forwarder, connection));
+        let mut snapshot = forwarder.metrics(&self.daemon_state(forwarder, connection));
         connection.add_metrics(&mut snapshot);
         snapshot
     }
@@ -219,16 +225,18 @@ impl BackgroundTasks {
         &mut self,
         forwarder: &mut Forwarder,
         connection: &ControllerConnection,
-        other: impl Future<Output = T>,
+        future: impl Future<Output = T>,
     ) -> anyhow::Result<T> {
-        tokio::pin!(other);
+        tokio::pin!(future);
         loop {
             tokio::select! {
-                outcome = &mut other => return Ok(outcome),
-                change = self.resolutions.recv() => forwarder.apply_resolution(change.context(RESOLVER_ENDED)?),
+                outcome = &mut future => return Ok(outcome),
+                resolution = self.resolution_receiver.recv() => {
+                    forwarder.apply_resolution(resolution.context(RESOLVER_ENDED_ERROR)?)
+                }
                 // Without a controller, the queries are dropped. They time out, so their agents count as absent.
-                _ = self.ticker.tick() => drop(self.tick(forwarder, usize::MAX)?),
-                scrape = self.scrapes.next() => drop(scrape.send(self.metrics(forwarder, connection))),
+                _ = self.tick_interval.tick() => drop(self.tick(forwarder, usize::MAX)?),
+                scrape = self.scrape_receiver.next_scrape() => drop(scrape.send(self.metrics(forwarder, connection))),
             }
         }
     }
@@ -242,10 +250,10 @@ async fn run_sessions(
 ) -> anyhow::Result<()> {
     loop {
         let error = run_session(config, connection, forwarder, tasks).await.err();
-        forwarder.end_stream();
-        let pause = connection.record_end(error.as_ref());
-        tasks.run_while(forwarder, connection, tokio::time::sleep(pause)).await?;
-        tasks.maintain(forwarder, &config.interface).await?;
+        forwarder.end_controller_stream();
+        let retry_delay = connection.record_stream_end(error.as_ref());
+        tasks.run_while(forwarder, connection, tokio::time::sleep(retry_delay)).await?;
+        tasks.run_periodic_maintenance(forwarder, &config.interface).await?;
     }
 }
 
@@ -255,86 +263,91 @@ async fn run_session(
     forwarder: &mut Forwarder,
     tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
-    let channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
-    let mut client = ControlClient::new(channel).max_decoding_message_size(64 << 20);
-    let (messages, receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
-    messages.send(wrap_message(Message::Registration(registration(config, forwarder.applied_generation())))).await?;
-    let stream = client.load_balancer(ReceiverStream::new(receiver));
-    let begun = tasks.run_while(forwarder, connection, stream).await??;
-    let mut updates = connection.accept_stream(begun)?;
+    let grpc_channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
+    let mut client = ControlClient::new(grpc_channel).max_decoding_message_size(64 << 20);
+    let (message_sender, message_receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
+    message_sender
+        .send(to_load_balancer_message(Message::Registration(registration(config, forwarder.applied_generation()))))
+        .await?;
+    let stream_request = client.load_balancer(ReceiverStream::new(message_receiver));
+    let stream_response = tasks.run_while(forwarder, connection, stream_request).await??;
+    let mut updates = connection.accept_stream(stream_response)?;
     tracing::info!(
         event = "controller-connected",
-        controller = %connection.controller(),
+        controller = %connection.next_controller(),
         "the load balancer has opened its stream to the controller"
     );
-    forwarder.begin_stream();
-    let mut tick = tokio::time::interval(STATE_INTERVAL);
-    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut traffic = skipping_interval(forwarder.report_interval());
-    let mut reported = (0, 0);
-    let (mut state_is_due, mut next_state) = (false, tokio::time::Instant::now());
+    forwarder.begin_controller_stream();
+    let mut state_timer = tokio::time::interval(STATE_MESSAGE_INTERVAL);
+    state_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut traffic_timer = skipping_interval(forwarder.traffic_report_interval());
+    let mut last_reported_state = (0, 0);
+    let (mut is_state_due, mut next_state_message_at) = (false, tokio::time::Instant::now());
     loop {
         // A state message is due once a second. It is due immediately if a service got its first table, a server's MAC
         // address was found or lost, or another configuration was applied.
-        let due = tokio::select! {
+        let needs_state_message = tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
-                let in_force = apply_update(forwarder, &mut tasks.sweeper, update);
+                let table_in_force = apply_update(forwarder, &mut tasks.sweeper, update);
                 anyhow::ensure!(
-                    !forwarder.needs_configuration(),
+                    !forwarder.needs_complete_configuration(),
                     "a change does not fit the configuration in force: expected a complete configuration"
                 );
-                if let Some(in_force) = in_force {
+                if let Some(table_in_force) = table_in_force {
                     // The message only serves latency metrics, so it may be lost.
-                    let _ = messages.try_send(wrap_message(Message::TableInForce(in_force)));
+                    let _ = message_sender.try_send(to_load_balancer_message(Message::TableInForce(table_in_force)));
                 }
-                if traffic.period() != forwarder.report_interval() {
-                    traffic = skipping_interval(forwarder.report_interval());
+                if traffic_timer.period() != forwarder.traffic_report_interval() {
+                    traffic_timer = skipping_interval(forwarder.traffic_report_interval());
                 }
-                reported != (forwarder.table_count(), forwarder.confirmed_generation())
+                last_reported_state != (forwarder.table_count(), forwarder.confirmed_generation())
             }
-            change = tasks.resolutions.recv() => {
-                forwarder.apply_resolution(change.context(RESOLVER_ENDED)?);
+            resolution = tasks.resolution_receiver.recv() => {
+                forwarder.apply_resolution(resolution.context(RESOLVER_ENDED_ERROR)?);
                 // All queued changes share one state message. Otherwise, 10,000 servers would cause 10,000 messages.
-                while let Ok(change) = tasks.resolutions.try_recv() {
-                    forwarder.apply_resolution(change);
+                while let Ok(resolution) = tasks.resolution_receiver.try_recv() {
+                    forwarder.apply_resolution(resolution);
                 }
                 true
             }
-            () = tokio::time::sleep_until(next_state), if state_is_due => false,
-            _ = tick.tick() => {
-                tasks.maintain(forwarder, &config.interface).await?;
+            () = tokio::time::sleep_until(next_state_message_at), if is_state_due => false,
+            _ = state_timer.tick() => {
+                tasks.run_periodic_maintenance(forwarder, &config.interface).await?;
                 true
             }
-            _ = traffic.tick() => {
+            _ = traffic_timer.tick() => {
                 // The counts are totals, so the next message replaces a lost one.
-                if let Some(counts) = forwarder.traffic_message() {
-                    let _ = messages.try_send(wrap_message(Message::Traffic((&counts).into())));
+                if let Some(traffic_message) = forwarder.traffic_message() {
+                    let message = to_load_balancer_message(Message::Traffic((&traffic_message).into()));
+                    let _ = message_sender.try_send(message);
                 }
                 false
             }
-            scrape = tasks.scrapes.next() => {
+            scrape = tasks.scrape_receiver.next_scrape() => {
                 drop(scrape.send(tasks.metrics(forwarder, connection)));
                 false
             }
-            _ = tasks.ticker.tick() => {
+            _ = tasks.tick_interval.tick() => {
                 // Half of the queue stays free for other messages.
-                for query in tasks.tick(forwarder, messages.capacity() / 2)? {
-                    let _ = messages.try_send(wrap_message(Message::SocketQuery((&query).into())));
+                for query in tasks.tick(forwarder, message_sender.capacity() / 2)? {
+                    let _ = message_sender.try_send(to_load_balancer_message(Message::SocketQuery((&query).into())));
                 }
-                if let Some(news) = forwarder.next_health_message() {
-                    let _ = messages.try_send(wrap_message(Message::Health((&news).into())));
+                if let Some(health_message) = forwarder.next_health_message() {
+                    let message = to_load_balancer_message(Message::Health((&health_message).into()));
+                    let _ = message_sender.try_send(message);
                 }
                 false
             }
         };
-        state_is_due |= due;
-        if state_is_due && tokio::time::Instant::now() >= next_state {
-            reported = (forwarder.table_count(), forwarder.confirmed_generation());
-            (state_is_due, next_state) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
+        is_state_due |= needs_state_message;
+        if is_state_due && tokio::time::Instant::now() >= next_state_message_at {
+            last_reported_state = (forwarder.table_count(), forwarder.confirmed_generation());
+            (is_state_due, next_state_message_at) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
             // The message may be lost, because the next one replaces it.
-            let _ = messages.try_send(wrap_message(Message::State(tasks.state(forwarder, connection))));
+            let _ = message_sender
+                .try_send(to_load_balancer_message(Message::State(tasks.daemon_state(forwarder, connection))));
         }
     }
 }
@@ -352,8 +365,8 @@ fn monotonic_time() -> Duration {
 }
 
 fn registration(config: &Config, applied_generation: u64) -> v1::LoadBalancerRegistration {
-    let device = vlan_device::name(&config.interface, config.vlan.unwrap_or_default());
-    let own_address = config.address.or_else(|| neighbour::own_routable_address(&device?));
+    let device_name = vlan_device::device_for_vlan(&config.interface, config.vlan.unwrap_or_default());
+    let own_address = config.address.or_else(|| neighbour::own_routable_address(&device_name?));
     v1::LoadBalancerRegistration {
         name: config.name.clone(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -362,7 +375,7 @@ fn registration(config: &Config, applied_generation: u64) -> v1::LoadBalancerReg
     }
 }
 
-fn wrap_message(message: Message) -> v1::LoadBalancerMessage {
+fn to_load_balancer_message(message: Message) -> v1::LoadBalancerMessage {
     v1::LoadBalancerMessage { message: Some(message) }
 }
 
@@ -370,7 +383,7 @@ fn wrap_message(message: Message) -> v1::LoadBalancerMessage {
 /// logged and reported, and the previous state remains.
 fn apply_update(
     forwarder: &mut Forwarder,
-    sweeper: &mut Sweeper,
+    sweeper: &mut ConnectionSweeper,
     update: v1::DataplaneUpdate,
 ) -> Option<v1::TableInForce> {
     let started_at = Instant::now();
@@ -381,13 +394,13 @@ fn apply_update(
                     forwarder.apply_and_report_configuration(number, configuration, &refused);
                 });
             }
-            Err(error) => forwarder.refuse_all(0, &error.into()),
+            Err(error) => forwarder.reject_configuration(0, &error.into()),
         },
         Some(Update::Change(change)) => match FleetChange::decode(change) {
             Ok((change, refused)) => coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
                 forwarder.apply_and_report_change(change, &refused);
             }),
-            Err(error) => forwarder.refuse_all(0, &error.into()),
+            Err(error) => forwarder.reject_configuration(0, &error.into()),
         },
         Some(Update::Table(bytes)) => {
             let table_in_force = install_table(forwarder, bytes)?;
@@ -421,9 +434,9 @@ fn install_table(forwarder: &mut Forwarder, bytes: Bytes) -> Option<v1::TableInF
         }
         Err(error) => {
             // Even a table that cannot be used usually names its service, which is needed for the report.
-            let message = v1::PlacementTable::decode(bytes).unwrap_or_default();
+            let table_message = v1::PlacementTable::decode(bytes).unwrap_or_default();
             let decode_result = Err::<(), anyhow::Error>(error.into());
-            forwarder.record_table_outcome(message.service_index, message.generation, &decode_result);
+            forwarder.record_table_outcome(table_message.service_index, table_message.generation, &decode_result);
             decode_result.map(|()| v1::TableInForce::default())
         }
     };

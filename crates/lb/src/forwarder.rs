@@ -27,7 +27,7 @@ use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
 use coreward_model::policy::TelemetryLevel;
 use coreward_model::vlan::Vlan;
 use coreward_model::{ServerId, ServiceAddress};
-use coreward_wire::{HealthMessage, Peer, Service, ServiceIndex, TrafficMessage, v1};
+use coreward_wire::{HealthMessage, PeerLoadBalancer, Service, ServiceIndex, TrafficMessage, v1};
 
 use crate::announce::AnnounceState;
 use crate::health::{CheckTarget, HealthChecks};
@@ -69,7 +69,7 @@ pub struct Forwarder {
     services_by_index: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
     own_name: String,
     /// All load balancers of the fleet, including this one.
-    load_balancers: Vec<Peer>,
+    load_balancers: Vec<PeerLoadBalancer>,
     traffic_report_interval: Duration,
     /// How long a table that depends on loads stays in use while no controller is connected.
     load_based_table_lifetime: Duration,
@@ -162,12 +162,12 @@ impl Forwarder {
     }
 
     /// Starts a stream to a controller. Forgets confirmations on earlier streams, which may be to another one.
-    pub fn begin_stream(&mut self) {
+    pub fn begin_controller_stream(&mut self) {
         self.confirmed_generation = 0;
         self.configuration_number = None;
         self.needs_complete_configuration = false;
         self.refusals.clear();
-        self.health_checks.begin_stream();
+        self.health_checks.begin_controller_stream();
     }
 
     pub fn next_health_message(&mut self) -> Option<HealthMessage> {
@@ -186,16 +186,17 @@ impl Forwarder {
         self.confirmed_generation
     }
 
-    fn peer_mac(&self, peer: &Peer) -> Option<MacAddress> {
+    fn peer_mac(&self, peer: &PeerLoadBalancer) -> Option<MacAddress> {
         self.mac_addresses.get(&self.peer_neighbour(peer)?).copied()
     }
 
-    fn update_peer_mac(&mut self, change: MacResolution) {
-        let Neighbour { vlan, address } = change.neighbour;
-        let is_affected_peer =
-            |peer: &&Peer| peer.address == Some(address) && vlan == self.vip_vlan && peer.name != self.own_name;
+    fn update_peer_mac(&mut self, resolution: MacResolution) {
+        let Neighbour { vlan, address } = resolution.neighbour;
+        let is_affected_peer = |peer: &&PeerLoadBalancer| {
+            peer.address == Some(address) && vlan == self.vip_vlan && peer.name != self.own_name
+        };
         for peer in self.load_balancers.iter().filter(is_affected_peer) {
-            match change.mac {
+            match resolution.mac {
                 Some(mac) => {
                     tracing::info!(
                         event = "peer-resolved",
@@ -213,7 +214,7 @@ impl Forwarder {
                 ),
             }
             if let Some(owner) = peer.owner.filter(|_| peer.is_alive) {
-                self.load_balancer.set_owner_mac(owner, change.mac);
+                self.load_balancer.set_owner_mac(owner, resolution.mac);
             }
         }
     }
@@ -225,10 +226,10 @@ impl Forwarder {
         if self.kernel_routes.has_changed() {
             self.refresh_next_hops();
         }
-        if let Some(down) = self.health_checks.servers_down_if_changed() {
-            let previously_down = std::mem::replace(&mut self.down_targets, down);
+        if let Some(down_targets) = self.health_checks.servers_down_if_changed() {
+            let previous_down_targets = std::mem::replace(&mut self.down_targets, down_targets);
             let affected_services: BTreeSet<ServiceIndex> =
-                previously_down.symmetric_difference(&self.down_targets).map(|(service, _)| *service).collect();
+                previous_down_targets.symmetric_difference(&self.down_targets).map(|(service, _)| *service).collect();
             affected_services.into_iter().for_each(|service| self.set_servers(service));
         }
         self.refresh_expired_tables();
@@ -239,16 +240,16 @@ impl Forwarder {
     /// needs no controller. If no eligible server is up, `when_all_down` decides. With "fail-open" none is masked,
     /// because the load balancer's own network may have failed.
     fn mask_down_servers(&mut self, index: ServiceIndex) {
-        let Some((service, place)) = self.services_by_index.get(&index) else { return };
+        let Some((service, lb_service_index)) = self.services_by_index.get(&index) else { return };
         let is_down = |server: &&coreward_wire::Server| self.down_targets.contains(&(index, server.id));
-        let (down, up): (Vec<_>, Vec<_>) =
+        let (down_servers, up_servers): (Vec<_>, Vec<_>) =
             service.servers.iter().filter(|server| server.is_eligible).partition(is_down);
-        let fails_open = up.is_empty() && service.when_all_down == WhenAllDown::FailOpen;
+        let fails_open = up_servers.is_empty() && service.when_all_down == WhenAllDown::FailOpen;
         let masked_targets: BTreeSet<CheckTarget> =
-            if fails_open { BTreeSet::new() } else { down.iter().map(|server| (index, server.id)).collect() };
+            if fails_open { BTreeSet::new() } else { down_servers.iter().map(|server| (index, server.id)).collect() };
         for server in &service.servers {
             let check_target = (index, server.id);
-            self.load_balancer.set_masked(*place, server.id, masked_targets.contains(&check_target));
+            self.load_balancer.set_masked(*lb_service_index, server.id, masked_targets.contains(&check_target));
             match (self.masked_targets.contains(&check_target), masked_targets.contains(&check_target)) {
                 (false, true) => tracing::warn!(
                     event = "server-masked",
@@ -289,14 +290,15 @@ impl Forwarder {
             .div_ceil(SWEEP_CALLS_PER_TABLE)
             .min(MAX_SWEPT_ENTRIES_PER_CALL);
         let due_connections = self.load_balancer.scan_expired_connections(&self.connection_timeouts, entries_per_call);
-        let (ask, free): (Vec<_>, Vec<_>) = due_connections.into_iter().partition(|(_, due)| due.needs_server_query());
-        self.free_connections(&free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
+        let (connections_to_query, connections_to_free): (Vec<_>, Vec<_>) =
+            due_connections.into_iter().partition(|(_, expiry_reason)| expiry_reason.needs_server_query());
+        self.free_connections(&connections_to_free.into_iter().map(|(connection, _)| connection).collect::<Vec<_>>())?;
         let service_addresses: BTreeMap<u16, ServiceAddress> =
-            self.services_by_index.values().map(|(service, index)| (index.get(), service.address)).collect();
+            self.services_by_index.values().map(|(service, index)| (index.as_u16(), service.address)).collect();
         let with_service_address = |(connection, _): (Connection, _)| {
-            service_addresses.get(&connection.identity.service).map(|service| (connection, *service))
+            service_addresses.get(&connection.identity.service_slot).map(|service| (connection, *service))
         };
-        Ok(ask.into_iter().filter_map(with_service_address).collect())
+        Ok(connections_to_query.into_iter().filter_map(with_service_address).collect())
     }
 
     /// Frees those entries that have not changed since the sweep. Fails when waiting for an RCU grace period fails.
@@ -311,7 +313,7 @@ impl Forwarder {
         Ok(())
     }
 
-    pub fn report_interval(&self) -> Duration {
+    pub fn traffic_report_interval(&self) -> Duration {
         self.traffic_report_interval
     }
 
@@ -333,23 +335,23 @@ impl Forwarder {
         Some(TrafficMessage { servers: server_ids.into_iter().zip(traffic).collect(), opened_connections })
     }
 
-    pub fn apply_resolution(&mut self, change: MacResolution) {
-        match change.mac {
-            Some(mac) => self.mac_addresses.insert(change.neighbour, mac),
-            None => self.mac_addresses.remove(&change.neighbour),
+    pub fn apply_resolution(&mut self, resolution: MacResolution) {
+        match resolution.mac {
+            Some(mac) => self.mac_addresses.insert(resolution.neighbour, mac),
+            None => self.mac_addresses.remove(&resolution.neighbour),
         };
-        self.update_peer_mac(change);
-        let affected_servers = self.servers_by_neighbour.get(&change.neighbour).into_iter().flatten();
+        self.update_peer_mac(resolution);
+        let affected_servers = self.servers_by_neighbour.get(&resolution.neighbour).into_iter().flatten();
         for (nth, (service_index, position)) in affected_servers.enumerate() {
-            let (service, index) = &self.services_by_index[service_index];
+            let (service, lb_service_index) = &self.services_by_index[service_index];
             let wire_server = &service.servers[*position];
-            match change.mac {
+            match resolution.mac {
                 _ if nth > 0 => {}
                 Some(mac) => {
                     tracing::info!(
                         event = "server-resolved",
                         server = wire_server.name,
-                        address = %change.neighbour.address,
+                        address = %resolution.neighbour.address,
                         %mac,
                         "the server, or the router to the server, answers ARP or neighbour discovery"
                     );
@@ -357,20 +359,22 @@ impl Forwarder {
                 None => tracing::warn!(
                     event = "server-unresolved",
                     server = wire_server.name,
-                    address = %change.neighbour.address,
+                    address = %resolution.neighbour.address,
                     "the server, or the router to it, does not answer ARP or neighbour discovery: check both addresses"
                 ),
             }
-            let updated_server =
-                lb::Server { mac: change.mac, is_eligible: self.may_get_new_connections(*service_index, wire_server) };
-            self.load_balancer.set_server(*index, wire_server.id, updated_server);
+            let updated_server = lb::Server {
+                mac: resolution.mac,
+                is_eligible: self.may_get_new_connections(*service_index, wire_server),
+            };
+            self.load_balancer.set_server(*lb_service_index, wire_server.id, updated_server);
         }
     }
 
     /// Installs a service's placement table. Fails when the service is not configured or the data plane cannot hold the
     /// table. On failure, the previous table remains.
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        let Some((configuration, index)) = self.services_by_index.get(&service) else {
+        let Some((configured_service, index)) = self.services_by_index.get(&service) else {
             anyhow::bail!(
                 "the table is for service index {}: expected the index of a configured service",
                 service.get()
@@ -387,7 +391,7 @@ impl Forwarder {
         if self.table_ages.record_new_table(service) {
             tracing::info!(
                 event = "table-renewed",
-                service = configuration.name,
+                service = configured_service.name,
                 generation = table.generation,
                 "a new table of the controller replaces the expired table"
             );
@@ -397,10 +401,10 @@ impl Forwarder {
 
     /// Completes an upgrade once all tables are installed, and all servers' MAC addresses are known or ARP timed out.
     fn switch_program_when_ready(&mut self) -> anyhow::Result<()> {
-        let Some(configured) = self.configured_at.filter(|_| self.load_balancer.is_upgrade_pending()) else {
+        let Some(configured_at) = self.configured_at.filter(|_| self.load_balancer.is_upgrade_pending()) else {
             return Ok(());
         };
-        let waited = monotonic().saturating_sub(configured);
+        let waited = monotonic().saturating_sub(configured_at);
         let is_ready = self.table_count() == self.services_by_index.len() && self.unresolved_server_names().is_empty();
         if is_ready || waited > UPGRADE_ARP_TIMEOUT {
             self.load_balancer.commit_upgrade()?;
@@ -416,7 +420,7 @@ impl Forwarder {
 
     /// Performs the periodic checks of the daemon and of its network device. Fails when the device no longer exists, or
     /// an upgrade cannot be completed.
-    pub fn maintain(&mut self) -> anyhow::Result<()> {
+    pub fn refresh_own_mac(&mut self) -> anyhow::Result<()> {
         anyhow::ensure!(self.resolvers.are_threads_running(), "a thread that resolves MAC addresses has ended");
         let now = monotonic();
         if now.saturating_sub(self.last_connection_count_at) >= CONNECTION_COUNT_INTERVAL {
@@ -436,11 +440,11 @@ impl Forwarder {
         let mut lb_stamped_services =
             lb_stamped_services.filter(|service| service.mode.timestamps == TimestampOrigin::LoadBalancer);
         let mut problems = Vec::new();
-        if lb_stamped_services.clone().any(|service| service.address.socket.is_ipv4()) {
+        if lb_stamped_services.clone().any(|service| service.address.vip_and_port.is_ipv4()) {
             problems =
                 self.device_of_each_vlan().values().flat_map(|device| routing::ipv4_routing_problems(device)).collect();
         }
-        if lb_stamped_services.any(|service| service.address.socket.is_ipv6()) {
+        if lb_stamped_services.any(|service| service.address.vip_and_port.is_ipv6()) {
             problems.extend(routing::ipv6_routing_problem());
         }
         problems
@@ -493,8 +497,8 @@ impl Forwarder {
             return None;
         }
         let xdp_program_id = nix::net::if_::if_nametoindex(self.interface.as_str()).ok().and_then(|index| {
-            let xdp = device::query_xdp_state(index).ok()?;
-            xdp.native_program_id.or(xdp.generic_program_id)
+            let xdp_state = device::query_xdp_state(index).ok()?;
+            xdp_state.native_program_id.or(xdp_state.generic_program_id)
         });
         if xdp_program_id.is_none() {
             let no_program_reason = vec![format!("no VIP is announced: no XDP program is at {}", self.interface)];
@@ -503,7 +507,7 @@ impl Forwarder {
         let mut announce_state = AnnounceState::default();
         let mut reasons_by_vip = BTreeMap::new();
         for (service, index) in self.services_by_index.values() {
-            let vip = service.address.socket.ip();
+            let vip = service.address.vip_and_port.ip();
             if self.load_balancer.table_generation(*index).is_none() {
                 reasons_by_vip.insert(vip, "its services have no table yet");
             } else if self.load_balancer.servers(*index).iter().all(|(_, server)| server.mac.is_none()) {
@@ -520,8 +524,8 @@ impl Forwarder {
     }
 
     /// Stores, for reports, the number of announced VIPs and the reasons why others are blocked.
-    pub fn set_announced_vips(&mut self, count: usize, blocked: Vec<String>) {
-        (self.announced_vip_count, self.blocked_vip_reasons) = (Some(count), blocked);
+    pub fn set_announced_vips(&mut self, announced_count: usize, blocked_reasons: Vec<String>) {
+        (self.announced_vip_count, self.blocked_vip_reasons) = (Some(announced_count), blocked_reasons);
     }
 
     fn unresolved_server_names(&self) -> BTreeSet<String> {
@@ -534,15 +538,16 @@ impl Forwarder {
         unresolved_names
     }
 
-    pub fn state(&self) -> v1::LoadBalancerState {
+    pub fn state_message(&self) -> v1::LoadBalancerState {
         let table_generations = self.services_by_index.values().filter_map(|(service, index)| {
             let generation = self.load_balancer.table_generation(*index)?;
             Some((service.name.clone(), generation))
         });
         let PacketCounters { packets_by_outcome: packets, event_counts: events, .. } =
             self.load_balancer.total_counters();
-        let is_unresolved_peer =
-            |peer: &&Peer| peer.name != self.own_name && peer.owner.is_some() && self.peer_mac(peer).is_none();
+        let is_unresolved_peer = |peer: &&PeerLoadBalancer| {
+            peer.name != self.own_name && peer.owner.is_some() && self.peer_mac(peer).is_none()
+        };
         let unresolved_load_balancers =
             self.load_balancers.iter().filter(is_unresolved_peer).map(|peer| peer.name.clone()).collect();
         let xdp_mode_name = match self.attached_xdp_mode {

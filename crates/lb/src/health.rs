@@ -39,15 +39,15 @@ struct HealthCheckNat(Arc<health_check_nat::NatTable>);
 
 fn to_nat_entry(path: &NatPath) -> NatConnection {
     let NatPath { server, vip, port, source_port: own_port } = *path;
-    NatConnection { server, vip, server_port: port, source_port: own_port }
+    NatConnection { server_address: server, vip, server_port: port, source_port: own_port }
 }
 
 impl NatTable for HealthCheckNat {
-    fn add(&self, path: &NatPath) -> anyhow::Result<()> {
+    fn add_entry(&self, path: &NatPath) -> anyhow::Result<()> {
         self.0.add(&to_nat_entry(path))
     }
 
-    fn remove(&self, path: &NatPath) {
+    fn remove_entry(&self, path: &NatPath) {
         self.0.remove(&to_nat_entry(path));
     }
 }
@@ -70,7 +70,7 @@ impl HealthChecks {
     }
 
     /// Replaces all checks by those that the given services require.
-    pub fn configure<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
+    pub fn configure_checks<'a>(&mut self, services: impl Iterator<Item = &'a Service> + Clone) {
         let health_checks = services.clone().filter_map(|service| service.check.as_ref());
         if health_checks.clone().any(|check| check.probe_address == ProbeAddress::Vip) {
             self.attach_nat_programs();
@@ -86,7 +86,7 @@ impl HealthChecks {
             return;
         }
         match NatPrograms::attach(&self.interface) {
-            Ok(paths) => (self.nat_programs, self.nat_setup_problem) = (Some(paths), None),
+            Ok(nat_programs) => (self.nat_programs, self.nat_setup_problem) = (Some(nat_programs), None),
             Err(error) => {
                 let problem = format!("servers cannot be checked at the VIP, and are not: {error:#}");
                 if self.nat_setup_problem.as_ref() != Some(&problem) {
@@ -108,28 +108,28 @@ impl HealthChecks {
         let nat_table = self
             .nat_programs
             .as_ref()
-            .map(|held| Arc::new(HealthCheckNat(held.nat_table().clone())) as Arc<dyn NatTable>);
+            .map(|nat_programs| Arc::new(HealthCheckNat(nat_programs.nat_table().clone())) as Arc<dyn NatTable>);
         if health_check.probe_address == ProbeAddress::Vip && nat_table.is_none() {
             return None;
         }
         let current_servers = service.servers.iter().filter(|server| !server.has_left);
         let servers_by_target = current_servers.map(|server| ((service.index, server.id), server.address)).collect();
         Some(checker::CheckedService {
-            check: health_check,
-            vip: service.address.socket,
-            servers: servers_by_target,
+            health_check,
+            vip: service.address.vip_and_port,
+            servers_by_key: servers_by_target,
             nat_table,
         })
     }
 
-    pub fn begin_stream(&mut self) {
+    pub fn begin_controller_stream(&mut self) {
         self.last_message_at = None;
     }
 
     /// Returns the next message, which is due immediately after a change and otherwise every two seconds.
     pub fn next_message(&mut self) -> Option<HealthMessage> {
         let has_changed = self.message_changes.has_changed().unwrap_or(false);
-        if !has_changed && self.last_message_at.is_some_and(|reported| reported.elapsed() < HEALTH_MESSAGE_INTERVAL) {
+        if !has_changed && self.last_message_at.is_some_and(|sent_at| sent_at.elapsed() < HEALTH_MESSAGE_INTERVAL) {
             return None;
         }
         self.message_changes.mark_unchanged();
@@ -145,22 +145,25 @@ impl HealthChecks {
             return None;
         }
         self.mask_changes.mark_unchanged();
-        let down_servers =
-            self.checker.results().into_iter().filter(|(_, found)| found.verdict() == Some(HealthVerdict::Down));
+        let down_servers = self
+            .checker
+            .results()
+            .into_iter()
+            .filter(|(_, check_result)| check_result.verdict() == Some(HealthVerdict::Down));
         Some(down_servers.map(|(target, _)| target).collect())
     }
 
     pub fn checked_servers(&self) -> impl Iterator<Item = (ServiceIndex, ServerId, ServerCheckResult)> {
-        self.checker.results().into_iter().map(|((service, server), found)| {
-            let checked = ServerCheckResult {
-                verdict: found.verdict(),
-                verdict_duration: found.since.elapsed(),
-                error: found.last_error,
-                latency: found.latency,
-                completed_checks: found.check_count,
-                failed_checks: found.failure_count,
+        self.checker.results().into_iter().map(|((service, server), check_result)| {
+            let server_result = ServerCheckResult {
+                verdict: check_result.verdict(),
+                verdict_duration: check_result.verdict_since.elapsed(),
+                error: check_result.last_error,
+                latency: check_result.last_latency,
+                completed_checks: check_result.check_count,
+                failed_checks: check_result.failure_count,
             };
-            (service, server, checked)
+            (service, server, server_result)
         })
     }
 

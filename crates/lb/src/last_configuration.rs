@@ -13,14 +13,14 @@ use prost::bytes::Bytes;
 use crate::forwarder::Forwarder;
 
 /// File that holds the last configuration. It contains the cookie keys, so only its owner may read it.
-pub struct LastConfiguration {
+pub struct SavedConfigurationFile {
     file_path: PathBuf,
     /// Applied configuration that has not been written to the file yet.
     unwritten_configuration: Option<FleetConfiguration>,
     last_error: Option<String>,
 }
 
-impl LastConfiguration {
+impl SavedConfigurationFile {
     pub fn new(state_directory: &Path, name: &str) -> Self {
         Self {
             file_path: state_directory.join(format!("{name}.configuration")),
@@ -30,11 +30,11 @@ impl LastConfiguration {
     }
 
     /// Applies the saved configuration to `forwarder`, if this version of coreward can read it.
-    pub fn restore(&mut self, forwarder: &mut Forwarder) {
-        let restored = self.read_file().and_then(|configuration| {
+    pub fn restore_into(&mut self, forwarder: &mut Forwarder) {
+        let restore_result = self.read_file().and_then(|configuration| {
             let Some(configuration) = configuration else { return Ok(()) };
             let generation = configuration.generation;
-            forwarder.restore(configuration)?;
+            forwarder.restore_saved(configuration)?;
             tracing::info!(
                 event = "configuration-restored",
                 generation,
@@ -43,7 +43,7 @@ impl LastConfiguration {
             );
             Ok(())
         });
-        if let Some(error) = self.record_result(restored.context("the last configuration is not restored")) {
+        if let Some(error) = self.record_result(restore_result.context("the last configuration is not restored")) {
             tracing::warn!(
                 event = "configuration-not-restored",
                 file = %self.file_path.display(),
@@ -54,14 +54,14 @@ impl LastConfiguration {
     }
 
     /// Writes the applied configuration if it has changed or the last write failed. Called once a second.
-    pub fn save(&mut self, forwarder: &mut Forwarder) {
+    pub fn save_if_changed(&mut self, forwarder: &mut Forwarder) {
         self.save_changed(forwarder.take_changed_configuration());
     }
 
-    /// Writes the configuration `changed`, or retries a failed write if there is none. `changed` is `None` if the
-    /// applied configuration has not changed since the last call.
-    fn save_changed(&mut self, changed: Option<FleetConfiguration>) {
-        let Some(configuration) = changed.or_else(|| self.unwritten_configuration.take()) else { return };
+    /// Writes the configuration `changed_configuration`, or retries a failed write if there is none.
+    /// `changed_configuration` is `None` if the applied configuration has not changed since the last call.
+    fn save_changed(&mut self, changed_configuration: Option<FleetConfiguration>) {
+        let Some(configuration) = changed_configuration.or_else(|| self.unwritten_configuration.take()) else { return };
         let write_result =
             self.write_file(&configuration).context("the configuration is not saved for a restart without controller");
         if write_result.is_err() {
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn saved_configuration_can_be_read_by_its_owner_only() {
         let directory = tempfile::tempdir().unwrap();
-        let saved_file = LastConfiguration::new(&directory.path().join("made"), "lb1");
+        let saved_file = SavedConfigurationFile::new(&directory.path().join("made"), "lb1");
         assert_eq!(saved_file.read_file().unwrap(), None);
         saved_file.write_file(&fleet_configuration()).unwrap();
         assert_eq!(saved_file.read_file().unwrap(), Some(fleet_configuration()));
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn error_names_the_damaged_file() {
         let directory = tempfile::tempdir().unwrap();
-        let saved_file = LastConfiguration::new(directory.path(), "lb1");
+        let saved_file = SavedConfigurationFile::new(directory.path(), "lb1");
         fs::write(&saved_file.file_path, "not a configuration").unwrap();
         let error = format!("{:#}", saved_file.read_file().unwrap_err());
         assert!(error.contains("lb1.configuration"), "{error}");

@@ -33,11 +33,11 @@ impl NeighbourResolvers {
     /// Starts the resolver for neighbours without a VLAN. Fails when the interface does not exist or the process may
     /// not open packet sockets.
     pub fn start(interface: &str) -> anyhow::Result<(Self, UnboundedReceiver<MacResolution>)> {
-        let (resolution_sender, receiver) = unbounded_channel();
+        let (resolution_sender, resolution_receiver) = unbounded_channel();
         let mut resolvers =
             Self { interface: interface.to_owned(), resolution_sender, resolvers_by_vlan: BTreeMap::new() };
         resolvers.start_if_missing(Vlan::UNTAGGED)?;
-        Ok((resolvers, receiver))
+        Ok((resolvers, resolution_receiver))
     }
 
     /// Sets the neighbours to resolve. Fails for the same reasons as [`start`](Self::start).
@@ -60,10 +60,10 @@ impl NeighbourResolvers {
 
     fn start_if_missing(&mut self, vlan: Vlan) -> anyhow::Result<()> {
         if !self.resolvers_by_vlan.contains_key(&vlan) {
-            let changes = self.resolution_sender.clone();
-            let send_resolution = move |change: neighbour::MacChange| {
-                let neighbour = Neighbour { vlan, address: change.address };
-                changes.send(MacResolution { neighbour, mac: change.mac }).is_ok()
+            let resolution_sender = self.resolution_sender.clone();
+            let send_resolution = move |mac_change: neighbour::MacChange| {
+                let neighbour = Neighbour { vlan, address: mac_change.address };
+                resolution_sender.send(MacResolution { neighbour, mac: mac_change.mac }).is_ok()
             };
             self.resolvers_by_vlan.insert(vlan, Resolver::start_in_vlan(&self.interface, vlan, send_resolution)?);
         }

@@ -30,11 +30,11 @@ fn problem_of_ipv6_forwarding(forwarding: &str) -> Option<String> {
     })
 }
 
-/// Returns the problems with an interface's sysctls. `value` returns a sysctl's value by its directory and name.
-fn problems_of_sysctls(interface: &str, value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
+/// Returns the problems with an interface's sysctls. `sysctl_value` returns a sysctl's value by its directory and name.
+fn problems_of_sysctls(interface: &str, sysctl_value: impl Fn(&str, &str) -> Option<u32>) -> Vec<String> {
     let mut problems = Vec::new();
     // IN_DEV_FORWARD() in include/linux/inetdevice.h reads the device's value. net.ipv4.ip_forward sets all values.
-    if value(interface, "forwarding") == Some(0) {
+    if sysctl_value(interface, "forwarding") == Some(0) {
         problems.push(format!(
             "net.ipv4.conf.{interface}.forwarding is 0: expected 1 (net.ipv4.ip_forward = 1), or no answer of a server \
              whose timestamps are by \"lb\" reaches a client"
@@ -42,7 +42,7 @@ fn problems_of_sysctls(interface: &str, value: impl Fn(&str, &str) -> Option<u32
     }
     // By IN_DEV_TX_REDIRECTS(), a device sends redirects if either directory allows them.
     for directory in ["all", interface] {
-        if value(directory, "send_redirects").is_some_and(|value| value != 0) {
+        if sysctl_value(directory, "send_redirects").is_some_and(|value| value != 0) {
             problems.push(format!(
                 "net.ipv4.conf.{directory}.send_redirects is 1: expected 0, or the kernel redirects (ICMP) servers \
                  with `timestamps = \"lb\"` to a route past this load balancer"
@@ -66,22 +66,22 @@ mod tests {
 
     #[test]
     fn problems_name_the_wrong_ipv4_sysctls() {
-        let problems_with_values = |forwarding: u32, all: u32, own: u32| {
+        let problems_with_values = |forwarding: u32, all_redirects: u32, own_redirects: u32| {
             problems_of_sysctls("eth7", |directory, name| match (directory, name) {
                 ("eth7", "forwarding") => Some(forwarding),
-                ("all", "send_redirects") => Some(all),
-                ("eth7", "send_redirects") => Some(own),
+                ("all", "send_redirects") => Some(all_redirects),
+                ("eth7", "send_redirects") => Some(own_redirects),
                 other => panic!("{other:?}"),
             })
         };
         assert!(problems_with_values(1, 0, 0).is_empty());
         let all_problems = problems_with_values(0, 1, 1).join("\n");
-        for named in [
+        for expected_problem in [
             "net.ipv4.conf.eth7.forwarding is 0: expected 1",
             "conf.all.send_redirects is 1: expected 0",
             "conf.eth7.send_redirects",
         ] {
-            assert!(all_problems.contains(named), "{all_problems}");
+            assert!(all_problems.contains(expected_problem), "{all_problems}");
         }
         assert!(ipv4_routing_problems("there is no such device").iter().all(|problem| problem.contains("conf.all.")));
     }

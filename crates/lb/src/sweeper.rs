@@ -34,7 +34,7 @@ type QueryQueueKey = (ServerId, ServiceAddress);
 
 /// State of the sweep, which consists of connections that wait for a query and the open queries to agents.
 #[derive(Debug)]
-pub struct Sweeper {
+pub struct ConnectionSweeper {
     requery_interval: Duration,
     last_query_number: u64,
     queued_connections: BTreeMap<QueryQueueKey, Vec<Connection>>,
@@ -60,7 +60,7 @@ struct AbsentAgent {
     next_query_at: Duration,
 }
 
-impl Sweeper {
+impl ConnectionSweeper {
     pub fn new(timers: &ConnectionTimeouts) -> Self {
         Self {
             requery_interval: SOCKET_RECHECK_INTERVAL.min(timers.idle),
@@ -79,17 +79,17 @@ impl Sweeper {
     /// their agent has been absent for too long.
     pub fn queue_expired_connections(
         &mut self,
-        due: &[(Connection, ServiceAddress)],
+        due_connections: &[(Connection, ServiceAddress)],
         now: Duration,
     ) -> Vec<Connection> {
         let mut connections_to_free = Vec::new();
-        for (connection, service) in due {
-            if self.earliest_requery_times.get(&connection.index).is_some_and(|until| *until > now) {
+        for (connection, service) in due_connections {
+            if self.earliest_requery_times.get(&connection.index).is_some_and(|requery_at| *requery_at > now) {
                 continue;
             }
             let queue_key = (connection.identity.server, *service);
             if self.is_agent_absent_too_long(queue_key.0, now)
-                && self.queued_connections.get(&queue_key).is_some_and(|waiting| !waiting.is_empty())
+                && self.queued_connections.get(&queue_key).is_some_and(|connections| !connections.is_empty())
             {
                 // One connection always stays queued, because the query about it detects the agent's return.
                 connections_to_free.push(*connection);
@@ -102,25 +102,27 @@ impl Sweeper {
     }
 
     fn is_agent_absent_too_long(&self, server: ServerId, now: Duration) -> bool {
-        self.absent_agents.get(&server).is_some_and(|away| now.saturating_sub(away.absent_since) >= MAX_AGENT_ABSENCE)
+        self.absent_agents
+            .get(&server)
+            .is_some_and(|absent_agent| now.saturating_sub(absent_agent.absent_since) >= MAX_AGENT_ABSENCE)
     }
 
     fn can_query(&self, server: ServerId, now: Duration) -> bool {
         let max_open_queries = match self.absent_agents.get(&server) {
-            Some(away) if now < away.next_query_at => 0,
+            Some(absent_agent) if now < absent_agent.next_query_at => 0,
             Some(_) => 1,
             None => MAX_OPEN_QUERIES_PER_SERVER,
         };
         self.open_query_counts.get(&server).copied().unwrap_or(0) < max_open_queries
     }
 
-    pub fn next_queries(&mut self, now: Duration, most: usize) -> Vec<SocketQuery> {
+    pub fn next_queries(&mut self, now: Duration, max_queries: usize) -> Vec<SocketQuery> {
         self.remove_timed_out_queries(now);
         self.prune_expired_state(now);
-        let most = most.min(MAX_OPEN_QUERIES - self.open_queries.len().min(MAX_OPEN_QUERIES));
+        let max_queries = max_queries.min(MAX_OPEN_QUERIES - self.open_queries.len().min(MAX_OPEN_QUERIES));
         let mut socket_queries = Vec::new();
         for queue in self.rotated_queues() {
-            if socket_queries.len() == most {
+            if socket_queries.len() == max_queries {
                 break;
             }
             if self.can_query(queue.0, now) {
@@ -135,8 +137,9 @@ impl Sweeper {
     fn rotated_queues(&self) -> Vec<QueryQueueKey> {
         let queue_keys = self.queued_connections.keys().copied();
         let Some(cursor) = self.last_queried_queue else { return queue_keys.collect() };
-        let (before, behind): (Vec<_>, Vec<_>) = queue_keys.partition(|queue| *queue <= cursor);
-        behind.into_iter().chain(before).collect()
+        let (queues_up_to_cursor, queues_after_cursor): (Vec<_>, Vec<_>) =
+            queue_keys.partition(|queue| *queue <= cursor);
+        queues_after_cursor.into_iter().chain(queues_up_to_cursor).collect()
     }
 
     fn next_query_of_queue(&mut self, queue: QueryQueueKey, now: Duration) -> Option<SocketQuery> {
@@ -153,7 +156,7 @@ impl Sweeper {
         self.open_queries
             .insert(self.last_query_number, OpenQuery { server_id, connections, expires_at: now + QUERY_TIMEOUT });
         Some(SocketQuery {
-            number: self.last_query_number,
+            query_number: self.last_query_number,
             load_balancer_session: 0,
             server: server_id,
             service,
@@ -162,18 +165,18 @@ impl Sweeper {
     }
 
     pub fn handle_socket_answer(&mut self, answer: &SocketAnswer, now: Duration) -> Vec<Connection> {
-        let Some(asked) = self.close_query(answer.number) else { return Vec::new() };
+        let Some(closed_query) = self.close_query(answer.query_number) else { return Vec::new() };
         if answer.is_agent_absent() {
-            return self.mark_agent_absent(asked, now);
+            return self.mark_agent_absent(closed_query, now);
         }
-        if asked.connections.len() != answer.socket_exists.len() {
-            self.allow_requery(&asked.connections);
+        if closed_query.connections.len() != answer.socket_exists.len() {
+            self.allow_requery(&closed_query.connections);
             return Vec::new();
         }
-        self.absent_agents.remove(&asked.server_id);
+        self.absent_agents.remove(&closed_query.server_id);
         let mut closed_connections = Vec::new();
-        for (connection, open) in asked.connections.into_iter().zip(&answer.socket_exists) {
-            if *open {
+        for (connection, is_open) in closed_query.connections.into_iter().zip(&answer.socket_exists) {
+            if *is_open {
                 self.earliest_requery_times.insert(connection.index, now + self.requery_interval);
             } else {
                 self.earliest_requery_times.remove(&connection.index);
@@ -195,12 +198,14 @@ impl Sweeper {
     }
 
     /// Records that an agent is absent. Returns the query's connections if they may be freed after so long an absence.
-    fn mark_agent_absent(&mut self, asked: OpenQuery, now: Duration) -> Vec<Connection> {
-        self.allow_requery(&asked.connections);
-        let absent_agent =
-            self.absent_agents.entry(asked.server_id).or_insert(AbsentAgent { absent_since: now, next_query_at: now });
+    fn mark_agent_absent(&mut self, closed_query: OpenQuery, now: Duration) -> Vec<Connection> {
+        self.allow_requery(&closed_query.connections);
+        let absent_agent = self
+            .absent_agents
+            .entry(closed_query.server_id)
+            .or_insert(AbsentAgent { absent_since: now, next_query_at: now });
         absent_agent.next_query_at = now + ABSENT_AGENT_QUERY_INTERVAL;
-        if self.is_agent_absent_too_long(asked.server_id, now) { asked.connections } else { Vec::new() }
+        if self.is_agent_absent_too_long(closed_query.server_id, now) { closed_query.connections } else { Vec::new() }
     }
 
     fn allow_requery(&mut self, connections: &[Connection]) {
@@ -211,16 +216,22 @@ impl Sweeper {
 
     /// Removes queries that have timed out. Their connections are queued again by the next sweep.
     fn remove_timed_out_queries(&mut self, now: Duration) {
-        let timed_out_numbers: Vec<u64> =
-            self.open_queries.iter().filter(|(_, asked)| asked.expires_at <= now).map(|(number, _)| *number).collect();
-        for asked in timed_out_numbers.into_iter().filter_map(|number| self.close_query(number)).collect::<Vec<_>>() {
-            self.mark_agent_absent(asked, now);
+        let timed_out_numbers: Vec<u64> = self
+            .open_queries
+            .iter()
+            .filter(|(_, open_query)| open_query.expires_at <= now)
+            .map(|(number, _)| *number)
+            .collect();
+        for closed_query in
+            timed_out_numbers.into_iter().filter_map(|number| self.close_query(number)).collect::<Vec<_>>()
+        {
+            self.mark_agent_absent(closed_query, now);
         }
     }
 
     fn prune_expired_state(&mut self, now: Duration) {
         if now.saturating_sub(self.last_pruned_at) >= PRUNE_INTERVAL {
-            self.earliest_requery_times.retain(|_, until| *until > now);
+            self.earliest_requery_times.retain(|_, requery_at| *requery_at > now);
             self.last_pruned_at = now;
         }
     }
@@ -234,18 +245,20 @@ mod tests {
     use super::*;
 
     fn due_connection(slot: u32, server: u64) -> (Connection, ServiceAddress) {
-        let entry_identity = EntryIdentity { tag: slot, generation: 0, service: 0, server: server.try_into().unwrap() };
+        let entry_identity =
+            EntryIdentity { tag: slot, generation: 0, service_slot: 0, server: server.try_into().unwrap() };
         let connection = Connection {
             index: ConnectionIndex::new(slot / 1024, slot % 1024),
             identity: entry_identity,
             client: format!("10.1.0.7:{}", 1000 + slot % 1024).parse().unwrap(),
             packet_count: 2,
-            bytes: 200,
+            byte_count: 200,
             opened_at: ClockTicks(0),
             last_packet_at: ClockTicks(0),
             is_closing: false,
         };
-        let service_address = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        let service_address =
+            ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
         (connection, service_address)
     }
 
@@ -259,7 +272,7 @@ mod tests {
 
     #[test]
     fn connection_with_a_socket_is_checked_again() {
-        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         let due_connections = [due_connection(1, 7), due_connection(2, 8), due_connection(3, 7)];
         assert_eq!(sweeper.queue_expired_connections(&due_connections, at(0)), []);
         let socket_queries = sweeper.next_queries(at(0), 10);
@@ -279,7 +292,7 @@ mod tests {
 
     #[test]
     fn number_of_open_queries_is_limited() {
-        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         let due_connections: Vec<_> = (0..2000).map(|slot| due_connection(slot, u64::from(slot % 2))).collect();
         sweeper.queue_expired_connections(&due_connections, at(0));
         assert_eq!(queried_servers(&sweeper.next_queries(at(0), 100)), [(0, 256), (1, 256)]);
@@ -294,7 +307,7 @@ mod tests {
 
     #[test]
     fn servers_are_queried_in_turn() {
-        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         let due_connections: Vec<_> = (0..90).map(|slot| due_connection(slot, u64::from(slot % 9))).collect();
         sweeper.queue_expired_connections(&due_connections, at(0));
         let mut all_queried_servers = Vec::new();
@@ -307,12 +320,12 @@ mod tests {
 
     #[test]
     fn unexpected_socket_answer_frees_no_connection() {
-        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         sweeper.queue_expired_connections(&[due_connection(1, 7)], at(0));
         let query = sweeper.next_queries(at(0), 10).remove(0);
         assert_eq!(
             sweeper.handle_socket_answer(
-                &SocketAnswer { number: 99, load_balancer_session: 0, socket_exists: vec![false] },
+                &SocketAnswer { query_number: 99, load_balancer_session: 0, socket_exists: vec![false] },
                 at(0)
             ),
             []
@@ -323,16 +336,16 @@ mod tests {
 
     #[test]
     fn connections_of_an_absent_agent_are_freed_after_a_minute() {
-        let mut sweeper = Sweeper::new(&ConnectionTimeouts::default());
+        let mut sweeper = ConnectionSweeper::new(&ConnectionTimeouts::default());
         let due_connections: Vec<_> = (0..1000).map(|slot| due_connection(slot, 7)).collect();
         let mut freed_connections = Vec::new();
         for second in 0..100 {
-            let mut now = sweeper.queue_expired_connections(&due_connections, at(second));
+            let mut newly_freed_connections = sweeper.queue_expired_connections(&due_connections, at(second));
             for query in sweeper.next_queries(at(second), 10) {
-                now.extend(sweeper.handle_socket_answer(&query.answer_without_agent(), at(second)));
+                newly_freed_connections.extend(sweeper.handle_socket_answer(&query.answer_without_agent(), at(second)));
             }
-            assert!(second >= 60 || now.is_empty(), "after {second} s");
-            freed_connections.extend(now);
+            assert!(second >= 60 || newly_freed_connections.is_empty(), "after {second} s");
+            freed_connections.extend(newly_freed_connections);
         }
         assert!(due_connections.iter().all(|(connection, _)| freed_connections.contains(connection)));
         sweeper.queue_expired_connections(&due_connections, at(100));
@@ -344,7 +357,7 @@ mod tests {
 
     /// Simulation of the connection table in virtual time.
     struct ConnectionTableSimulation {
-        sweeper: Sweeper,
+        sweeper: ConnectionSweeper,
         table_entries: Vec<Option<Connection>>,
         free_slots: Vec<usize>,
         /// Tick at which the socket of each slot's connection is closed.
@@ -358,24 +371,24 @@ mod tests {
     const TICKS_PER_SWEEP: usize = 10;
 
     impl ConnectionTableSimulation {
-        fn new(entries: usize) -> Self {
+        fn new(entry_count: usize) -> Self {
             Self {
-                sweeper: Sweeper::new(&ConnectionTimeouts::default()),
-                table_entries: vec![None; entries],
-                free_slots: (0..entries).rev().collect(),
-                socket_end_by_slot: vec![0; entries],
+                sweeper: ConnectionSweeper::new(&ConnectionTimeouts::default()),
+                table_entries: vec![None; entry_count],
+                free_slots: (0..entry_count).rev().collect(),
+                socket_end_by_slot: vec![0; entry_count],
                 next_swept_slot: 0,
             }
         }
 
-        fn open_connection(&mut self, server: u64, beat: u32) -> bool {
+        fn open_connection(&mut self, server: u64, tick: u32) -> bool {
             let Some(position) = self.free_slots.pop() else { return false };
             let (mut connection, _) = due_connection(position as u32, server);
             connection.is_closing = true;
             // The connection sends its last packet after a minute, and then its socket stays in TIME-WAIT.
-            connection.last_packet_at = ClockTicks(beat + CONNECTION_TICKS);
+            connection.last_packet_at = ClockTicks(tick + CONNECTION_TICKS);
             self.table_entries[position] = Some(connection);
-            self.socket_end_by_slot[position] = beat + 2 * CONNECTION_TICKS;
+            self.socket_end_by_slot[position] = tick + 2 * CONNECTION_TICKS;
             true
         }
 
@@ -392,27 +405,27 @@ mod tests {
             }
         }
 
-        /// Advances the simulation by a tenth of a second. `answers` returns how a server's agent behaves.
-        fn advance(&mut self, beat: u32, answers: impl Fn(u64) -> AgentBehaviour) {
+        /// Advances the simulation by a tenth of a second. `behaviour_of_server` returns how a server's agent behaves.
+        fn advance(&mut self, tick: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) {
             let service_address = due_connection(0, 0).1;
             let swept_entry_count = self.table_entries.len() / TICKS_PER_SWEEP;
             let swept_connections = (0..swept_entry_count)
                 .filter_map(|n| self.table_entries[(self.next_swept_slot + n) % self.table_entries.len()]);
             let expired_connections = swept_connections
-                .filter(|connection| connection.last_packet_at.0 + CONNECTION_TICKS <= beat)
+                .filter(|connection| connection.last_packet_at.0 + CONNECTION_TICKS <= tick)
                 .map(|connection| (connection, service_address));
             let expired_connections: Vec<_> = expired_connections.collect();
             self.next_swept_slot = (self.next_swept_slot + swept_entry_count) % self.table_entries.len();
-            let now = Duration::from_millis(u64::from(beat) * 100);
+            let now = Duration::from_millis(u64::from(tick) * 100);
             let freed_without_answer = self.sweeper.queue_expired_connections(&expired_connections, now);
             self.free_entries(freed_without_answer);
             for query in self.sweeper.next_queries(now, 32) {
-                let queried_connections = &self.sweeper.open_queries[&query.number].connections;
+                let queried_connections = &self.sweeper.open_queries[&query.query_number].connections;
                 let are_open = queried_connections
                     .iter()
-                    .map(|connection| self.socket_end_by_slot[Self::slot_of(connection)] > beat)
+                    .map(|connection| self.socket_end_by_slot[Self::slot_of(connection)] > tick)
                     .collect();
-                let freed_by_answer = match answers(query.server.get().into()) {
+                let freed_by_answer = match behaviour_of_server(query.server.get().into()) {
                     AgentBehaviour::Responsive => self.sweeper.handle_socket_answer(&query.answer(are_open), now),
                     AgentBehaviour::Absent => self.sweeper.handle_socket_answer(&query.answer_without_agent(), now),
                     AgentBehaviour::Silent => Vec::new(),
@@ -434,33 +447,32 @@ mod tests {
     }
 
     /// Returns the used entries after ten minutes, divided by the connections that live or are in TIME-WAIT.
-    fn occupancy_ratio(per_second: u32, dead: impl Fn(u64) -> AgentBehaviour) -> f64 {
+    fn occupancy_ratio(connections_per_second: u32, behaviour_of_server: impl Fn(u64) -> AgentBehaviour) -> f64 {
         let mut simulation = ConnectionTableSimulation::new(262_144);
         let mut next_server = 0;
-        for beat in 0..10 * 60 * TICKS_PER_SECOND {
-            for _ in 0..per_second / TICKS_PER_SECOND {
+        for tick in 0..10 * 60 * TICKS_PER_SECOND {
+            for _ in 0..connections_per_second / TICKS_PER_SECOND {
                 next_server = (next_server + 1) % SERVER_COUNT;
                 assert!(
-                    simulation.open_connection(next_server, beat),
+                    simulation.open_connection(next_server, tick),
                     "the table is full after {} s",
-                    beat / TICKS_PER_SECOND
+                    tick / TICKS_PER_SECOND
                 );
             }
-            simulation.advance(beat, &dead);
+            simulation.advance(tick, &behaviour_of_server);
         }
-        let live_connection_count = f64::from(per_second) * f64::from(2 * CONNECTION_TICKS / TICKS_PER_SECOND);
+        let live_connection_count =
+            f64::from(connections_per_second) * f64::from(2 * CONNECTION_TICKS / TICKS_PER_SECOND);
         simulation.used_entry_count() as f64 / live_connection_count
     }
 
     #[test]
     fn table_holds_only_live_connections_although_a_tenth_of_agents_is_dead() {
-        for dead in [AgentBehaviour::Responsive, AgentBehaviour::Absent, AgentBehaviour::Silent] {
+        for dead_agent_behaviour in [AgentBehaviour::Responsive, AgentBehaviour::Absent, AgentBehaviour::Silent] {
             // The dead servers come first in the rotation.
-            let occupancy_ratio =
-                occupancy_ratio(
-                    1000,
-                    |server| if server < SERVER_COUNT / 10 { dead } else { AgentBehaviour::Responsive },
-                );
+            let occupancy_ratio = occupancy_ratio(1000, |server| {
+                if server < SERVER_COUNT / 10 { dead_agent_behaviour } else { AgentBehaviour::Responsive }
+            });
             assert!((0.9..1.1).contains(&occupancy_ratio), "{occupancy_ratio}");
         }
     }

@@ -16,12 +16,12 @@ const AGENT_PATH: &str = "/coreward.v1.Control/Agent";
 
 /// [`ControlServer`] that accepts smaller messages from agents than from other peers. A larger message ends the stream
 /// before its body is read.
-pub struct SizedControl<T> {
+pub struct SizeLimitedControlServer<T> {
     agent_server: ControlServer<T>,
     other_server: ControlServer<T>,
 }
 
-impl<T: Control> SizedControl<T> {
+impl<T: Control> SizeLimitedControlServer<T> {
     pub fn new(methods: T) -> Self {
         let methods = Arc::new(methods);
         let with_limit = |bytes| ControlServer::from_arc(methods.clone()).max_decoding_message_size(bytes);
@@ -29,17 +29,17 @@ impl<T: Control> SizedControl<T> {
     }
 }
 
-impl<T> Clone for SizedControl<T> {
+impl<T> Clone for SizeLimitedControlServer<T> {
     fn clone(&self) -> Self {
         Self { agent_server: self.agent_server.clone(), other_server: self.other_server.clone() }
     }
 }
 
-impl<T> NamedService for SizedControl<T> {
+impl<T> NamedService for SizeLimitedControlServer<T> {
     const NAME: &'static str = SERVICE_NAME;
 }
 
-impl<T, B> Service<Request<B>> for SizedControl<T>
+impl<T, B> Service<Request<B>> for SizeLimitedControlServer<T>
 where
     ControlServer<T>: Service<Request<B>, Error = Infallible>,
 {

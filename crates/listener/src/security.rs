@@ -14,7 +14,7 @@ use coreward_tls::certificate::Fingerprint;
 use coreward_tls::failure::{Failure, FailureCounters, FailureReason};
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{
-    AcceptedConnection, AcceptorLimits, Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Role, Tls,
+    AcceptedConnection, AcceptorLimits, Caller, ClientCertificatePolicy, ConnectionAcceptor, CredentialFiles, Role, Tls,
 };
 use tokio::net::TcpStream;
 use tonic::{Request, Status};
@@ -28,7 +28,7 @@ metrics! {
 
 /// Security settings of a listening daemon.
 pub struct ListenerConfig<'a> {
-    pub listen: SocketAddr,
+    pub listen_address: SocketAddr,
     pub tls: Option<&'a CredentialFiles>,
     pub revoked_certificates: &'a [Fingerprint],
     /// Whether plain connections are intended, so that a missing `tls` needs no warning.
@@ -36,44 +36,40 @@ pub struct ListenerConfig<'a> {
 }
 
 /// Certificates, revocations and failure counters with which a controller or rack authenticates its peers.
-pub struct Security {
+pub struct ListenerSecurity {
     /// Own certificates and key, or `None` if connections are neither encrypted nor authenticated.
     pub tls: Option<Arc<Tls>>,
     /// Counters of rejected peers.
     pub failure_counters: Arc<FailureCounters>,
-    pub revoked: RevocationList,
+    pub revocation_list: RevocationList,
 }
 
-impl Security {
+impl ListenerSecurity {
     /// Loads the certificates of a configuration. Fails if they cannot be used.
     pub fn of(config: &ListenerConfig<'_>) -> anyhow::Result<Self> {
-        if config.tls.is_none() && !config.allow_plaintext && !config.listen.ip().is_loopback() {
+        if config.tls.is_none() && !config.allow_plaintext && !config.listen_address.ip().is_loopback() {
             tracing::warn!(
                 event = "plaintext",
-                address = %config.listen,
+                address = %config.listen_address,
                 "without `[tls]` any client can read the cookie keys and report loads: configure `[tls]`, or set \
                  `allow_plaintext`"
             );
         }
         let revocation_list = RevocationList::default();
         revocation_list.set(config.revoked_certificates.iter().copied());
-        Ok(Self {
-            tls: coreward_tls::table::load(config.tls)?,
-            failure_counters: Arc::default(),
-            revoked: revocation_list,
-        })
+        Ok(Self { tls: coreward_tls::table::load(config.tls)?, failure_counters: Arc::default(), revocation_list })
     }
 
     /// Returns the acceptor for gRPC, which requires a client certificate with one of these roles.
-    pub fn grpc_acceptor(&self, accepted: &[Role], limits: AcceptorLimits) -> Arc<ConnectionAcceptor> {
+    pub fn grpc_acceptor(&self, accepted_roles: &[Role], limits: AcceptorLimits) -> Arc<ConnectionAcceptor> {
         let failure_counters = self.failure_counters.clone();
         match &self.tls {
             Some(tls) => {
-                let (required, revoked) = (ClientCertificates::Required, self.revoked.clone());
+                let (certificate_policy, revoked) = (ClientCertificatePolicy::Required, self.revocation_list.clone());
                 ConnectionAcceptor::with_tls(
                     tls.clone(),
-                    accepted,
-                    required,
+                    accepted_roles,
+                    certificate_policy,
                     &["h2"],
                     revoked,
                     limits,
@@ -90,11 +86,11 @@ impl Security {
         let failure_counters = self.failure_counters.clone();
         let acceptor = match self.tls.clone().filter(|_| !address.ip().is_loopback()) {
             Some(tls) => {
-                let (accepted, revoked) = (ClientCertificates::Optional, self.revoked.clone());
+                let (certificate_policy, revoked) = (ClientCertificatePolicy::Optional, self.revocation_list.clone());
                 ConnectionAcceptor::with_tls(
                     tls,
                     &Role::ALL,
-                    accepted,
+                    certificate_policy,
                     &["http/1.1"],
                     revoked,
                     AcceptorLimits::default(),
@@ -117,7 +113,7 @@ impl Security {
     pub fn add_metrics(&self, page: &mut Snapshot) {
         self.tls.iter().for_each(|tls| add_certificate_expiry(tls, page));
         for (reason, count) in self.failure_counters.counts() {
-            page.add(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
+            page.add_value(&TLS_HANDSHAKE_FAILURES_TOTAL, [reason.name()], count as f64);
         }
     }
 }
@@ -136,31 +132,32 @@ impl Acceptor for ApiAcceptor {
     type Stream = AcceptedConnection;
 
     async fn accept(&self, stream: TcpStream, address: SocketAddr) -> io::Result<(AcceptedConnection, Peer)> {
-        let admitted = self.0.clone().admit_connection(stream, address).await.map_err(io::Error::other)?;
-        let caller = admitted.caller();
-        let certified = caller.identity.as_ref().zip(admitted.certificate()).and_then(|(identity, certificate)| {
-            let role = match identity.role {
-                Role::Operator => coreward_api::Role::Operator,
-                Role::Viewer => coreward_api::Role::Viewer,
-                _ => return None,
-            };
-            let (fingerprint, not_after) = certificate;
-            Some(CertificateIdentity { role, name: identity.to_string().into(), fingerprint, not_after })
-        });
-        let peer = Peer { address: address.ip(), certificate: certified, is_encrypted: caller.is_encrypted };
-        Ok((admitted, peer))
+        let connection = self.0.clone().admit_connection(stream, address).await.map_err(io::Error::other)?;
+        let caller = connection.caller();
+        let certificate_identity =
+            caller.identity.as_ref().zip(connection.certificate()).and_then(|(identity, certificate)| {
+                let role = match identity.role {
+                    Role::Operator => coreward_api::Role::Operator,
+                    Role::Viewer => coreward_api::Role::Viewer,
+                    _ => return None,
+                };
+                let (fingerprint, not_after) = certificate;
+                Some(CertificateIdentity { role, name: identity.to_string().into(), fingerprint, not_after })
+            });
+        let peer = Peer { address: address.ip(), certificate: certificate_identity, is_encrypted: caller.is_encrypted };
+        Ok((connection, peer))
     }
 }
 
 /// Authenticated peer of a request, whose rejections are counted and logged.
 pub struct AuthenticatedPeer {
     pub caller: Caller,
-    security: Arc<Security>,
+    security: Arc<ListenerSecurity>,
 }
 
 impl AuthenticatedPeer {
     /// Returns the peer of a request. Fails if the connection did not come through the acceptor.
-    pub fn of<T>(request: &Request<T>, security: &Arc<Security>) -> Result<Self, Status> {
+    pub fn of<T>(request: &Request<T>, security: &Arc<ListenerSecurity>) -> Result<Self, Status> {
         Ok(Self { caller: Caller::of(request)?, security: security.clone() })
     }
 
@@ -169,11 +166,15 @@ impl AuthenticatedPeer {
         self.caller.require_role(roles).inspect_err(|status| self.count_failure(FailureReason::WrongRole, status))
     }
 
-    pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
-        self.caller.require_name(role, name).inspect_err(|status| self.count_failure(FailureReason::WrongName, status))
+    pub fn require_role_and_name(&self, role: Role, name: &str) -> Result<(), Status> {
+        self.caller
+            .require_role_and_name(role, name)
+            .inspect_err(|status| self.count_failure(FailureReason::WrongName, status))
     }
 
     fn count_failure(&self, reason: FailureReason, status: &Status) {
-        self.security.failure_counters.count(&self.caller, &Failure { reason, message: status.message().to_owned() });
+        self.security
+            .failure_counters
+            .count_and_log(&self.caller, &Failure { reason, message: status.message().to_owned() });
     }
 }

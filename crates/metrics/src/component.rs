@@ -95,9 +95,9 @@ metrics! {
 }
 
 /// Returns a snapshot with the metrics that all daemons have in common.
-pub fn base_snapshot(part: Component) -> Snapshot {
+pub fn base_snapshot(component: Component) -> Snapshot {
     let mut snapshot = Snapshot::default();
-    snapshot.add(&BUILD_INFO, [part.name(), env!("CARGO_PKG_VERSION")], 1.0);
+    snapshot.add_value(&BUILD_INFO, [component.name(), env!("CARGO_PKG_VERSION")], 1.0);
     snapshot
 }
 
@@ -109,10 +109,10 @@ pub fn add_server_counters<'a>(
     counters: impl Iterator<Item = (&'a String, &'a u64)>,
 ) {
     for (queue, count) in [("predicted", syns.0), ("other", syns.1)] {
-        page.add(&SERVER_SYNS_TOTAL, [server, queue], count as f64);
+        page.add_value(&SERVER_SYNS_TOTAL, [server, queue], count as f64);
     }
     for (outcome, count) in counters.filter(|(name, _)| !name.starts_with("rss_")) {
-        page.add(&SERVER_PACKETS_TOTAL, [server, outcome], *count as f64);
+        page.add_value(&SERVER_PACKETS_TOTAL, [server, outcome], *count as f64);
     }
 }
 
@@ -120,16 +120,16 @@ pub fn add_server_counters<'a>(
 pub fn add_load_balancer_metrics(page: &mut Snapshot, name: &str, state: &v1::LoadBalancerState) {
     for (counter, count) in &state.counters {
         match counter.strip_prefix("drop_") {
-            Some(reason) => page.add(&LB_DROPS_TOTAL, [name, reason], *count as f64),
-            None => page.add(&LB_PACKETS_TOTAL, [name, counter], *count as f64),
+            Some(reason) => page.add_value(&LB_DROPS_TOTAL, [name, reason], *count as f64),
+            None => page.add_value(&LB_PACKETS_TOTAL, [name, counter], *count as f64),
         }
     }
     for (event, count) in &state.events {
-        page.add(&LB_EVENTS_TOTAL, [name, event], *count as f64);
+        page.add_value(&LB_EVENTS_TOTAL, [name, event], *count as f64);
     }
-    page.add(&LB_CONNECTIONS, [name], state.connections as f64);
-    page.add(&LB_UNRESOLVED_SERVERS, [name], state.unresolved_servers.len() as f64);
-    page.add(&LB_WARNINGS, [name], state.warning_count() as f64);
+    page.add_value(&LB_CONNECTIONS, [name], state.connections as f64);
+    page.add_value(&LB_UNRESOLVED_SERVERS, [name], state.unresolved_servers.len() as f64);
+    page.add_value(&LB_WARNINGS, [name], state.warning_count() as f64);
 }
 
 /// Adds a service's numbers of passed and failed health checks, and its numbers of servers by verdict.
@@ -140,14 +140,14 @@ pub fn add_health_checks<'a>(
 ) {
     let failed_count: u64 = servers.clone().map(|server| server.failures).sum();
     let check_count: u64 = servers.clone().map(|server| server.checks).sum();
-    page.add(&HEALTH_CHECKS_TOTAL, [service, "passed"], check_count.saturating_sub(failed_count) as f64);
-    page.add(&HEALTH_CHECKS_TOTAL, [service, "failed"], failed_count as f64);
+    page.add_value(&HEALTH_CHECKS_TOTAL, [service, "passed"], check_count.saturating_sub(failed_count) as f64);
+    page.add_value(&HEALTH_CHECKS_TOTAL, [service, "failed"], failed_count as f64);
     for (verdict, up) in [("up", Some(true)), ("down", Some(false)), ("unknown", None)] {
         let count = servers.clone().filter(|server| server.up == up).count();
-        page.add(&HEALTH_SERVERS, [service, verdict], count as f64);
+        page.add_value(&HEALTH_SERVERS, [service, verdict], count as f64);
     }
     let slowest_latency_us = servers.map(|server| server.latency_us).max().unwrap_or(0);
-    page.add(&HEALTH_CHECK_DURATION_MAX_SECONDS, [service], f64::from(slowest_latency_us) / 1e6);
+    page.add_value(&HEALTH_CHECK_DURATION_MAX_SECONDS, [service], f64::from(slowest_latency_us) / 1e6);
 }
 
 /// Adds the request counters of a server's dispatched UDP services.
@@ -156,12 +156,12 @@ pub fn add_dispatch_counters(page: &mut Snapshot, server: &str, services: &[v1::
         for worker in &service.workers {
             let worker_label = worker.worker.to_string();
             let labels = [server, service.listen.as_str(), worker_label.as_str()];
-            page.add(&DISPATCH_OUTSTANDING_REQUESTS, labels, worker.outstanding.into());
-            page.add(&DISPATCH_QUEUED_DATAGRAMS, labels, worker.queued.into());
-            page.add(&DISPATCH_DISPATCHED_TOTAL, labels, worker.dispatched as f64);
-            page.add(&DISPATCH_COMPLETED_TOTAL, labels, worker.completed as f64);
-            page.add(&DISPATCH_ABANDONED_TOTAL, labels, worker.abandoned as f64);
-            page.add(&DISPATCH_DROPPED_TOTAL, labels, worker.dropped as f64);
+            page.add_value(&DISPATCH_OUTSTANDING_REQUESTS, labels, worker.outstanding.into());
+            page.add_value(&DISPATCH_QUEUED_DATAGRAMS, labels, worker.queued.into());
+            page.add_value(&DISPATCH_DISPATCHED_TOTAL, labels, worker.dispatched as f64);
+            page.add_value(&DISPATCH_COMPLETED_TOTAL, labels, worker.completed as f64);
+            page.add_value(&DISPATCH_ABANDONED_TOTAL, labels, worker.abandoned as f64);
+            page.add_value(&DISPATCH_DROPPED_TOTAL, labels, worker.dropped as f64);
         }
     }
 }
@@ -182,7 +182,7 @@ mod tests {
         add_dispatch_counters(&mut snapshot, "", &[service]);
         let dispatch_metrics = METRICS.iter().filter(|metric| metric.components.contains(&Component::Dispatch));
         let expected: BTreeSet<&str> = dispatch_metrics.map(|metric| metric.name).collect();
-        assert_eq!(snapshot.names().collect::<BTreeSet<_>>(), expected);
+        assert_eq!(snapshot.metric_names().collect::<BTreeSet<_>>(), expected);
         let line = "coreward_dispatch_dispatched_total{server=\"\",service=\"0.0.0.0:53\",worker=\"3\"} 7.0\n";
         assert!(snapshot.to_openmetrics().contains(line), "{}", snapshot.to_openmetrics());
     }

@@ -14,8 +14,8 @@ pub struct LatencyHistogram {
 }
 
 impl LatencyHistogram {
-    pub fn observe(&mut self, took: Duration) {
-        let seconds = took.as_secs_f64();
+    pub fn observe(&mut self, latency: Duration) {
+        let seconds = latency.as_secs_f64();
         let bucket = BUCKET_BOUNDS_S.iter().position(|bound| seconds <= *bound).unwrap_or(BUCKET_BOUNDS_S.len());
         self.bucket_counts[bucket] += 1;
         self.sum_s += seconds;

@@ -30,7 +30,12 @@ pub struct Snapshot {
 
 impl Snapshot {
     /// Adds a value of a metric with these labels.
-    pub fn add<const LABELS: usize>(&mut self, family: &'static Family<LABELS>, labels: [&str; LABELS], value: f64) {
+    pub fn add_value<const LABELS: usize>(
+        &mut self,
+        family: &'static Family<LABELS>,
+        labels: [&str; LABELS],
+        value: f64,
+    ) {
         let (metric, series) = self.series_of(family.metric());
         push_or_combine(series, metric.kind, value, || labels.map(str::to_owned).into());
     }
@@ -54,7 +59,7 @@ impl Snapshot {
         self.histograms_by_name.insert(metric.name, (metric, latencies));
     }
 
-    pub fn names(&self) -> impl Iterator<Item = &'static str> + '_ {
+    pub fn metric_names(&self) -> impl Iterator<Item = &'static str> + '_ {
         self.series_by_name.keys().chain(self.histograms_by_name.keys()).copied()
     }
 
@@ -135,9 +140,9 @@ mod tests {
     #[test]
     fn metrics_page_is_valid_openmetrics() {
         let mut snapshot = Snapshot::default();
-        snapshot.add(&REFUSED, ["no_cores"], 3.0);
-        snapshot.add(&LOAD, ["a \"b\"\\", "0"], 0.25);
-        snapshot.add(&REPORTS, [], 18_446_744_073_709.0);
+        snapshot.add_value(&REFUSED, ["no_cores"], 3.0);
+        snapshot.add_value(&LOAD, ["a \"b\"\\", "0"], 0.25);
+        snapshot.add_value(&REPORTS, [], 18_446_744_073_709.0);
         let text = snapshot.to_openmetrics();
         for line in [
             "# TYPE coreward_refused counter",
@@ -147,7 +152,7 @@ mod tests {
             "coreward_reports_total 18446744073709.0",
             "# EOF",
         ] {
-            assert!(text.lines().any(|found| found == line), "{line}: {text}");
+            assert!(text.lines().any(|text_line| text_line == line), "{line}: {text}");
         }
     }
 
@@ -155,8 +160,8 @@ mod tests {
     fn excess_series_are_aggregated() {
         let mut snapshot = Snapshot::default();
         for server in 0..MAX_SERIES_PER_METRIC + 10 {
-            snapshot.add(&CONNECTIONS, [&format!("s{server}")], 1.0);
-            snapshot.add(&AGE, [&format!("s{server}")], server as f64);
+            snapshot.add_value(&CONNECTIONS, [&format!("s{server}")], 1.0);
+            snapshot.add_value(&AGE, [&format!("s{server}")], server as f64);
         }
         for server in 0..MAX_SERIES_PER_METRIC / 64 + 1 {
             snapshot.add_indexed_values(&LOAD, &format!("s{server}"), (0..64).map(|core| core as f64));

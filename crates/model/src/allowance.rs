@@ -30,16 +30,18 @@ impl ConnectionAllowance {
         }
     }
 
-    fn max_allowance(expected: f64) -> f64 {
-        (MAX_FAIR_SHARE_MULTIPLE * FULL_ALLOWANCE_SECONDS * expected).max(MIN_FULL_ALLOWANCE_CONNECTIONS)
+    fn max_allowance(fair_share_per_second: f64) -> f64 {
+        (MAX_FAIR_SHARE_MULTIPLE * FULL_ALLOWANCE_SECONDS * fair_share_per_second).max(MIN_FULL_ALLOWANCE_CONNECTIONS)
     }
 
-    /// Updates the allowance after an interval of `seconds` (at most 10). `expected` is the server's fair share of the
-    /// interval's new connections, and `opened` is the number that it got.
-    pub fn update(&mut self, expected: f64, opened: f64, seconds: f64) {
-        self.fair_share_per_second += FAIR_SHARE_AVERAGE_WEIGHT * (expected - self.fair_share_per_second * seconds);
+    /// Updates the allowance after an interval of `seconds` (at most 10). `fair_share_connections` is the server's fair
+    /// share of the interval's new connections, and `opened_connections` is the number that it got.
+    pub fn update(&mut self, fair_share_connections: f64, opened_connections: f64, seconds: f64) {
+        self.fair_share_per_second +=
+            FAIR_SHARE_AVERAGE_WEIGHT * (fair_share_connections - self.fair_share_per_second * seconds);
         let max_remaining = Self::max_allowance(self.fair_share_per_second);
-        self.remaining_connections = (self.remaining_connections + MAX_FAIR_SHARE_MULTIPLE * expected - opened)
+        self.remaining_connections = (self.remaining_connections + MAX_FAIR_SHARE_MULTIPLE * fair_share_connections
+            - opened_connections)
             .clamp(-max_remaining, max_remaining);
         self.is_limited = self.remaining_connections < if self.is_limited { max_remaining / 2.0 } else { 0.0 };
     }
@@ -62,10 +64,10 @@ mod tests {
     #[test]
     fn server_with_an_exhausted_allowance_is_limited_until_half_is_refilled() {
         let mut allowance = ConnectionAllowance::full(100.0);
-        let seconds_until_limited_is = |allowance: &mut ConnectionAllowance, opened, limited| {
+        let seconds_until_limited_is = |allowance: &mut ConnectionAllowance, opened_connections, is_limited| {
             (1..100).find(|_| {
-                allowance.update(100.0, opened, 1.0);
-                allowance.is_limited() == limited
+                allowance.update(100.0, opened_connections, 1.0);
+                allowance.is_limited() == is_limited
             })
         };
         // The allowance is 2,000. It shrinks by 200 a second, then grows by 100 a second.
@@ -78,9 +80,9 @@ mod tests {
         let mut allowance = ConnectionAllowance::full(100.0);
         let mut connections_opened_in = |seconds: u32| {
             let opened_in_each_second = (0..seconds).map(|_| {
-                let opened = if allowance.is_spent() { 0.0 } else { 1_000.0 };
-                allowance.update(100.0, opened, 1.0);
-                opened
+                let opened_connections = if allowance.is_spent() { 0.0 } else { 1_000.0 };
+                allowance.update(100.0, opened_connections, 1.0);
+                opened_connections
             });
             opened_in_each_second.sum::<f64>()
         };
@@ -90,13 +92,22 @@ mod tests {
 
     #[test]
     fn update_interval_does_not_change_the_allowance() {
-        let (mut whole, mut parts) = (ConnectionAllowance::full(100.0), ConnectionAllowance::full(100.0));
+        let (mut full_second_allowance, mut quarter_second_allowance) =
+            (ConnectionAllowance::full(100.0), ConnectionAllowance::full(100.0));
         for _ in 0..30 {
-            whole.update(200.0, 300.0, 1.0);
-            (0..4).for_each(|_| parts.update(50.0, 75.0, 0.25));
+            full_second_allowance.update(200.0, 300.0, 1.0);
+            (0..4).for_each(|_| quarter_second_allowance.update(50.0, 75.0, 0.25));
         }
-        assert!((whole.fair_share_per_second / parts.fair_share_per_second - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
-        assert!((whole.remaining_connections / parts.remaining_connections - 1.0).abs() < 0.01, "{whole:?} {parts:?}");
+        assert!(
+            (full_second_allowance.fair_share_per_second / quarter_second_allowance.fair_share_per_second - 1.0).abs()
+                < 0.01,
+            "{full_second_allowance:?} {quarter_second_allowance:?}"
+        );
+        assert!(
+            (full_second_allowance.remaining_connections / quarter_second_allowance.remaining_connections - 1.0).abs()
+                < 0.01,
+            "{full_second_allowance:?} {quarter_second_allowance:?}"
+        );
     }
 
     #[test]

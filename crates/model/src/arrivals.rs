@@ -156,8 +156,8 @@ impl Workload {
         let elephant_work_us_per_s = work_us_per_s * u64::from(self.elephant_work_permille) / 1_000;
         let mouse_work_us_per_s = work_us_per_s - elephant_work_us_per_s;
         let elephant_interval_us = self.elephant_request_interval_us();
-        let (life_min, life_max) = self.elephant_lifetime_range_us;
-        let mean_lifetime_us = (life_min + life_max) / 2;
+        let (min_lifetime_us, max_lifetime_us) = self.elephant_lifetime_range_us;
+        let mean_lifetime_us = (min_lifetime_us + max_lifetime_us) / 2;
 
         let elephant_request_rate_per_s = elephant_work_us_per_s / u64::from(self.service_us.max(1));
         let live_elephant_count = elephant_request_rate_per_s * u64::from(elephant_interval_us) / 1_000_000;
@@ -166,8 +166,8 @@ impl Workload {
             // Elephants that live at a random time have longer lifetimes than the average. So a lifetime is drawn with
             // a probability in proportion to its length.
             let lifetime_us = loop {
-                let lifetime_us = generator.random_between(life_min, life_max);
-                if generator.random_below(life_max) < lifetime_us {
+                let lifetime_us = generator.random_between(min_lifetime_us, max_lifetime_us);
+                if generator.random_below(max_lifetime_us) < lifetime_us {
                     break lifetime_us;
                 }
             };
@@ -177,15 +177,16 @@ impl Workload {
             }
         }
         for _ in 0..live_elephant_count * self.duration_us / mean_lifetime_us.max(1) {
-            let (start_us, life_us) =
-                (generator.random_below(self.duration_us), generator.random_between(life_min, life_max));
-            arrivals.extend(generator.elephant_arrival(start_us, life_us));
+            let (start_us, lifetime_us) =
+                (generator.random_below(self.duration_us), generator.random_between(min_lifetime_us, max_lifetime_us));
+            arrivals.extend(generator.elephant_arrival(start_us, lifetime_us));
         }
-        let (fewest, most) = self.mouse_request_count_range;
-        let mouse_work_us = u64::from(fewest + most) * u64::from(self.service_us) / 2;
+        let (min_request_count, max_request_count) = self.mouse_request_count_range;
+        let mouse_work_us = u64::from(min_request_count + max_request_count) * u64::from(self.service_us) / 2;
         for _ in 0..mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mouse_work_us.max(1) {
             let start_us = generator.random_below(self.duration_us);
-            let request_count = generator.random_between(u64::from(fewest), u64::from(most)) as u32;
+            let request_count =
+                generator.random_between(u64::from(min_request_count), u64::from(max_request_count)) as u32;
             arrivals.extend(generator.truncated_arrival(start_us, request_count, self.mouse_request_interval_us));
         }
         arrivals.sort_by_key(|arrival| (arrival.start_us, arrival.source_address_index, arrival.source_port));
@@ -200,19 +201,20 @@ struct ArrivalGenerator {
 }
 
 impl ArrivalGenerator {
-    /// Returns a uniform number below `bound` (0 for a bound of 0). The bias of a 64-bit remainder is below 2^-30 here.
-    fn random_below(&mut self, bound: u64) -> u64 {
-        self.rng.next_u64() % bound.max(1)
+    /// Returns a uniform number below `exclusive_bound` (0 for a bound of 0). The bias of a 64-bit remainder is below
+    /// 2^-30 here.
+    fn random_below(&mut self, exclusive_bound: u64) -> u64 {
+        self.rng.next_u64() % exclusive_bound.max(1)
     }
 
-    /// Returns a uniform random number from `low` to `high`, both included.
-    fn random_between(&mut self, low: u64, high: u64) -> u64 {
-        low + self.random_below(high - low + 1)
+    /// Returns a uniform random number from `min_value` to `max_value`, both included.
+    fn random_between(&mut self, min_value: u64, max_value: u64) -> u64 {
+        min_value + self.random_below(max_value - min_value + 1)
     }
 
-    fn elephant_arrival(&mut self, start_us: u64, life_us: u64) -> Option<ConnectionArrival> {
+    fn elephant_arrival(&mut self, start_us: u64, lifetime_us: u64) -> Option<ConnectionArrival> {
         let interval_us = self.workload.elephant_request_interval_us();
-        self.truncated_arrival(start_us, (life_us / u64::from(interval_us)) as u32 + 1, interval_us)
+        self.truncated_arrival(start_us, (lifetime_us / u64::from(interval_us)) as u32 + 1, interval_us)
     }
 
     /// Returns a connection whose requests end with the log at the latest, or `None` if it would start after the end.
@@ -225,8 +227,8 @@ impl ArrivalGenerator {
     }
 
     fn draw_unused_source(&mut self) -> (u16, u16) {
-        let (first, last) = (*SOURCE_PORT_RANGE.start(), *SOURCE_PORT_RANGE.end());
-        let port_count = u32::from(last - first) + 1;
+        let (first_port, last_port) = (*SOURCE_PORT_RANGE.start(), *SOURCE_PORT_RANGE.end());
+        let port_count = u32::from(last_port - first_port) + 1;
         let source_count = port_count as usize * usize::from(self.workload.source_address_count);
         // The search for a free pair of address and port is slow if most pairs are used. No log needs that many.
         assert!(
@@ -236,7 +238,7 @@ impl ArrivalGenerator {
         );
         loop {
             let address_index = uniform_below(&mut self.rng, u32::from(self.workload.source_address_count)) as u16;
-            let port = first + uniform_below(&mut self.rng, port_count) as u16;
+            let port = first_port + uniform_below(&mut self.rng, port_count) as u16;
             if self.used_sources.insert((address_index, port)) {
                 return (address_index, port);
             }
@@ -255,7 +257,7 @@ impl fmt::Display for ArrivalLog {
             "{ARRIVAL_LOG_MAGIC} seed={seed} duration_us={duration_us} \
              source_addresses={source_address_count}\n{COLUMN_NAMES}"
         )?;
-        for a in arrivals {
+        for arrival in arrivals {
             let ConnectionArrival {
                 start_us,
                 source_address_index,
@@ -263,7 +265,7 @@ impl fmt::Display for ArrivalLog {
                 request_count,
                 interval_us,
                 service_us,
-            } = a;
+            } = arrival;
             writeln!(f, "{start_us} {source_address_index} {source_port} {request_count} {interval_us} {service_us}")?;
         }
         Ok(())
@@ -292,9 +294,9 @@ impl FromStr for ArrivalLog {
         let (mut log, columns) = (parse_header(lines.next().map_or("", |(_, line)| line))?, lines.next());
         match columns {
             Some((_, line)) if line == COLUMN_NAMES => {}
-            other => return Err(error_at_line(1, other.map_or("", |(_, line)| line), COLUMN_NAMES)),
+            other_columns => return Err(error_at_line(1, other_columns.map_or("", |(_, line)| line), COLUMN_NAMES)),
         }
-        let (mut sources, mut earliest_us) = (HashSet::new(), 0);
+        let (mut used_sources, mut earliest_us) = (HashSet::new(), 0);
         for (index, line) in lines {
             let arrival = parse_arrival(line).ok_or_else(|| {
                 error_at_line(index, line, "six numbers: start_us source_address ... (the second line)")
@@ -307,11 +309,11 @@ impl FromStr for ArrivalLog {
                 (arrival.request_count > 0, "at least one request"),
                 (arrival.service_us > 0, "a service time of at least 1 us"),
                 (
-                    sources.insert((arrival.source_address_index, arrival.source_port)),
+                    used_sources.insert((arrival.source_address_index, arrival.source_port)),
                     "a source that no other line has",
                 ),
             ];
-            if let Some((_, expected)) = requirements.into_iter().find(|(holds, _)| !holds) {
+            if let Some((_, expected)) = requirements.into_iter().find(|(is_met, _)| !is_met) {
                 return Err(error_at_line(index, line, expected));
             }
             earliest_us = arrival.start_us;
@@ -321,8 +323,8 @@ impl FromStr for ArrivalLog {
     }
 }
 
-fn error_at_line(index: usize, found: &str, expected: &'static str) -> ArrivalLogError {
-    ArrivalLogError { line: index + 1, found: found.to_owned(), expected }
+fn error_at_line(index: usize, line_text: &str, expected: &'static str) -> ArrivalLogError {
+    ArrivalLogError { line: index + 1, found: line_text.to_owned(), expected }
 }
 
 fn parse_header(line: &str) -> Result<ArrivalLog, ArrivalLogError> {

@@ -17,10 +17,10 @@ pub struct BucketHistory {
 }
 
 impl BucketHistory {
-    /// Returns the history with the current servers `now` and the previous servers `before`, both by bucket. Returns
-    /// `None` if the lists differ in length.
-    pub fn from_stored(now: Vec<ServerId>, before: Vec<Option<ServerId>>) -> Option<Self> {
-        (now.len() == before.len()).then_some(Self { current_servers: now, previous_servers: before })
+    /// Returns the history with the current servers `current_servers` and the previous servers `previous_servers`, both
+    /// by bucket. Returns `None` if the lists differ in length.
+    pub fn from_stored(current_servers: Vec<ServerId>, previous_servers: Vec<Option<ServerId>>) -> Option<Self> {
+        (current_servers.len() == previous_servers.len()).then_some(Self { current_servers, previous_servers })
     }
 
     /// Returns the current server of each bucket, or an empty list before the first placement table.
@@ -36,17 +36,19 @@ impl BucketHistory {
     /// Records the servers of the buckets in a new placement table, and returns whether a bucket moved. If no server is
     /// eligible, the buckets keep their last servers. If the number of buckets changes, a new history starts, because
     /// no bucket remains the same.
-    pub fn update(&mut self, consistent: &[ServerId]) -> bool {
-        if consistent.is_empty() || consistent == self.current_servers {
+    pub fn update(&mut self, new_servers: &[ServerId]) -> bool {
+        if new_servers.is_empty() || new_servers == self.current_servers {
             return false;
         }
-        if consistent.len() != self.current_servers.len() {
-            *self = Self { current_servers: consistent.to_vec(), previous_servers: vec![None; consistent.len()] };
+        if new_servers.len() != self.current_servers.len() {
+            *self = Self { current_servers: new_servers.to_vec(), previous_servers: vec![None; new_servers.len()] };
             return true;
         }
-        for ((new, now), before) in consistent.iter().zip(&mut self.current_servers).zip(&mut self.previous_servers) {
-            if new != now {
-                *before = Some(std::mem::replace(now, *new));
+        for ((new_server, current_server), previous_server) in
+            new_servers.iter().zip(&mut self.current_servers).zip(&mut self.previous_servers)
+        {
+            if new_server != current_server {
+                *previous_server = Some(std::mem::replace(current_server, *new_server));
             }
         }
         true
@@ -60,9 +62,9 @@ impl BucketHistory {
     /// Returns, for each current server, the set of servers that had its buckets before.
     pub fn previous_servers_by_current(&self) -> BTreeMap<ServerId, BTreeSet<ServerId>> {
         let mut previous_by_current: BTreeMap<ServerId, BTreeSet<ServerId>> = BTreeMap::new();
-        for (now, before) in self.current_servers.iter().zip(&self.previous_servers) {
-            if let Some(before) = before {
-                previous_by_current.entry(*now).or_default().insert(*before);
+        for (current_server, previous_server) in self.current_servers.iter().zip(&self.previous_servers) {
+            if let Some(previous_server) = previous_server {
+                previous_by_current.entry(*current_server).or_default().insert(*previous_server);
             }
         }
         previous_by_current

@@ -67,10 +67,10 @@ impl Default for TableSize {
 impl TryFrom<u64> for TableSize {
     type Error = InvalidTableSize;
 
-    fn try_from(entries: u64) -> Result<Self, Self::Error> {
+    fn try_from(entry_count: u64) -> Result<Self, Self::Error> {
         let range = u64::from(intf::CONNECTIONS_PER_PARTITION)..=u64::from(intf::MAX_CONNECTION_TABLE_ENTRIES);
-        let is_valid = entries.is_power_of_two() && range.contains(&entries);
-        if is_valid { Ok(Self(entries as u32)) } else { Err(InvalidTableSize(entries)) }
+        let is_valid = entry_count.is_power_of_two() && range.contains(&entry_count);
+        if is_valid { Ok(Self(entry_count as u32)) } else { Err(InvalidTableSize(entry_count)) }
     }
 }
 
@@ -141,9 +141,9 @@ pub fn encode_cookie_index(owner: TableOwnerNumber, slot: u32) -> u16 {
 }
 
 /// Returns the owner and the slot that the number in a stateful-mode cookie has.
-pub fn decode_cookie_index(number: u16) -> (TableOwnerNumber, u32) {
-    let number = u32::from(number) & intf::COOKIE_ID_MASK;
-    (TableOwnerNumber((number >> intf::CONNECTION_SLOT_BITS) as u8), number & intf::CONNECTION_SLOT_MASK)
+pub fn decode_cookie_index(cookie_index: u16) -> (TableOwnerNumber, u32) {
+    let cookie_index = u32::from(cookie_index) & intf::COOKIE_ID_MASK;
+    (TableOwnerNumber((cookie_index >> intf::CONNECTION_SLOT_BITS) as u8), cookie_index & intf::CONNECTION_SLOT_MASK)
 }
 
 /// Returns the TSecr value in which a SYN to a stateful service carries owner and slot to the server.
@@ -227,7 +227,7 @@ pub struct EntryIdentity {
     /// Generation of the entry, which counts its uses modulo 2^7.
     pub generation: u16,
     /// Slot of the service in the load balancer's tables (10 bits).
-    pub service: u16,
+    pub service_slot: u16,
     /// Server to which the connection's packets go.
     pub server: ServerId,
 }
@@ -239,17 +239,18 @@ impl EntryIdentity {
             | u64::from(intf::CONNECTION_IN_USE)
             | (u64::from(self.generation) & u64::from(intf::CONNECTION_GENERATION_MASK))
                 << intf::CONNECTION_GENERATION_SHIFT
-            | (u64::from(self.service) & u64::from(intf::CONNECTION_SERVICE_MASK)) << intf::CONNECTION_SERVICE_SHIFT
+            | (u64::from(self.service_slot) & u64::from(intf::CONNECTION_SERVICE_MASK))
+                << intf::CONNECTION_SERVICE_SHIFT
             | u64::from(self.server.get())
     }
 
     /// Returns the identity in an entry's word, or `None` if the entry is free.
-    pub fn from_word(word: u64) -> Option<Self> {
-        let low_half = word as u32;
+    pub fn from_word(identity_word: u64) -> Option<Self> {
+        let low_half = identity_word as u32;
         (low_half & intf::CONNECTION_IN_USE != 0).then(|| Self {
-            tag: (word >> intf::CONNECTION_TAG_SHIFT) as u32,
+            tag: (identity_word >> intf::CONNECTION_TAG_SHIFT) as u32,
             generation: (low_half >> intf::CONNECTION_GENERATION_SHIFT & intf::CONNECTION_GENERATION_MASK) as u16,
-            service: (low_half >> intf::CONNECTION_SERVICE_SHIFT & intf::CONNECTION_SERVICE_MASK) as u16,
+            service_slot: (low_half >> intf::CONNECTION_SERVICE_SHIFT & intf::CONNECTION_SERVICE_MASK) as u16,
             server: ServerId::try_from(u64::from(low_half & intf::COOKIE_ID_MASK)).expect("14 bits"),
         })
     }
@@ -260,16 +261,20 @@ impl EntryIdentity {
 pub struct ClockTicks(pub u32);
 
 impl ClockTicks {
-    /// Returns the clock at time `monotonic` of the machine's monotonic clock.
-    pub fn from_monotonic_time(monotonic: Duration) -> Self {
-        Self((monotonic.as_millis() / 100) as u32)
+    /// Returns the clock at time `monotonic_time` of the machine's monotonic clock.
+    pub fn from_monotonic_time(monotonic_time: Duration) -> Self {
+        Self((monotonic_time.as_millis() / 100) as u32)
     }
 
     /// Returns the time since `earlier`. Returns 0 if `earlier` is later than `self`, as when a packet came after the
     /// clock was read.
-    pub fn since(self, earlier: ClockTicks) -> Duration {
-        let tenths = self.0.wrapping_sub(earlier.0);
-        if tenths > u32::MAX / 2 { Duration::ZERO } else { Duration::from_millis(u64::from(tenths) * 100) }
+    pub fn saturating_duration_since(self, earlier: ClockTicks) -> Duration {
+        let elapsed_ticks = self.0.wrapping_sub(earlier.0);
+        if elapsed_ticks > u32::MAX / 2 {
+            Duration::ZERO
+        } else {
+            Duration::from_millis(u64::from(elapsed_ticks) * 100)
+        }
     }
 }
 
@@ -285,7 +290,7 @@ pub struct Connection {
     /// Number of packets from the client, without retransmitted SYNs.
     pub packet_count: u64,
     /// Number of bytes in the frames of the counted packets.
-    pub bytes: u64,
+    pub byte_count: u64,
     /// Time of the SYN.
     pub opened_at: ClockTicks,
     /// Time of the last packet from the client.
@@ -302,16 +307,16 @@ impl Connection {
             identity: EntryIdentity::from_word(entry.identity)?,
             client: SocketAddr::new(address_from_words(entry.client_address), u16::from_be(entry.client_port)),
             packet_count: entry.packets,
-            bytes: entry.bytes,
+            byte_count: entry.bytes,
             opened_at: ClockTicks(entry.opened),
             last_packet_at: ClockTicks(entry.last_seen),
             is_closing: u32::from(entry.flags) & intf::CONNECTION_CLOSING != 0,
         })
     }
 
-    /// Returns whether no packet of the connection arrived since its copy `earlier` was made.
-    pub fn has_no_packet_since(&self, earlier: &Self) -> bool {
-        (self.packet_count, self.last_packet_at) == (earlier.packet_count, earlier.last_packet_at)
+    /// Returns whether no packet of the connection arrived since its copy `earlier_snapshot` was made.
+    pub fn has_no_packet_since(&self, earlier_snapshot: &Self) -> bool {
+        (self.packet_count, self.last_packet_at) == (earlier_snapshot.packet_count, earlier_snapshot.last_packet_at)
     }
 }
 
@@ -323,9 +328,9 @@ pub fn heaviest_connections(
     weight: impl Fn(&Connection) -> u64,
 ) -> Vec<Connection> {
     let mut candidates = Vec::new();
-    let keep_heaviest = |kept: &mut Vec<Connection>| {
-        kept.sort_by_key(|connection| std::cmp::Reverse(weight(connection)));
-        kept.truncate(count);
+    let keep_heaviest = |kept_connections: &mut Vec<Connection>| {
+        kept_connections.sort_by_key(|connection| std::cmp::Reverse(weight(connection)));
+        kept_connections.truncate(count);
     };
     for connection in connections {
         candidates.push(connection);
@@ -382,35 +387,47 @@ impl ExpiryReason {
 }
 
 impl ConnectionTimeouts {
-    /// Returns the timeouts in the BPF program's layout. `swept` is the time at which user space last swept the table.
-    pub fn to_bpf_timers(&self, swept: ClockTicks) -> intf::connection_timers {
+    /// Returns the timeouts in the BPF program's layout. `last_sweep` is the time at which user space last swept the
+    /// table.
+    pub fn to_bpf_timers(&self, last_sweep: ClockTicks) -> intf::connection_timers {
         let to_ticks = |time: Duration| i32::try_from(time.as_millis() / 100).unwrap_or(i32::MAX) as u32;
         intf::connection_timers {
             half_open: to_ticks(self.half_open),
             closing: to_ticks(self.closing),
             idle: to_ticks(self.idle),
-            swept: swept.0,
+            swept: last_sweep.0,
         }
     }
 
     /// Returns whether a packet may reuse the connection's entry at `now`, like `is_expired()` of `bpf/lb/stateful.h`.
-    pub fn is_expired(&self, connection: &Connection, server_known: bool, swept: ClockTicks, now: ClockTicks) -> bool {
-        let is_sweep_overdue = now.0.wrapping_sub(swept.0) as i32 >= intf::CONNECTION_UNSWEPT_TICKS as i32;
-        self.expiry_reason(connection, server_known, now)
-            .is_some_and(|due| !due.needs_server_query() || is_sweep_overdue)
+    pub fn is_expired(
+        &self,
+        connection: &Connection,
+        is_server_known: bool,
+        last_sweep: ClockTicks,
+        now: ClockTicks,
+    ) -> bool {
+        let is_sweep_overdue = now.0.wrapping_sub(last_sweep.0) as i32 >= intf::CONNECTION_UNSWEPT_TICKS as i32;
+        self.expiry_reason(connection, is_server_known, now)
+            .is_some_and(|reason| !reason.needs_server_query() || is_sweep_overdue)
     }
 
-    /// Returns the reason to free the entry at `now`, if any. `server_known` is false if the server left the fleet.
-    pub fn expiry_reason(&self, connection: &Connection, server_known: bool, now: ClockTicks) -> Option<ExpiryReason> {
-        if !server_known {
+    /// Returns the reason to free the entry at `now`, if any. `is_server_known` is false if the server left the fleet.
+    pub fn expiry_reason(
+        &self,
+        connection: &Connection,
+        is_server_known: bool,
+        now: ClockTicks,
+    ) -> Option<ExpiryReason> {
+        if !is_server_known {
             return Some(ExpiryReason::ServerGone);
         }
-        let (after, due) = match connection {
+        let (timeout, reason) = match connection {
             Connection { packet_count: 0..=1, .. } => (self.half_open, ExpiryReason::HalfOpen),
             Connection { is_closing: true, .. } => (self.closing, ExpiryReason::Closing),
             _ => (self.idle, ExpiryReason::Idle),
         };
-        (now.since(connection.last_packet_at) >= after).then_some(due)
+        (now.saturating_duration_since(connection.last_packet_at) >= timeout).then_some(reason)
     }
 }
 
@@ -420,24 +437,26 @@ mod tests {
 
     use super::*;
 
-    fn connection(packets: u64, is_closing: bool, last_seen: u32) -> Connection {
+    fn connection(packet_count: u64, is_closing: bool, last_seen_ticks: u32) -> Connection {
         let server = ServerId::try_from(7).unwrap();
         Connection {
             index: ConnectionIndex::new(1, 2),
-            identity: EntryIdentity { tag: 1, generation: 2, service: 3, server },
+            identity: EntryIdentity { tag: 1, generation: 2, service_slot: 3, server },
             client: SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 1),
-            packet_count: packets,
-            bytes: 0,
+            packet_count,
+            byte_count: 0,
             opened_at: ClockTicks(0),
-            last_packet_at: ClockTicks(last_seen),
+            last_packet_at: ClockTicks(last_seen_ticks),
             is_closing,
         }
     }
 
     proptest! {
         #[test]
-        fn entry_identity_round_trips(tag: u32, generation in 0u16..128, service in 0u16..1024, id in 0u64..16_384) {
-            let identity = EntryIdentity { tag, generation, service, server: ServerId::try_from(id).unwrap() };
+        fn entry_identity_round_trips(
+            tag: u32, generation in 0u16..128, service_slot in 0u16..1024, id in 0u64..16_384,
+        ) {
+            let identity = EntryIdentity { tag, generation, service_slot, server: ServerId::try_from(id).unwrap() };
             prop_assert_eq!(EntryIdentity::from_word(identity.to_word()), Some(identity));
         }
 
@@ -458,10 +477,11 @@ mod tests {
             let connections: Vec<_> = packets.iter().map(|packets| connection(*packets, false, 0)).collect();
             let heaviest = heaviest_connections(connections.iter().copied(), count,
                 |connection| connection.packet_count);
-            let mut sorted = packets;
-            sorted.sort_by_key(|packets| std::cmp::Reverse(*packets));
-            sorted.truncate(count);
-            prop_assert_eq!(heaviest.iter().map(|connection| connection.packet_count).collect::<Vec<_>>(), sorted);
+            let mut expected_packet_counts = packets;
+            expected_packet_counts.sort_by_key(|packets| std::cmp::Reverse(*packets));
+            expected_packet_counts.truncate(count);
+            let packet_counts: Vec<u64> = heaviest.iter().map(|connection| connection.packet_count).collect();
+            prop_assert_eq!(packet_counts, expected_packet_counts);
         }
     }
 
@@ -469,10 +489,10 @@ mod tests {
     fn sizes_are_powers_of_two_in_range() {
         assert_eq!(TableSize::try_from(1024).unwrap().partition_count(), 1);
         assert_eq!(TableSize::try_from(4_194_304).unwrap().partition_count(), 4096);
-        for bad in [0, 512, 1025, 3000, 8_388_608, 1 << 40] {
-            let error = TableSize::try_from(bad).unwrap_err().to_string();
+        for invalid_size in [0, 512, 1025, 3000, 8_388_608, 1 << 40] {
+            let error = TableSize::try_from(invalid_size).unwrap_err().to_string();
             let expected =
-                format!("{bad} entries of the connection table: expected a power of two from 1024 to 4194304");
+                format!("{invalid_size} entries of the connection table: expected a power of two from 1024 to 4194304");
             assert_eq!(error, expected);
         }
         assert_eq!(
@@ -494,14 +514,14 @@ mod tests {
         let timeouts = ConnectionTimeouts::default();
         let expiry_reason_at = |connection, now| timeouts.expiry_reason(&connection, true, ClockTicks(now));
         let start_ticks = u32::MAX - 50;
-        for (connection, tenths, why) in [
+        for (connection, elapsed_ticks, reason) in [
             (connection(1, false, start_ticks), 100, ExpiryReason::HalfOpen),
             (connection(1, true, start_ticks), 100, ExpiryReason::HalfOpen),
             (connection(2, true, start_ticks), 600, ExpiryReason::Closing),
             (connection(2, false, start_ticks), 3000, ExpiryReason::Idle),
         ] {
-            assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_add(tenths - 1)), None);
-            assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_add(tenths)), Some(why));
+            assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_add(elapsed_ticks - 1)), None);
+            assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_add(elapsed_ticks)), Some(reason));
             // The packet came after the clock was read.
             assert_eq!(expiry_reason_at(connection, start_ticks.wrapping_sub(5)), None);
         }

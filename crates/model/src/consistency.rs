@@ -86,10 +86,7 @@ impl std::str::FromStr for TimestampOrigin {
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
         let origins = [TimestampOrigin::Server, TimestampOrigin::LoadBalancer, TimestampOrigin::Off];
-        origins
-            .into_iter()
-            .find(|timestamps| timestamps.name() == name)
-            .ok_or_else(|| UnknownTimestampOrigin(name.to_owned()))
+        origins.into_iter().find(|origin| origin.name() == name).ok_or_else(|| UnknownTimestampOrigin(name.to_owned()))
     }
 }
 
@@ -191,7 +188,7 @@ impl ServiceMode {
             (TIMESTAMPS_KEY, self.timestamps.name().to_owned()),
             (FORWARDING_KEY, self.forwarding.name().to_owned()),
         ];
-        settings.extend(self.migration.map(|transfer| match transfer {
+        settings.extend(self.migration.map(|migration| match migration {
             ServiceMigration::AdoptedFrom(id) => (ADOPTED_FROM_KEY, id.to_string()),
             ServiceMigration::HandedOverTo(id) => (HANDED_OVER_TO_KEY, id.to_string()),
         }));
@@ -230,12 +227,12 @@ impl ServiceMode {
             TimestampOrigin::Off => intf::SERVICE_TIMESTAMPS_OFF,
             TimestampOrigin::LoadBalancer => intf::SERVICE_TIMESTAMPS_LB,
         };
-        let migration_bits = self.migration.map_or(0, |transfer| {
-            let direction_bit = match transfer {
+        let migration_bits = self.migration.map_or(0, |migration| {
+            let direction_bit = match migration {
                 ServiceMigration::AdoptedFrom(_) => intf::SERVICE_ADOPTED,
                 ServiceMigration::HandedOverTo(_) => intf::SERVICE_HANDED_OVER,
             };
-            direction_bit | u32::from(transfer.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
+            direction_bit | u32::from(migration.other_balancer().get()) << intf::SERVICE_OTHER_BALANCER_SHIFT
         });
         self.consistency.number() << intf::SERVICE_CONSISTENCY_SHIFT | timestamp_bits | migration_bits
     }
@@ -316,14 +313,19 @@ mod tests {
             assert_eq!(ServiceMode::from_settings(name_value_pairs), Ok(mode));
         }
         assert_eq!(ServiceMode::from_settings([]), Ok(ServiceMode::default()));
-        let error = |key, value| ServiceMode::from_settings([(key, value)]).unwrap_err().to_string();
+        let error_text = |key, value| ServiceMode::from_settings([(key, value)]).unwrap_err().to_string();
         assert!(
-            error("consistency", "sticky").starts_with("consistency: consistency \"sticky\" is not known: expected")
+            error_text("consistency", "sticky")
+                .starts_with("consistency: consistency \"sticky\" is not known: expected")
         );
-        assert!(error("timestamps", "client").starts_with("timestamps: timestamps by \"client\": expected \"server\""));
-        assert!(error("forwarding", "vxlan").starts_with("forwarding: forwarding \"vxlan\" is not known: expected"));
-        assert!(error("adopted_from", "16384").starts_with("adopted_from: "));
-        assert!(error("mss", "1400").starts_with("mss: this version does not have it, value \"1400\""));
+        assert!(
+            error_text("timestamps", "client").starts_with("timestamps: timestamps by \"client\": expected \"server\"")
+        );
+        assert!(
+            error_text("forwarding", "vxlan").starts_with("forwarding: forwarding \"vxlan\" is not known: expected")
+        );
+        assert!(error_text("adopted_from", "16384").starts_with("adopted_from: "));
+        assert!(error_text("mss", "1400").starts_with("mss: this version does not have it, value \"1400\""));
     }
 
     #[test]
@@ -332,8 +334,14 @@ mod tests {
             let expected = ServiceMode { forwarding: Forwarding::default(), ..mode };
             assert_eq!(ServiceMode::from_service_slot_bits(mode.service_slot_bits()), Some(expected));
         }
-        for none in [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20] {
-            assert_eq!(ServiceMode::from_service_slot_bits(none & !intf::SERVICE_INDEX_MASK), None, "{none:#x}");
+        for invalid_bits in
+            [intf::SERVICE_ADDRESS_ONLY, intf::NO_SERVICE, 5 << intf::SERVICE_CONSISTENCY_SHIFT, 1 << 20]
+        {
+            assert_eq!(
+                ServiceMode::from_service_slot_bits(invalid_bits & !intf::SERVICE_INDEX_MASK),
+                None,
+                "{invalid_bits:#x}"
+            );
         }
     }
 

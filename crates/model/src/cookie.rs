@@ -110,13 +110,13 @@ pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
     let mut hasher = SipHasher13::new_with_keys(key.k0, key.k1);
     match (tuple.client(), tuple.vip()) {
         (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
-            let word = socket_word(client) ^ socket_word(vip).wrapping_mul(key.vip_factor()) >> 8;
-            hasher.write(&word.to_le_bytes()[..7]);
+            let hash_input = socket_word(client) ^ socket_word(vip).wrapping_mul(key.vip_factor()) >> 8;
+            hasher.write(&hash_input.to_le_bytes()[..7]);
         }
         (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
-            let word = u64::from(client.port().to_be()) ^ fold_vip(key, vip) >> 8;
+            let hash_input = u64::from(client.port().to_be()) ^ fold_vip(key, vip) >> 8;
             hasher.write(&client.ip().octets());
-            hasher.write(&word.to_le_bytes()[..7]);
+            hasher.write(&hash_input.to_le_bytes()[..7]);
         }
         _ => unreachable!("a tuple has one address family"),
     }
@@ -124,17 +124,17 @@ pub fn cookie_hash(key: &CookieKey, tuple: &FourTuple) -> u64 {
 }
 
 /// Returns an IPv4 address and its port, both in network byte order, packed into one word.
-fn socket_word(of: SocketAddrV4) -> u64 {
-    u64::from(u32::from_le_bytes(of.ip().octets())) | u64::from(of.port().to_be()) << 32
+fn socket_word(socket: SocketAddrV4) -> u64 {
+    u64::from(u32::from_le_bytes(socket.ip().octets())) | u64::from(socket.port().to_be()) << 32
 }
 
 /// Returns an IPv6 VIP and its port, folded into one word by a factor that clients do not know.
 fn fold_vip(key: &CookieKey, vip: SocketAddrV6) -> u64 {
-    let (both, factor) = (u128::from_le_bytes(vip.ip().octets()), key.vip_factor());
-    let [high, low] = [both as u64, (both >> 64) as u64];
-    let xor_shift = |word: u64| word ^ word >> 32;
-    let folded = (xor_shift(high.wrapping_mul(factor)) ^ low).wrapping_mul(factor);
-    xor_shift(folded).wrapping_add(u64::from(vip.port().to_be())).wrapping_mul(factor)
+    let (vip_bits, factor) = (u128::from_le_bytes(vip.ip().octets()), key.vip_factor());
+    let [high, low] = [vip_bits as u64, (vip_bits >> 64) as u64];
+    let xor_shift = |number: u64| number ^ number >> 32;
+    let vip_hash = (xor_shift(high.wrapping_mul(factor)) ^ low).wrapping_mul(factor);
+    xor_shift(vip_hash).wrapping_add(u64::from(vip.port().to_be())).wrapping_mul(factor)
 }
 
 /// Returns the number, modulo 2^16, that is added to the time in a cookie. It depends only on the server's own time
@@ -189,11 +189,11 @@ pub fn decode_time_part(time_key: &CookieKey, tuple: &FourTuple, tsecr: u32) -> 
 /// the clocks of kernel and BPF are read at different times and rounded differently.
 pub const TSVAL_RESTORE_SLACK_MS: u32 = intf::RESTORE_SLACK_MS;
 
-/// Returns the server's own TSval whose low 16 bits are `time`. It is the latest such value that is not after `now_ms`
-/// plus [`TSVAL_RESTORE_SLACK_MS`]. The result is correct for values up to 65.5 s old.
-pub fn restore_tsval(time: u16, now_ms: u32) -> u32 {
+/// Returns the server's own TSval whose low 16 bits are `time_part`. It is the latest such value that is not after
+/// `now_ms` plus [`TSVAL_RESTORE_SLACK_MS`]. The result is correct for values up to 65.5 s old.
+pub fn restore_tsval(time_part: u16, now_ms: u32) -> u32 {
     let latest_ms = now_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS);
-    latest_ms.wrapping_sub(u32::from((latest_ms as u16).wrapping_sub(time)))
+    latest_ms.wrapping_sub(u32::from((latest_ms as u16).wrapping_sub(time_part)))
 }
 
 #[cfg(test)]
@@ -225,10 +225,10 @@ mod tests {
         }
     }
 
-    fn fleet_keys(k: [u64; 4], second: bool) -> FleetCookieKeys {
+    fn fleet_keys(k: [u64; 4], is_second_current: bool) -> FleetCookieKeys {
         FleetCookieKeys {
             keys: [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }],
-            current: if second { KeyIndex::Second } else { KeyIndex::First },
+            current: if is_second_current { KeyIndex::Second } else { KeyIndex::First },
         }
     }
 
@@ -236,19 +236,19 @@ mod tests {
         #[test]
         fn tsecr_yields_the_server_id_and_the_original_time(
             k: [u64; 4], time: [u64; 2], second: bool, client: u32, port: u16,
-            id in 0u64..16_384, sent: u32, age in 0u32..65_000,
+            id in 0u64..16_384, sent_ms: u32, age in 0u32..65_000,
         ) {
             let (keys, time_key) = (fleet_keys(k, second), CookieKey { k0: time[0], k1: time[1] });
             let tuple = four_tuple(client, port);
             let server = ServerId::try_from(id).unwrap();
-            let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent);
+            let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, Cookie::Server(server), sent_ms);
             prop_assert_ne!(stamped_tsval, 0);
             // The key that stamps may have changed meanwhile, but the key bit of TSecr selects the right one.
             let keys_after_rotation = FleetCookieKeys { current: KeyIndex::First, ..keys };
             prop_assert_eq!(decode_cookie(&keys_after_rotation, &tuple, stamped_tsval), Cookie::Server(server));
             let restored_tsval = restore_tsval(decode_time_part(&time_key, &tuple, stamped_tsval),
-                sent.wrapping_add(age));
-            prop_assert!(restored_tsval == sent || restored_tsval == sent.wrapping_add(1));
+                sent_ms.wrapping_add(age));
+            prop_assert!(restored_tsval == sent_ms || restored_tsval == sent_ms.wrapping_add(1));
         }
     }
 

@@ -36,9 +36,9 @@ pub struct FleetPlan {
     /// Weight of the newest report in the moving averages of the loads.
     pub alpha: SmoothingWeight,
     /// RSS key of all NICs.
-    pub key: RssKey,
+    pub rss_key: RssKey,
     /// Method by which the servers' indirection tables are drawn.
-    pub tables: IndirectionTableDraw,
+    pub indirection_table_draw: IndirectionTableDraw,
 }
 
 /// Simulated fleet of servers, with their loads in the controller and the active placement table.
@@ -66,7 +66,7 @@ pub struct RackControllers {
     /// One policy for each rack, which smooths the rack's loads. Racks have the same number of servers (+-1).
     pub policies: Vec<Box<dyn Policy>>,
     /// Maximum number of candidates that a rack sends for each bucket.
-    pub candidates: usize,
+    pub max_candidates_per_bucket: usize,
 }
 
 /// Size and parameters of a fleet before its ids and its RSS key are drawn.
@@ -81,22 +81,29 @@ pub struct FleetShape {
     /// Weight of the newest report in the moving averages of the loads.
     pub alpha: SmoothingWeight,
     /// Method by which the servers' indirection tables are drawn.
-    pub tables: IndirectionTableDraw,
+    pub indirection_table_draw: IndirectionTableDraw,
 }
 
 impl FleetShape {
     /// Returns a plan with random ids and a random RSS key, as the controller draws them. Ids are sparse and seed the
     /// indirection tables, so each draw has different tables.
     pub fn draw_plan(self, rng: &mut impl rand::Rng) -> FleetPlan {
-        let Self { server_count: servers, cores_per_server, bucket_count: buckets, alpha, tables } = self;
-        let servers = draw_server_ids(servers, rng);
-        FleetPlan { servers, cores_per_server, bucket_count: buckets, alpha, key: RssKey::random(rng), tables }
+        let Self { server_count, cores_per_server, bucket_count, alpha, indirection_table_draw } = self;
+        let servers = draw_server_ids(server_count, rng);
+        FleetPlan {
+            servers,
+            cores_per_server,
+            bucket_count,
+            alpha,
+            rss_key: RssKey::random(rng),
+            indirection_table_draw,
+        }
     }
 }
 
-fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
+fn draw_server_ids(server_count: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
     let mut ids = std::collections::BTreeSet::new();
-    while ids.len() < usize::from(servers) {
+    while ids.len() < usize::from(server_count) {
         let id = u64::from(uniform_below(rng, ServerId::COUNT as u32));
         ids.insert(ServerId::try_from(id).expect("below the number of ids"));
     }
@@ -106,14 +113,14 @@ fn draw_server_ids(servers: u16, rng: &mut impl rand::Rng) -> Vec<ServerId> {
 impl SimulatedCluster {
     /// Returns a fleet without reports. Fails if there are more buckets than an indirection table can have entries.
     pub fn new(plan: FleetPlan) -> Result<Self, IndirectionTableError> {
-        let entries = plan.bucket_count.get() as usize;
-        let draw_table = match plan.tables {
+        let entry_count = plan.bucket_count.get() as usize;
+        let draw_table = match plan.indirection_table_draw {
             IndirectionTableDraw::Balanced => IndirectionTable::balanced,
             IndirectionTableDraw::Independent => IndirectionTable::independent,
         };
         let rss_config_of = |server: &ServerId| {
-            let indirection_table = draw_table(u64::from(server.get()), entries, plan.cores_per_server)?;
-            Ok(RssConfig { key: plan.key.clone(), indirection_table })
+            let indirection_table = draw_table(u64::from(server.get()), entry_count, plan.cores_per_server)?;
+            Ok(RssConfig { key: plan.rss_key.clone(), indirection_table })
         };
         Ok(Self {
             rss_configs: plan.servers.iter().map(rss_config_of).collect::<Result<_, _>>()?,
@@ -122,7 +129,7 @@ impl SimulatedCluster {
             placement_state: PlacementState::default(),
             report_sequence: 0,
             opened_connections: 0,
-            hashers: vec![(plan.key.clone(), plan.key.tables())],
+            hashers: vec![(plan.rss_key.clone(), plan.rss_key.tables())],
             hasher_index_by_group: Vec::new(),
             is_eligible: vec![true; plan.servers.len()],
             counts_requests: false,
@@ -138,8 +145,8 @@ impl SimulatedCluster {
     }
 
     /// Sets whether the server at `position` takes new connections from the next report on.
-    pub fn set_eligible(&mut self, position: usize, eligible: bool) {
-        self.is_eligible[position] = eligible;
+    pub fn set_eligible(&mut self, position: usize, is_eligible: bool) {
+        self.is_eligible[position] = is_eligible;
     }
 
     /// Makes each placement count as one request, as [`Pool::counting_requests`] does.
@@ -148,13 +155,13 @@ impl SimulatedCluster {
     }
 
     /// Makes the servers report to rack controllers from the next report on.
-    pub fn set_racks(&mut self, racks: RackControllers) {
-        self.rack_controllers = Some(racks);
+    pub fn set_racks(&mut self, rack_controllers: RackControllers) {
+        self.rack_controllers = Some(rack_controllers);
     }
 
     /// Sets the counter with which round-robin policies continue.
-    pub fn set_round_robin_turn(&mut self, turn: u64) {
-        self.placement_state.round_robin_counter = turn;
+    pub fn set_round_robin_turn(&mut self, round_robin_counter: u64) {
+        self.placement_state.round_robin_counter = round_robin_counter;
     }
 
     /// Makes every agent report, computes a placement table by `policy`, and installs it. `busy_ns` is each core's
@@ -206,7 +213,8 @@ impl SimulatedCluster {
         let busy_ns_by_server = busy_ns.chunks(usize::from(self.plan.cores_per_server));
         for ((tracker, busy_ns), measured_ns) in self.load_trackers.iter_mut().zip(busy_ns_by_server).zip(measured_ns) {
             let Some(measured_ns) = *measured_ns else { continue };
-            let readings = CoreReadings { sequence: self.report_sequence, measured_ns, busy_ns: busy_ns.to_vec() };
+            let readings =
+                CoreReadings { report_sequence: self.report_sequence, measured_ns, busy_ns: busy_ns.to_vec() };
             tracker.record_report(readings, self.plan.alpha).expect("reports are in order");
         }
         let servers = self.plan.servers.iter().enumerate().map(|(position, id)| PoolServer {
@@ -218,7 +226,7 @@ impl SimulatedCluster {
         });
         let servers: Vec<PoolServer> = servers.collect();
         let pool = match &mut self.rack_controllers {
-            Some(racks) => racks.build_pool(servers, self.plan.bucket_count),
+            Some(rack_controllers) => rack_controllers.build_pool(servers, self.plan.bucket_count),
             None => Pool::new(servers, 1),
         };
         let pool = pool.with_opened_connections(std::mem::take(&mut self.opened_connections));
@@ -235,7 +243,7 @@ impl SimulatedCluster {
         };
         self.hasher_index_by_group.clear();
         for key in &table.groups {
-            let known_position = self.hashers.iter().position(|(known, _)| known == key);
+            let known_position = self.hashers.iter().position(|(known_key, _)| known_key == key);
             let position = known_position.unwrap_or_else(|| {
                 self.hashers.push((key.clone(), key.tables()));
                 self.hashers.len() - 1
@@ -247,11 +255,11 @@ impl SimulatedCluster {
 
     /// Places a new connection and returns the index of its core. The load balancer selects the server, whose RSS
     /// selects the core. Panics before the first report, because no table is active.
-    pub fn place(&mut self, connection: &FourTuple) -> usize {
+    pub fn place_connection(&mut self, connection: &FourTuple) -> usize {
         self.opened_connections += 1;
         let bytes = connection.bytes();
-        let (hashers, hasher_of_group) = (&self.hashers, &self.hasher_index_by_group);
-        let hash_of_group = |group: usize| hashers[hasher_of_group[group]].1.hash(&bytes);
+        let (hashers, hasher_index_by_group) = (&self.hashers, &self.hasher_index_by_group);
+        let hash_of_group = |group: usize| hashers[hasher_index_by_group[group]].1.hash(&bytes);
         let server = self
             .placement_table
             .select_server_by_hash(&mut self.placement_state, hash_of_group)
@@ -284,12 +292,12 @@ impl SimulatedCluster {
 
 impl RackControllers {
     /// Returns the controller's pool of servers, with a summary of each rack.
-    fn build_pool(&mut self, servers: Vec<PoolServer>, buckets: BucketCount) -> Pool {
+    fn build_pool(&mut self, servers: Vec<PoolServer>, bucket_count: BucketCount) -> Pool {
         let rack_count = self.policies.len();
         let first_server_of = |rack: usize| rack * servers.len() / rack_count;
         let summaries = self.policies.iter_mut().enumerate().map(|(rack, policy)| {
             let pool = Pool::new(servers[first_server_of(rack)..first_server_of(rack + 1)].to_vec(), 1);
-            Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, self.candidates))
+            Arc::new(RackSummary::of(&pool, policy.as_mut(), bucket_count, self.max_candidates_per_bucket))
         });
         let summaries = summaries.collect();
         let servers = servers.into_iter().map(|server| PoolServer { loads: None, ..server });
@@ -305,12 +313,19 @@ mod tests {
     use crate::policy::policy_by_name;
     use crate::rss::seeded_rng;
 
-    fn three_server_fleet(tables: IndirectionTableDraw) -> SimulatedCluster {
+    fn three_server_fleet(indirection_table_draw: IndirectionTableDraw) -> SimulatedCluster {
         let servers = [3u64, 70, 9_000].map(|id| ServerId::try_from(id).unwrap()).to_vec();
         let key = RssKey::random(&mut seeded_rng(5, 5));
-        let (buckets, alpha) = (BucketCount::PUBLISHED, SmoothingWeight::PUBLISHED);
-        SimulatedCluster::new(FleetPlan { servers, cores_per_server: 4, bucket_count: buckets, alpha, key, tables })
-            .unwrap()
+        let (bucket_count, alpha) = (BucketCount::PUBLISHED, SmoothingWeight::PUBLISHED);
+        SimulatedCluster::new(FleetPlan {
+            servers,
+            cores_per_server: 4,
+            bucket_count,
+            alpha,
+            rss_key: key,
+            indirection_table_draw,
+        })
+        .unwrap()
     }
 
     fn connection(port: u16) -> FourTuple {
@@ -322,16 +337,16 @@ mod tests {
         for name in ["hash", "rr", "pow2", "crossrss", "crossrss-plus"] {
             let (mut fleet, mut policy) =
                 (three_server_fleet(IndirectionTableDraw::Independent), policy_by_name(name, 1).unwrap());
-            for (report, busy_ms) in [0u64, 50].into_iter().enumerate() {
+            for (report_index, busy_ms) in [0u64, 50].into_iter().enumerate() {
                 let busy_ns: Vec<u64> = (0..12).map(|core| busy_ms * core * 1_000_000).collect();
-                fleet.report(report as u64 * 100_000_000, &busy_ns, &[5, 5, 5], policy.as_mut());
+                fleet.report(report_index as u64 * 100_000_000, &busy_ns, &[5, 5, 5], policy.as_mut());
             }
             let (table, mut state) = (fleet.placement_table.clone(), PlacementState::for_table(&fleet.placement_table));
             for port in 1..500 {
                 let expected = table.select_server(&mut state, &connection(port)).unwrap();
                 let position = fleet.plan.servers.iter().position(|server| *server == expected).unwrap();
                 let expected = fleet.reachable_cores(&connection(port)).nth(position).unwrap();
-                assert_eq!(fleet.place(&connection(port)), expected, "{name}, port {port}");
+                assert_eq!(fleet.place_connection(&connection(port)), expected, "{name}, port {port}");
             }
         }
     }
@@ -344,6 +359,6 @@ mod tests {
         fleet.report(0, &[0; 12], &[0; 3], policy.as_mut());
         busy_ns[4..8].fill(0);
         fleet.report(100_000_000, &busy_ns, &[0; 3], policy.as_mut());
-        assert!((1..200).all(|port| (4..8).contains(&fleet.place(&connection(port)))));
+        assert!((1..200).all(|port| (4..8).contains(&fleet.place_connection(&connection(port)))));
     }
 }

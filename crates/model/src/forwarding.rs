@@ -72,9 +72,9 @@ impl std::str::FromStr for Forwarding {
 pub fn gue_source_port(client: IpAddr, ports: [u8; 4]) -> u16 {
     const FIRST_PORT: u16 = 0xc000;
     const HASH_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
-    let client = fold_client_address(&CookieKey { k0: HASH_FACTOR, k1: HASH_FACTOR }, client);
-    let word = u64::from(client) | u64::from(u32::from_ne_bytes(ports)) << 32;
-    FIRST_PORT | (word.wrapping_mul(HASH_FACTOR) >> 50) as u16
+    let folded_client = fold_client_address(&CookieKey { k0: HASH_FACTOR, k1: HASH_FACTOR }, client);
+    let hash_input = u64::from(folded_client) | u64::from(u32::from_ne_bytes(ports)) << 32;
+    FIRST_PORT | (hash_input.wrapping_mul(HASH_FACTOR) >> 50) as u16
 }
 
 #[cfg(test)]
@@ -94,27 +94,27 @@ mod tests {
 
     #[test]
     fn gue_source_ports_of_one_client_and_of_many_are_spread_evenly() {
-        let gue_port = |client: IpAddr, source: u16| {
-            let [high, low] = source.to_be_bytes();
-            gue_source_port(client, [high, low, 0, 80])
+        let gue_port = |client: IpAddr, source_port: u16| {
+            let [high_byte, low_byte] = source_port.to_be_bytes();
+            gue_source_port(client, [high_byte, low_byte, 0, 80])
         };
         let ipv4 = |client: u32| IpAddr::from(Ipv4Addr::from(0x0a00_0000 + client));
         let ipv6_prefix = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 0).to_bits();
-        let (low, high) = (
+        let (ipv6_by_low_bits, ipv6_by_high_bits) = (
             |client: u32| IpAddr::from(Ipv6Addr::from_bits(ipv6_prefix + u128::from(client))),
             |client: u32| IpAddr::from(Ipv6Addr::from_bits(ipv6_prefix + (u128::from(client) << 64))),
         );
         let ports_of_one_client =
-            |client: IpAddr| (32_768..60_960).map(|source| gue_port(client, source)).collect::<Vec<u16>>();
+            |client: IpAddr| (32_768..60_960).map(|source_port| gue_port(client, source_port)).collect::<Vec<u16>>();
         let ports_of_many_clients = |client: &dyn Fn(u32) -> IpAddr| {
             (0..28_192).map(|number| gue_port(client(number), 40_000)).collect::<Vec<u16>>()
         };
         let port_lists = [
             ports_of_one_client(ipv4(1)),
-            ports_of_one_client(low(1)),
+            ports_of_one_client(ipv6_by_low_bits(1)),
             ports_of_many_clients(&ipv4),
-            ports_of_many_clients(&low),
-            ports_of_many_clients(&high),
+            ports_of_many_clients(&ipv6_by_low_bits),
+            ports_of_many_clients(&ipv6_by_high_bits),
         ];
         for ports in port_lists {
             let mut counts_by_remainder = [0u32; 16];

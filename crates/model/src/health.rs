@@ -190,9 +190,9 @@ impl Thresholds {
 pub struct Jitter(f64);
 
 impl Jitter {
-    /// Returns a jitter of at most the fraction `part` of the interval, or `None` if `part` is not from 0 to 1.
-    pub fn new(part: f64) -> Option<Self> {
-        (0.0..=1.0).contains(&part).then_some(Self(part))
+    /// Returns a jitter of at most the fraction `fraction` of the interval, or `None` if `fraction` is not from 0 to 1.
+    pub fn new(fraction: f64) -> Option<Self> {
+        (0.0..=1.0).contains(&fraction).then_some(Self(fraction))
     }
 
     /// Returns the maximum fraction of the interval, from 0 to 1.
@@ -234,19 +234,19 @@ impl HealthTracker {
 
     /// Records the result of a check, and returns whether the verdict changes. A server without a verdict is up after
     /// one success, and down after `fall` failures.
-    pub fn record_result(&mut self, passed: bool, thresholds: Thresholds) -> bool {
+    pub fn record_result(&mut self, has_passed: bool, thresholds: Thresholds) -> bool {
         self.checks_without_result = 0;
-        let (contrary, needed, then) = match self.verdict {
-            None if passed => (true, 1, HealthVerdict::Up),
+        let (is_contrary, threshold, new_verdict) = match self.verdict {
+            None if has_passed => (true, 1, HealthVerdict::Up),
             None => (true, thresholds.fall, HealthVerdict::Down),
-            Some(HealthVerdict::Up) => (!passed, thresholds.fall, HealthVerdict::Down),
-            Some(HealthVerdict::Down) => (passed, thresholds.rise, HealthVerdict::Up),
+            Some(HealthVerdict::Up) => (!has_passed, thresholds.fall, HealthVerdict::Down),
+            Some(HealthVerdict::Down) => (has_passed, thresholds.rise, HealthVerdict::Up),
         };
-        self.contrary_results = if contrary { self.contrary_results + 1 } else { 0 };
-        if self.contrary_results < needed {
+        self.contrary_results = if is_contrary { self.contrary_results + 1 } else { 0 };
+        if self.contrary_results < threshold {
             return false;
         }
-        *self = Self { verdict: Some(then), ..Self::default() };
+        *self = Self { verdict: Some(new_verdict), ..Self::default() };
         true
     }
 
@@ -263,27 +263,28 @@ impl HealthTracker {
 }
 
 /// Returns the verdict of the majority of observers about each target. A tie, or a lack of observers, keeps the verdict
-/// of `before`.
+/// of `previous_verdict`.
 ///
 /// An observer that finds every server down while another one finds a server up is cut off from the servers, so it does
 /// not count.
 pub fn majority_verdicts<T: Ord + Clone>(
     observers: &[&BTreeMap<T, HealthVerdict>],
-    before: impl Fn(&T) -> HealthVerdict,
+    previous_verdict: impl Fn(&T) -> HealthVerdict,
 ) -> BTreeMap<T, HealthVerdict> {
-    let finds_server_up =
-        |seen: &BTreeMap<T, HealthVerdict>| seen.values().any(|verdict| *verdict == HealthVerdict::Up);
-    let is_any_server_up = observers.iter().any(|seen| finds_server_up(seen));
+    let finds_server_up = |verdict_by_target: &BTreeMap<T, HealthVerdict>| {
+        verdict_by_target.values().any(|verdict| *verdict == HealthVerdict::Up)
+    };
+    let is_any_server_up = observers.iter().any(|verdict_by_target| finds_server_up(verdict_by_target));
     let mut up_minus_down: BTreeMap<&T, i64> = BTreeMap::new();
-    for seen in observers.iter().filter(|seen| !is_any_server_up || finds_server_up(seen)) {
-        for (target, verdict) in *seen {
+    for verdict_by_target in observers.iter().filter(|seen| !is_any_server_up || finds_server_up(seen)) {
+        for (target, verdict) in *verdict_by_target {
             *up_minus_down.entry(target).or_default() += if *verdict == HealthVerdict::Up { 1 } else { -1 };
         }
     }
     let decide_target = |(target, balance): (&T, i64)| {
         let verdict = match balance {
             1.. => HealthVerdict::Up,
-            0 => before(target),
+            0 => previous_verdict(target),
             _ => HealthVerdict::Down,
         };
         (target.clone(), verdict)

@@ -11,12 +11,17 @@ const PAST_ACTIVATION_AGE_MS: u32 = 1 << 29;
 /// their difference.
 const MAX_ACTIVATION_AGE_MS: u32 = 1 << 30;
 
-/// Returns the TSval from which the keys `new` are active. The keys `known` have been active since `switch_ms`.
-pub fn activation_time_ms((known, switch_ms): &(FleetCookieKeys, u32), new: &FleetCookieKeys, now_ms: u32) -> u32 {
+/// Returns the TSval from which the keys `new_keys` are active. The keys `previous_keys` have been active since
+/// `switch_ms`.
+pub fn activation_time_ms(
+    (previous_keys, switch_ms): &(FleetCookieKeys, u32),
+    new_keys: &FleetCookieKeys,
+    now_ms: u32,
+) -> u32 {
     let stamping_key = |keys: &FleetCookieKeys| keys.keys[keys.current.get()];
-    if known.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
+    if previous_keys.keys == [CookieKey { k0: 0, k1: 0 }; 2] {
         now_ms.wrapping_sub(PAST_ACTIVATION_AGE_MS)
-    } else if stamping_key(known) != stamping_key(new) {
+    } else if stamping_key(previous_keys) != stamping_key(new_keys) {
         now_ms.wrapping_add(KEY_SWITCH_DELAY_MS)
     } else {
         renew_activation_time_ms(*switch_ms, now_ms)
@@ -71,12 +76,12 @@ mod tests {
     #[test]
     fn key_switch_does_not_repeat_when_time_wraps() {
         let current_keys = fleet_keys(1, 2, KeyIndex::First);
-        let (mut now, mut switch) = (5u32, 1005);
+        let (mut now_ms, mut switch_ms) = (5u32, 1005);
         for step in 0..100_000 {
-            let stamping_index = current_keys.for_tsval(now, switch).current;
-            assert_eq!(stamping_index == current_keys.current, step > 0, "{now} {switch}");
-            now = now.wrapping_add(123_456);
-            switch = renew_activation_time_ms(switch, now);
+            let stamping_index = current_keys.for_tsval(now_ms, switch_ms).current;
+            assert_eq!(stamping_index == current_keys.current, step > 0, "{now_ms} {switch_ms}");
+            now_ms = now_ms.wrapping_add(123_456);
+            switch_ms = renew_activation_time_ms(switch_ms, now_ms);
         }
     }
 }

@@ -55,8 +55,8 @@ pub fn stamp_tsval(
     let key_bit = if keys.current == KeyIndex::Second { intf::LB_STAMPING_KEY_BIT } else { 0 };
     let time_part = milliseconds.wrapping_add(time_part_addend(time_key, tuple)) & intf::LB_STAMPING_TIME_MASK;
     let hash = cookie::cookie_hash(&keys.keys[keys.current.get()], tuple);
-    let id = KeyedPermutation::LB_STAMPED_COOKIE.hide(hash, u32::from(id.get()) & intf::LB_STAMPING_ID_MASK);
-    let stamped_tsval = time_part << intf::LB_STAMPING_TIME_SHIFT | key_bit | id;
+    let hidden_id = KeyedPermutation::LB_STAMPED_COOKIE.hide(hash, u32::from(id.get()) & intf::LB_STAMPING_ID_MASK);
+    let stamped_tsval = time_part << intf::LB_STAMPING_TIME_SHIFT | key_bit | hidden_id;
     if stamped_tsval == 0 { 1 << intf::LB_STAMPING_TIME_SHIFT } else { stamped_tsval }
 }
 
@@ -118,8 +118,8 @@ impl ServerClock {
         self.disagreement_count > 0
     }
 
-    /// Records a SYN-ACK at `now_ms`, with its TSval if it has one. `connection` is the [`connection_word`].
-    pub fn record_syn_ack(&mut self, connection: u32, milliseconds: Option<u32>, now_ms: u32) {
+    /// Records a SYN-ACK at `now_ms`, with its TSval if it has one. `connection_word` is the [`connection_word`].
+    pub fn record_syn_ack(&mut self, connection_word: u32, milliseconds: Option<u32>, now_ms: u32) {
         self.syn_ack_count += 1;
         let Some(milliseconds) = milliseconds else { return };
         self.timestamped_syn_ack_count += 1;
@@ -129,21 +129,22 @@ impl ServerClock {
         {
             self.disagreement_count += u64::from(self.agreeing_syn_ack_count > 0);
             self.agreeing_syn_ack_count = 1;
-        } else if !self.is_shared_clock_verified() && connection != self.newest_connection_word {
+        } else if !self.is_shared_clock_verified() && connection_word != self.newest_connection_word {
             self.agreeing_syn_ack_count += 1;
         }
-        (self.newest_offset_ms, self.newest_connection_word) = (offset_ms, connection);
-        let is_near = |known| are_offsets_of_one_clock(offset_ms, known, intf::LB_STAMPING_TOLERANCE_MS / 2);
+        (self.newest_offset_ms, self.newest_connection_word) = (offset_ms, connection_word);
+        let is_near =
+            |known_offset_ms| are_offsets_of_one_clock(offset_ms, known_offset_ms, intf::LB_STAMPING_TOLERANCE_MS / 2);
         if self.is_shared_clock_verified() && !self.shared_offset_ms.is_some_and(is_near) {
             self.shared_offset_ms = Some(offset_ms);
         }
     }
 
     /// Records a reply other than a reset, because two replies of one connection show whether the clock ticks in ms.
-    pub fn record_reply(&mut self, connection: u32, milliseconds: u32, now_ms: u32) {
+    pub fn record_reply(&mut self, connection_word: u32, milliseconds: u32, now_ms: u32) {
         let offset_ms = milliseconds.wrapping_sub(now_ms);
         let elapsed_ms = now_ms.wrapping_sub(self.sampled_at_ms);
-        if self.sampled_connection_word != 0 && connection == self.sampled_connection_word {
+        if self.sampled_connection_word != 0 && connection_word == self.sampled_connection_word {
             if elapsed_ms < intf::LB_STAMPING_SAMPLE_MS {
                 return;
             }
@@ -156,14 +157,14 @@ impl ServerClock {
             self.sampled_connection_word = 0;
         } else if self.sampled_connection_word == 0 || elapsed_ms > intf::LB_STAMPING_SAMPLE_EXPIRES_MS {
             (self.sampled_connection_word, self.sampled_offset_ms, self.sampled_at_ms) =
-                (connection, offset_ms, now_ms);
+                (connection_word, offset_ms, now_ms);
         }
     }
 
     /// Returns the offset of a stamped connection from its reply at `now_ms`, and stores the offset if it is new.
     pub fn record_stamped_reply(
         &mut self,
-        own: &mut ConnectionOffsets,
+        connection_offsets: &mut ConnectionOffsets,
         hash: ConnectionHash,
         milliseconds: u32,
         now_ms: u32,
@@ -176,12 +177,12 @@ impl ServerClock {
             }
             self.disagreement_count = 1;
         }
-        own.store_if_new(hash, offset_ms)
+        connection_offsets.store_if_new(hash, offset_ms)
     }
 
     /// Returns the offset of a stamped connection, or `None` if it is unknown.
-    pub fn connection_offset_ms(&self, own: &ConnectionOffsets, hash: ConnectionHash) -> Option<u32> {
-        if self.has_different_offsets() { own.find(hash) } else { self.shared_offset_ms }
+    pub fn connection_offset_ms(&self, connection_offsets: &ConnectionOffsets, hash: ConnectionHash) -> Option<u32> {
+        if self.has_different_offsets() { connection_offsets.find(hash) } else { self.shared_offset_ms }
     }
 }
 
@@ -206,7 +207,9 @@ impl ConnectionOffsets {
 
     /// Stores the offset of a connection if it is new, and returns the stored offset.
     fn store_if_new(&mut self, hash: ConnectionHash, offset_ms: u32) -> u32 {
-        let is_near = |known: &u32| are_offsets_of_one_clock(offset_ms, *known, intf::LB_STAMPING_TOLERANCE_MS / 2);
+        let is_near = |known_offset_ms: &u32| {
+            are_offsets_of_one_clock(offset_ms, *known_offset_ms, intf::LB_STAMPING_TOLERANCE_MS / 2)
+        };
         self.find(hash).filter(is_near).unwrap_or_else(|| {
             self.offset_by_index.insert(Self::index(hash), (hash.tag() | 1, offset_ms));
             offset_ms
@@ -242,36 +245,38 @@ mod tests {
     proptest! {
         #[test]
         fn tsecr_yields_the_server_id_and_the_servers_time(
-            seed: u64, k: [u64; 4], second: bool, client: u32, port: u16, id in 0..STAMPABLE_SERVER_ID_COUNT, sent: u32,
+            seed: u64, k: [u64; 4], is_second_current: bool, client: u32, port: u16,
+            id in 0..STAMPABLE_SERVER_ID_COUNT, sent_ms: u32,
             age in 0u32..900_000, early in 0u32..50_000,
         ) {
-            let current_key = if second { KeyIndex::Second } else { KeyIndex::First };
+            let current_key = if is_second_current { KeyIndex::Second } else { KeyIndex::First };
             let keys = [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }];
             let keys = FleetCookieKeys { keys, current: current_key };
             let (time_key, tuple) = (time_key(seed), four_tuple(client, port));
             let id = ServerId::try_from(id).unwrap();
-            let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, id, sent);
+            let stamped_tsval = stamp_tsval(&keys, &time_key, &tuple, id, sent_ms);
             prop_assert_ne!(stamped_tsval, 0);
             prop_assert_eq!(decode_server_id(&FleetCookieKeys { current: KeyIndex::First, ..keys }, &tuple,
                 stamped_tsval), id);
             // The load balancer's estimate of the clock may be behind the server's clock.
-            let clock_ms = sent.wrapping_add(age).wrapping_sub(early);
+            let clock_ms = sent_ms.wrapping_add(age).wrapping_sub(early);
             let restored_tsval = restore_tsval(&time_key, &tuple, stamped_tsval, clock_ms);
-            prop_assert!(restored_tsval == sent || restored_tsval == sent.wrapping_add(1));
+            prop_assert!(restored_tsval == sent_ms || restored_tsval == sent_ms.wrapping_add(1));
         }
 
         /// If two TSvals are less than 524 s apart, the later one gets a later TSval across any change of keys.
         #[test]
         fn tsval_is_monotonic_across_key_switch(
-            seed: u64, k: [u64; 4], client: u32, sent: u32, later in 1u32..524_000, id in 0..STAMPABLE_SERVER_ID_COUNT,
+            seed: u64, k: [u64; 4], client: u32, sent_ms: u32, delay_ms in 1u32..524_000,
+            id in 0..STAMPABLE_SERVER_ID_COUNT,
         ) {
             let keys = [CookieKey { k0: k[0], k1: k[1] }, CookieKey { k0: k[2], k1: k[3] }];
             let (time_key, tuple, id) = (time_key(seed), four_tuple(client, 7), ServerId::try_from(id).unwrap());
             let stamped_with_key = |current,
                 ms| stamp_tsval(&FleetCookieKeys { keys, current }, &time_key, &tuple, id, ms);
-            let (first, second) = (stamped_with_key(KeyIndex::Second, sent),
-                stamped_with_key(KeyIndex::First, sent.wrapping_add(later)));
-            prop_assert!(second.wrapping_sub(first) as i32 >= 0);
+            let (first_tsval, second_tsval) = (stamped_with_key(KeyIndex::Second, sent_ms),
+                stamped_with_key(KeyIndex::First, sent_ms.wrapping_add(delay_ms)));
+            prop_assert!(second_tsval.wrapping_sub(first_tsval) as i32 >= 0);
         }
     }
 
@@ -308,25 +313,29 @@ mod tests {
 
     #[test]
     fn restarted_load_balancer_learns_the_clock_from_any_reply() {
-        let (mut clock, mut own) = (ServerClock::default(), ConnectionOffsets::default());
-        assert_eq!(clock.connection_offset_ms(&own, connection_hash(1)), None);
-        assert_eq!(clock.record_stamped_reply(&mut own, connection_hash(1), 1_000, 400), 600);
-        assert_eq!(clock.connection_offset_ms(&own, connection_hash(2)), Some(600));
+        let (mut clock, mut connection_offsets) = (ServerClock::default(), ConnectionOffsets::default());
+        assert_eq!(clock.connection_offset_ms(&connection_offsets, connection_hash(1)), None);
+        assert_eq!(clock.record_stamped_reply(&mut connection_offsets, connection_hash(1), 1_000, 400), 600);
+        assert_eq!(clock.connection_offset_ms(&connection_offsets, connection_hash(2)), Some(600));
         // After a second clock, each connection has its own offset. The first connection's is unknown until the next
         // answer.
-        assert_eq!(clock.record_stamped_reply(&mut own, connection_hash(2), 9_000, 400), 8_600);
-        assert_eq!([1, 2].map(|port| clock.connection_offset_ms(&own, connection_hash(port))), [None, Some(8_600)]);
-        clock.record_stamped_reply(&mut own, connection_hash(1), 1_500, 900);
-        assert_eq!(clock.connection_offset_ms(&own, connection_hash(1)), Some(600));
+        assert_eq!(clock.record_stamped_reply(&mut connection_offsets, connection_hash(2), 9_000, 400), 8_600);
+        assert_eq!(
+            [1, 2].map(|port| clock.connection_offset_ms(&connection_offsets, connection_hash(port))),
+            [None, Some(8_600)]
+        );
+        clock.record_stamped_reply(&mut connection_offsets, connection_hash(1), 1_500, 900);
+        assert_eq!(clock.connection_offset_ms(&connection_offsets, connection_hash(1)), Some(600));
         // Delays do not change the offset, so that keys do not alternate.
-        assert_eq!(clock.record_stamped_reply(&mut own, connection_hash(1), 1_900, 1_700), 600);
-        assert_eq!(clock.record_stamped_reply(&mut own, connection_hash(1), 9_900, 1_700), 8_200);
+        assert_eq!(clock.record_stamped_reply(&mut connection_offsets, connection_hash(1), 1_900, 1_700), 600);
+        assert_eq!(clock.record_stamped_reply(&mut connection_offsets, connection_hash(1), 9_900, 1_700), 8_200);
     }
 
-    /// Returns a clock after samples of `connections` connections, whose TSval grows by `tick` in each millisecond.
-    fn sampled_clock(connections: u32, tick: f64) -> ServerClock {
+    /// Returns a clock after samples of `connection_count` connections, whose TSval grows by `tick` in each
+    /// millisecond.
+    fn sampled_clock(connection_count: u32, tick: f64) -> ServerClock {
         let mut clock = ServerClock::default();
-        for connection in 1..=connections {
+        for connection in 1..=connection_count {
             for elapsed in [0, 20, 120] {
                 let (own_ms, now_ms) = (connection << 20, connection * 1_000 + elapsed);
                 clock.record_reply(connection, own_ms + (f64::from(elapsed) * tick) as u32, now_ms);

@@ -31,7 +31,7 @@ impl SmoothingWeight {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CoreReadings {
     /// Sequence number, which grows with every report of one agent process.
-    pub sequence: u64,
+    pub report_sequence: u64,
     /// Time of the measurement on the server's monotonic clock (ns).
     pub measured_ns: u64,
     /// Busy time of each core since some fixed time (ns).
@@ -92,8 +92,8 @@ impl CoreLoads {
 }
 
 impl From<Vec<f64>> for CoreLoads {
-    fn from(each: Vec<f64>) -> Self {
-        Self { sum: each.iter().sum(), load_by_core: each.into() }
+    fn from(load_by_core: Vec<f64>) -> Self {
+        Self { sum: load_by_core.iter().sum(), load_by_core: load_by_core.into() }
     }
 }
 
@@ -136,12 +136,12 @@ impl LoadTracker {
         if readings.busy_ns.is_empty() {
             return Err(RejectedReadings::NoCores);
         }
-        if let Some(newest) = &self.newest_readings {
-            match core_loads_since(newest, &readings, self.is_new_stream) {
-                Ok(Some(rates)) => self.smooth(rates, alpha),
+        if let Some(newest_readings) = &self.newest_readings {
+            match core_loads_since(newest_readings, &readings, self.is_new_stream) {
+                Ok(Some(new_loads)) => self.smooth(new_loads, alpha),
                 Ok(None) => self.loads = None,
                 Err(_) if self.is_new_stream => self.loads = None,
-                Err(refused) => return Err(refused),
+                Err(rejection) => return Err(rejection),
             }
         }
         self.is_new_stream = false;
@@ -159,40 +159,44 @@ impl LoadTracker {
         self.loads.as_ref()
     }
 
-    fn smooth(&mut self, new: Vec<f64>, alpha: SmoothingWeight) {
+    fn smooth(&mut self, new_loads: Vec<f64>, alpha: SmoothingWeight) {
         self.loads = Some(match &self.loads {
-            Some(old) => {
-                let smoothed_load = |(old, new): (&f64, f64)| alpha.get() * new + (1.0 - alpha.get()) * old;
-                old.iter().zip(new).map(smoothed_load).collect()
+            Some(old_loads) => {
+                let smoothed_load =
+                    |(old_load, new_load): (&f64, f64)| alpha.get() * new_load + (1.0 - alpha.get()) * old_load;
+                old_loads.iter().zip(new_loads).map(smoothed_load).collect()
             }
-            None => new.into(),
+            None => new_loads.into(),
         });
     }
 }
 
-/// Returns whether the server was rebooted since `newest`, because it has other cores, or a counter went back.
-fn was_rebooted(newest: &CoreReadings, readings: &CoreReadings) -> bool {
-    newest.busy_ns.len() != readings.busy_ns.len()
-        || newest.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
+/// Returns whether the server was rebooted since `newest_readings`, because it has other cores, or a counter went back.
+fn was_rebooted(newest_readings: &CoreReadings, readings: &CoreReadings) -> bool {
+    newest_readings.busy_ns.len() != readings.busy_ns.len()
+        || newest_readings.busy_ns.iter().zip(&readings.busy_ns).any(|(old, new)| new < old)
 }
 
 /// Returns the load of each core between two readings, or `None` if the server was rebooted.
 fn core_loads_since(
-    newest: &CoreReadings,
+    newest_readings: &CoreReadings,
     readings: &CoreReadings,
-    new_stream: bool,
+    is_new_stream: bool,
 ) -> Result<Option<Vec<f64>>, RejectedReadings> {
-    if !new_stream && readings.sequence <= newest.sequence {
-        return Err(RejectedReadings::OutOfOrder { sequence: readings.sequence, newest: newest.sequence });
+    if !is_new_stream && readings.report_sequence <= newest_readings.report_sequence {
+        return Err(RejectedReadings::OutOfOrder {
+            sequence: readings.report_sequence,
+            newest: newest_readings.report_sequence,
+        });
     }
-    if was_rebooted(newest, readings) {
+    if was_rebooted(newest_readings, readings) {
         return Ok(None);
     }
-    if readings.measured_ns <= newest.measured_ns {
-        let (measured_ns, newest_ns) = (readings.measured_ns, newest.measured_ns);
+    if readings.measured_ns <= newest_readings.measured_ns {
+        let (measured_ns, newest_ns) = (readings.measured_ns, newest_readings.measured_ns);
         return Err(RejectedReadings::ClockStalled { measured_ns, newest_ns });
     }
-    let core_loads = busy_fractions(newest, readings);
+    let core_loads = busy_fractions(newest_readings, readings);
     match core_loads.iter().copied().enumerate().find(|(_, load)| *load > MAX_LOAD) {
         Some((core, load)) => Err(RejectedReadings::ImpossibleLoad { core, load }),
         None => Ok(Some(core_loads)),
@@ -200,9 +204,9 @@ fn core_loads_since(
 }
 
 /// Returns the fraction of time for which each core was busy between two readings without a reboot.
-fn busy_fractions(newest: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
-    let elapsed_ns = (readings.measured_ns - newest.measured_ns) as f64;
-    newest.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed_ns).collect()
+fn busy_fractions(newest_readings: &CoreReadings, readings: &CoreReadings) -> Vec<f64> {
+    let elapsed_ns = (readings.measured_ns - newest_readings.measured_ns) as f64;
+    newest_readings.busy_ns.iter().zip(&readings.busy_ns).map(|(old, new)| (new - old) as f64 / elapsed_ns).collect()
 }
 
 /// Returns a load in the data plane's fixed point, where 1.0 is `LOAD_ONE`. Loads outside 0 to 4095 are clamped.
@@ -216,7 +220,7 @@ mod tests {
 
     fn readings(sequence: u64, measured_ms: u64, busy_ms: &[u64]) -> CoreReadings {
         let busy_ns = busy_ms.iter().map(|ms| ms * 1_000_000).collect();
-        CoreReadings { sequence, measured_ns: measured_ms * 1_000_000, busy_ns }
+        CoreReadings { report_sequence: sequence, measured_ns: measured_ms * 1_000_000, busy_ns }
     }
 
     #[test]
@@ -260,7 +264,8 @@ mod tests {
     fn each_stream_of_reports_has_its_own_sequence_numbers() {
         let mut tracker = LoadTracker::default();
         tracker.record_report(readings(1, 0, &[0]), SmoothingWeight::PUBLISHED).unwrap();
-        let last_possible_readings = CoreReadings { sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
+        let last_possible_readings =
+            CoreReadings { report_sequence: u64::MAX, measured_ns: u64::MAX, busy_ns: vec![0] };
         tracker.record_report(last_possible_readings, SmoothingWeight::PUBLISHED).unwrap();
         assert!(tracker.record_report(readings(2, 100, &[10]), SmoothingWeight::PUBLISHED).is_err());
         tracker.start_stream();

@@ -90,7 +90,7 @@ pub struct CandidateCore {
     /// Server to which the core belongs.
     pub server: ServerId,
     /// Load of the core in fixed point ([`crate::load::load_to_fixed_point`]).
-    pub load: u32,
+    pub fixed_point_load: u32,
     /// Index of the core in [`PlacementTable::core_slots`].
     pub core_slot: u16,
 }
@@ -101,7 +101,7 @@ pub struct TableMember {
     /// Id of the server.
     pub server: ServerId,
     /// Mean load of the server's cores in fixed point.
-    pub load: u32,
+    pub fixed_point_load: u32,
 }
 
 /// A core of a server, identified by its receive queue.
@@ -163,16 +163,17 @@ impl CoreSlotIndex {
         Self { generation: table.generation, slot_by_core: slots.collect() }
     }
 
-    /// Returns the initial counts of the table `next`, which are 0, or this table's for a core without a newer load.
-    pub fn initial_counts(&self, next: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
+    /// Returns the initial counts of the table `next_table`, which are 0, or this table's for a core without a newer
+    /// load.
+    pub fn initial_counts(&self, next_table: &PlacementTable, count: impl Fn(u16) -> u32) -> Vec<u32> {
         let initial_count_of_slot = |(slot, core): (usize, &ServerCore)| {
-            let age = next.core_slot_ages.get(slot).copied().unwrap_or(0);
-            let is_newer_table = next.generation > self.generation;
+            let age = next_table.core_slot_ages.get(slot).copied().unwrap_or(0);
+            let is_newer_table = next_table.generation > self.generation;
             let is_count_needed =
-                age > 0 && is_newer_table && next.generation.saturating_sub(age.into()) <= self.generation;
+                age > 0 && is_newer_table && next_table.generation.saturating_sub(age.into()) <= self.generation;
             self.slot_by_core.get(core).filter(|_| is_count_needed).map_or(0, |slot| count(*slot))
         };
-        next.core_slots.iter().enumerate().map(initial_count_of_slot).collect()
+        next_table.core_slots.iter().enumerate().map(initial_count_of_slot).collect()
     }
 }
 
@@ -204,9 +205,9 @@ pub fn mix_hash(hash: u32) -> u64 {
 }
 
 /// Returns two draws below `count` from a mixed hash, by multiply and shift (Lemire 2019).
-pub fn two_draws(mixed: u64, count: u32) -> (u32, u32) {
-    let draw_below = |half: u64| ((half * u64::from(count)) >> 32) as u32;
-    (draw_below(mixed & 0xffff_ffff), draw_below(mixed >> 32))
+pub fn two_draws(mixed_hash: u64, count: u32) -> (u32, u32) {
+    let draw_below = |hash_half: u64| ((hash_half * u64::from(count)) >> 32) as u32;
+    (draw_below(mixed_hash & 0xffff_ffff), draw_below(mixed_hash >> 32))
 }
 
 impl PlacementTable {
@@ -235,34 +236,45 @@ impl PlacementTable {
         self.select_server_by_hash(state, |group| self.groups[group].toeplitz_hash(&bytes))
     }
 
-    /// Selects a server like [`PlacementTable::select_server`]. `hash` returns the connection's Toeplitz hash under the
-    /// key of each of [`PlacementTable::groups`], for callers that compute it faster.
-    pub fn select_server_by_hash(&self, state: &mut PlacementState, hash: impl Fn(usize) -> u32) -> Option<ServerId> {
-        self.select_and_count_server(state, hash, |_| true)
+    /// Selects a server like [`PlacementTable::select_server`]. `hash_of_group` returns the connection's Toeplitz hash
+    /// under the key of each of [`PlacementTable::groups`], for callers that compute it faster.
+    pub fn select_server_by_hash(
+        &self,
+        state: &mut PlacementState,
+        hash_of_group: impl Fn(usize) -> u32,
+    ) -> Option<ServerId> {
+        self.select_and_count_server(state, hash_of_group, |_| true)
     }
 
     /// Selects a server like [`PlacementTable::select_server_by_hash`], but counts the connection as assigned only if
-    /// the server `takes` it. Otherwise the data plane sends the connection elsewhere.
+    /// the server `can_take_connection` it. Otherwise the data plane sends the connection elsewhere.
     pub fn select_and_count_server(
         &self,
         state: &mut PlacementState,
-        hash: impl Fn(usize) -> u32,
-        takes: impl Fn(ServerId) -> bool,
+        hash_of_group: impl Fn(usize) -> u32,
+        can_take_connection: impl Fn(ServerId) -> bool,
     ) -> Option<ServerId> {
         if self.members.is_empty() {
             return None;
         }
         match self.rule {
-            PlacementRule::Table => self.least_candidate(hash, |candidate| u64::from(candidate.load)).map(|c| c.server),
-            PlacementRule::LeastAssigned => self.choose_least_assigned(state, hash, takes),
+            PlacementRule::Table => {
+                self.least_candidate(hash_of_group, |candidate| u64::from(candidate.fixed_point_load)).map(|c| c.server)
+            }
+            PlacementRule::LeastAssigned => self.choose_least_assigned(state, hash_of_group, can_take_connection),
             PlacementRule::RoundRobin => {
                 let turn_number = state.round_robin_counter;
                 state.round_robin_counter += 1;
                 Some(self.members[(turn_number % self.members.len() as u64) as usize].server)
             }
             PlacementRule::PowerOfTwo => {
-                let (first, second) = self.two_members(if self.groups.is_empty() { 0 } else { hash(0) });
-                Some(if second.load < first.load { second.server } else { first.server })
+                let (first_member, second_member) =
+                    self.two_members(if self.groups.is_empty() { 0 } else { hash_of_group(0) });
+                Some(if second_member.fixed_point_load < first_member.fixed_point_load {
+                    second_member.server
+                } else {
+                    first_member.server
+                })
             }
         }
     }
@@ -283,20 +295,20 @@ impl PlacementTable {
     fn choose_least_assigned(
         &self,
         state: &mut PlacementState,
-        hash: impl Fn(usize) -> u32,
-        takes: impl Fn(ServerId) -> bool,
+        hash_of_group: impl Fn(usize) -> u32,
+        can_take_connection: impl Fn(ServerId) -> bool,
     ) -> Option<ServerId> {
         let candidate_cost = |candidate: &CandidateCore| {
-            let assigned = state.assigned_counts.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
-            u64::from(candidate.load) + u64::from(assigned) * u64::from(self.assignment_cost)
+            let assigned_count = state.assigned_counts.get(usize::from(candidate.core_slot)).copied().unwrap_or(0);
+            u64::from(candidate.fixed_point_load) + u64::from(assigned_count) * u64::from(self.assignment_cost)
         };
-        let least_candidate = self.least_candidate(hash, candidate_cost)?;
-        if let Some(assigned) = state
+        let least_candidate = self.least_candidate(hash_of_group, candidate_cost)?;
+        if let Some(assigned_count) = state
             .assigned_counts
             .get_mut(usize::from(least_candidate.core_slot))
-            .filter(|_| takes(least_candidate.server))
+            .filter(|_| can_take_connection(least_candidate.server))
         {
-            *assigned += 1;
+            *assigned_count += 1;
         }
         Some(least_candidate.server)
     }
@@ -304,12 +316,12 @@ impl PlacementTable {
     /// Returns the first candidate of least cost over all groups. Under the rule `Table` each group has one candidate.
     fn least_candidate(
         &self,
-        hash: impl Fn(usize) -> u32,
+        hash_of_group: impl Fn(usize) -> u32,
         cost: impl Fn(&CandidateCore) -> u64,
     ) -> Option<CandidateCore> {
         let candidate_count = if self.rule == PlacementRule::Table { 1 } else { self.candidates_per_bucket as usize };
         let candidates = (0..self.groups.len()).flat_map(|group| {
-            let bucket = self.bucket_count.bucket(hash(group));
+            let bucket = self.bucket_count.bucket(hash_of_group(group));
             &self.candidates_of(group, bucket)[..candidate_count]
         });
         // min_by_key takes the first of equal candidates, like the BPF program.
@@ -317,8 +329,8 @@ impl PlacementTable {
     }
 
     fn two_members(&self, hash: u32) -> (TableMember, TableMember) {
-        let (first, second) = two_draws(mix_hash(hash), self.members.len() as u32);
-        (self.members[first as usize], self.members[second as usize])
+        let (first_index, second_index) = two_draws(mix_hash(hash), self.members.len() as u32);
+        (self.members[first_index as usize], self.members[second_index as usize])
     }
 }
 
@@ -365,9 +377,9 @@ mod tests {
         let mut candidates_by_load: Vec<CandidateCore> = loads
             .iter()
             .enumerate()
-            .map(|(n, load)| CandidateCore { server: servers[n], load: *load, core_slot: n as u16 })
+            .map(|(n, load)| CandidateCore { server: servers[n], fixed_point_load: *load, core_slot: n as u16 })
             .collect();
-        candidates_by_load.sort_by_key(|candidate| (candidate.load, candidate.server));
+        candidates_by_load.sort_by_key(|candidate| (candidate.fixed_point_load, candidate.server));
         PlacementTable {
             generation: 1,
             rule,
@@ -380,7 +392,7 @@ mod tests {
             members: servers
                 .iter()
                 .zip(loads)
-                .map(|(server, load)| TableMember { server: *server, load: *load })
+                .map(|(server, load)| TableMember { server: *server, fixed_point_load: *load })
                 .collect(),
             consistent_servers: rendezvous_table(&servers, bucket_count),
             previous_consistent_servers: Vec::new(),
@@ -435,9 +447,10 @@ mod tests {
     fn rendezvous_table_moves_only_buckets_of_the_removed_server() {
         let servers: Vec<ServerId> = (1..=5).map(server_id).collect();
         let buckets = BucketCount::new(1024).unwrap();
-        let (before, after) = (rendezvous_table(&servers, buckets), rendezvous_table(&servers[1..], buckets));
-        assert!(before.iter().zip(&after).all(|(old, new)| *old == servers[0] || old == new));
-        assert!(servers.iter().all(|server| (150..260).contains(&before.iter().filter(|s| *s == server).count())));
+        let (full_table, reduced_table) =
+            (rendezvous_table(&servers, buckets), rendezvous_table(&servers[1..], buckets));
+        assert!(full_table.iter().zip(&reduced_table).all(|(old, new)| *old == servers[0] || old == new));
+        assert!(servers.iter().all(|server| (150..260).contains(&full_table.iter().filter(|s| *s == server).count())));
     }
 
     #[test]

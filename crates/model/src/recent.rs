@@ -24,24 +24,27 @@ impl<const N: usize> RecentCounterSamples<N> {
     /// Records the values of the counters at `now`. Returns how much each counter has grown in the last
     /// [`GROWTH_WINDOW`], or since the first call. A counter that shrinks begins a new window.
     pub fn record_and_get_growth(&mut self, now: Duration, counts: [u64; N]) -> [u64; N] {
-        let has_shrunk = |(_, newest): &(Duration, [u64; N])| newest.iter().zip(&counts).any(|(old, new)| new < old);
+        let has_shrunk = |(_, newest_counts): &(Duration, [u64; N])| {
+            newest_counts.iter().zip(&counts).any(|(old_count, new_count)| new_count < old_count)
+        };
         if self.samples.back().is_some_and(has_shrunk) {
             self.samples.clear();
         }
         // Growth counts from the newest sample that is older than the window.
-        while self.samples.get(1).is_some_and(|(at, _)| now.saturating_sub(*at) >= GROWTH_WINDOW) {
+        while self.samples.get(1).is_some_and(|(sample_time, _)| now.saturating_sub(*sample_time) >= GROWTH_WINDOW) {
             self.samples.pop_front();
         }
         self.samples.push_back((now, counts));
-        let (_, oldest) = self.samples[0];
-        std::array::from_fn(|i| counts[i] - oldest[i])
+        let (_, oldest_counts) = self.samples[0];
+        std::array::from_fn(|i| counts[i] - oldest_counts[i])
     }
 }
 
 /// Returns whether most new connections of a service fail to become established. An established one sends more packets
-/// than its SYN. `syns` and `others` are the numbers of packets of the service's clients in [`GROWTH_WINDOW`].
-pub fn do_most_handshakes_fail(syns: u64, others: u64) -> bool {
-    syns >= MIN_SYNS_FOR_CONCLUSION && others < syns / 2
+/// than its SYN. `syn_count` and `other_packet_count` are the numbers of packets of the service's clients in
+/// [`GROWTH_WINDOW`].
+pub fn do_most_handshakes_fail(syn_count: u64, other_packet_count: u64) -> bool {
+    syn_count >= MIN_SYNS_FOR_CONCLUSION && other_packet_count < syn_count / 2
 }
 
 #[cfg(test)]
@@ -50,8 +53,8 @@ mod tests {
 
     #[test]
     fn counter_growth_covers_the_window_only() {
-        let mut recent = RecentCounterSamples::default();
-        let mut growth_at = |second, count| recent.record_and_get_growth(Duration::from_secs(second), [count])[0];
+        let mut samples = RecentCounterSamples::default();
+        let mut growth_at = |second, count| samples.record_and_get_growth(Duration::from_secs(second), [count])[0];
         assert_eq!(growth_at(1, 1000), 0, "what was counted before the first call is not recent");
         assert_eq!(growth_at(2, 1010), 10);
         assert_eq!(growth_at(11, 1030), 30);

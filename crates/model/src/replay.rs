@@ -94,59 +94,63 @@ pub struct PoolChange {
     /// Time of the change (us after the log's start).
     pub time_us: u64,
     /// Index of the server, from 0.
-    pub server: u16,
+    pub server_index: u16,
     /// Whether the server takes new connections from this time on.
     pub is_eligible: bool,
 }
 
 /// Replays the log, and returns the variances of the work that servers and cores performed.
-pub fn replay_for_variances(log: &ArrivalLog, pools: ReplaySettings, placer: PlacementMethod<'_>) -> Variances {
+pub fn replay_for_variances(
+    log: &ArrivalLog,
+    settings: ReplaySettings,
+    placement_method: PlacementMethod<'_>,
+) -> Variances {
     let server_id = |number: u16| ServerId::try_from(u64::from(number)).expect("few servers");
     let plan = FleetPlan {
-        servers: (1..=pools.server_count).map(server_id).collect(),
-        cores_per_server: pools.cores_per_server,
-        bucket_count: pools.bucket_count,
-        alpha: pools.alpha,
-        key: RssKey::random(&mut seeded_rng(pools.seed, RSS_KEY_RNG_STREAM)),
-        tables: IndirectionTableDraw::Balanced,
+        servers: (1..=settings.server_count).map(server_id).collect(),
+        cores_per_server: settings.cores_per_server,
+        bucket_count: settings.bucket_count,
+        alpha: settings.alpha,
+        rss_key: RssKey::random(&mut seeded_rng(settings.seed, RSS_KEY_RNG_STREAM)),
+        indirection_table_draw: IndirectionTableDraw::Balanced,
     };
-    run_replay(log, pools, plan, &[], placer).variances(pools)
+    run_replay(log, settings, plan, &[], placement_method).variances(settings)
 }
 
 /// Replays the log on a fleet with random ids while the pool changes. Returns the total busy time of every core (ns) at
 /// the beginning of each second and at the end of the last. `changes` are in the order of their times.
 pub fn busy_times_by_second(
     log: &ArrivalLog,
-    pools: ReplaySettings,
+    settings: ReplaySettings,
     changes: &[PoolChange],
     policy: &mut dyn Policy,
 ) -> Vec<Vec<u64>> {
-    let ReplaySettings { server_count, cores_per_server: core_count, bucket_count: buckets, alpha, .. } = pools;
+    let ReplaySettings { server_count, cores_per_server, bucket_count, alpha, .. } = settings;
     let fleet_shape = FleetShape {
         server_count,
-        cores_per_server: core_count,
-        bucket_count: buckets,
+        cores_per_server,
+        bucket_count,
         alpha,
-        tables: IndirectionTableDraw::Balanced,
+        indirection_table_draw: IndirectionTableDraw::Balanced,
     };
-    let plan = fleet_shape.draw_plan(&mut seeded_rng(pools.seed, DRAWN_FLEET_RNG_STREAM));
-    let state = run_replay(log, pools, plan, changes, PlacementMethod::Policy(policy));
-    let bins_per_second = (VARIANCE_WINDOW_US / pools.bin_length_us()) as usize;
-    let seconds = (log.duration_us / VARIANCE_WINDOW_US) as usize;
+    let plan = fleet_shape.draw_plan(&mut seeded_rng(settings.seed, DRAWN_FLEET_RNG_STREAM));
+    let state = run_replay(log, settings, plan, changes, PlacementMethod::Policy(policy));
+    let bins_per_second = (VARIANCE_WINDOW_US / settings.bin_length_us()) as usize;
+    let second_count = (log.duration_us / VARIANCE_WINDOW_US) as usize;
     let busy_ns_until = |bins: &Vec<u64>, second: usize| bins[..second * bins_per_second].iter().sum::<u64>() * 1_000;
-    (0..=seconds)
+    (0..=second_count)
         .map(|second| state.busy_us_by_core_and_bin.iter().map(|bins| busy_ns_until(bins, second)).collect())
         .collect()
 }
 
 fn run_replay(
     log: &ArrivalLog,
-    pools: ReplaySettings,
+    settings: ReplaySettings,
     plan: FleetPlan,
     changes: &[PoolChange],
-    mut placer: PlacementMethod<'_>,
+    mut placement_method: PlacementMethod<'_>,
 ) -> ReplayState {
-    let mut state = ReplayState::new(log, pools, plan);
+    let mut state = ReplayState::new(log, settings, plan);
     let mut changes = changes.iter().peekable();
     let mut requests: Vec<(u64, usize)> = Vec::new();
     for (connection, arrival) in log.arrivals.iter().enumerate() {
@@ -158,13 +162,13 @@ fn run_replay(
     for (due_us, connection) in requests {
         while next_report_us <= due_us {
             while let Some(change) = changes.next_if(|change| change.time_us <= next_report_us) {
-                state.cluster.set_eligible(usize::from(change.server), change.is_eligible);
+                state.cluster.set_eligible(usize::from(change.server_index), change.is_eligible);
             }
-            state.report_and_install_table(next_report_us, &mut placer);
-            next_report_us += pools.report_interval_us;
+            state.report_and_install_table(next_report_us, &mut placement_method);
+            next_report_us += settings.report_interval_us;
         }
         if core_by_connection[connection] == usize::MAX {
-            core_by_connection[connection] = state.place_connection(log, connection, &placer);
+            core_by_connection[connection] = state.place_connection(log, connection, &placement_method);
         }
         state.serve_request(core_by_connection[connection], due_us, u64::from(log.arrivals[connection].service_us));
     }
@@ -191,7 +195,7 @@ struct ReplayState {
 impl ReplayState {
     fn new(log: &ArrivalLog, settings: ReplaySettings, plan: FleetPlan) -> Self {
         let mut cluster = SimulatedCluster::new(plan).expect("as many entries as buckets");
-        let (cores, bins) =
+        let (core_count, bin_count) =
             (cluster.core_count(), (log.duration_us / settings.bin_length_us() + 2 * BINS_PER_REPORT) as usize);
         let mut rng = seeded_rng(settings.seed, REPORT_PHASE_RNG_STREAM);
         let report_age_in_bins = match settings.report_phase {
@@ -203,43 +207,49 @@ impl ReplayState {
         };
         Self {
             report_age_in_bins,
-            reported_bin_counts: vec![0; cores],
+            reported_bin_counts: vec![0; core_count],
             settings,
             cluster,
-            core_free_time_us: vec![0; cores],
-            busy_us_by_core_and_bin: vec![vec![0; bins]; cores],
-            reported_busy_us: vec![0; cores],
-            connection_ends_us: vec![Vec::new(); cores],
-            planned_work_us: vec![vec![0; (log.duration_us / VARIANCE_WINDOW_US + 2) as usize]; cores],
+            core_free_time_us: vec![0; core_count],
+            busy_us_by_core_and_bin: vec![vec![0; bin_count]; core_count],
+            reported_busy_us: vec![0; core_count],
+            connection_ends_us: vec![Vec::new(); core_count],
+            planned_work_us: vec![vec![0; (log.duration_us / VARIANCE_WINDOW_US + 2) as usize]; core_count],
         }
     }
 
-    fn report_and_install_table(&mut self, now_us: u64, placer: &mut PlacementMethod<'_>) {
+    fn report_and_install_table(&mut self, now_us: u64, placement_method: &mut PlacementMethod<'_>) {
         let bin_us = self.settings.bin_length_us();
         let bin_index = (now_us / bin_us) as usize;
         for core in 0..self.core_free_time_us.len() {
             let reported_end =
                 bin_index.saturating_sub(self.report_age_in_bins[core / usize::from(self.settings.cores_per_server)]);
-            let newly_reported =
+            let new_busy_us =
                 self.busy_us_by_core_and_bin[core].iter().take(reported_end).skip(self.reported_bin_counts[core]);
-            self.reported_busy_us[core] += newly_reported.sum::<u64>();
+            self.reported_busy_us[core] += new_busy_us.sum::<u64>();
             self.reported_bin_counts[core] = reported_end;
             self.connection_ends_us[core].retain(|end_us| *end_us > now_us);
         }
-        let PlacementMethod::Policy(policy) = placer else { return };
+        let PlacementMethod::Policy(policy) = placement_method else { return };
         let measured_ns_of_age = |age: &usize| bin_index.checked_sub(*age).map(|bin| bin as u64 * bin_us * 1_000);
         let measured_ns: Vec<Option<u64>> = self.report_age_in_bins.iter().map(measured_ns_of_age).collect();
         let busy_ns: Vec<u64> = self.reported_busy_us.iter().map(|us| us * 1_000).collect();
         let ends_by_server = self.connection_ends_us.chunks(usize::from(self.settings.cores_per_server));
-        let open_connections: Vec<u32> =
-            ends_by_server.map(|cores| cores.iter().map(|open| open.len() as u32).sum()).collect();
+        let open_connections: Vec<u32> = ends_by_server
+            .map(|cores| cores.iter().map(|connection_ends| connection_ends.len() as u32).sum())
+            .collect();
         self.cluster.report_measured_at(&measured_ns, &busy_ns, &open_connections, *policy);
     }
 
-    fn place_connection(&mut self, log: &ArrivalLog, connection: usize, placer: &PlacementMethod<'_>) -> usize {
+    fn place_connection(
+        &mut self,
+        log: &ArrivalLog,
+        connection: usize,
+        placement_method: &PlacementMethod<'_>,
+    ) -> usize {
         let arrival = &log.arrivals[connection];
-        let core = match placer {
-            PlacementMethod::Policy(_) => self.cluster.place(&arrival.four_tuple()),
+        let core = match placement_method {
+            PlacementMethod::Policy(_) => self.cluster.place_connection(&arrival.four_tuple()),
             PlacementMethod::Oracle => self.core_of_least_added_square(arrival),
         };
         for index in 0..arrival.request_count {
@@ -277,9 +287,9 @@ impl ReplayState {
         }
     }
 
-    fn variances(&self, pools: ReplaySettings) -> Variances {
-        let bins_per_window = (VARIANCE_WINDOW_US / pools.bin_length_us()) as usize;
-        let first_bin = (pools.warm_up_time_us / pools.bin_length_us()) as usize;
+    fn variances(&self, settings: ReplaySettings) -> Variances {
+        let bins_per_window = (VARIANCE_WINDOW_US / settings.bin_length_us()) as usize;
+        let first_bin = (settings.warm_up_time_us / settings.bin_length_us()) as usize;
         let last_bin = self.busy_us_by_core_and_bin.first().map_or(0, Vec::len) - 2 * BINS_PER_REPORT as usize;
         let (mut servers_pct, mut cores_pct) = (Vec::new(), Vec::new());
         for start in (first_bin..(last_bin + 1).saturating_sub(bins_per_window)).step_by(bins_per_window) {
@@ -289,7 +299,7 @@ impl ReplayState {
                 .map(|bins| bins[start..start + bins_per_window].iter().sum::<u64>() as f64)
                 .collect();
             let work_by_server: Vec<f64> =
-                work_by_core.chunks(usize::from(pools.cores_per_server)).map(|cores| cores.iter().sum()).collect();
+                work_by_core.chunks(usize::from(settings.cores_per_server)).map(|cores| cores.iter().sum()).collect();
             servers_pct.extend(variance_pct(&work_by_server));
             cores_pct.extend(variance_pct(&work_by_core));
         }
@@ -315,9 +325,13 @@ mod tests {
 
     fn median_variances(policy: &str) -> Variances {
         let variances_of_seed = |seed| {
-            let pools = ReplaySettings { seed, ..ReplaySettings::default() };
+            let settings = ReplaySettings { seed, ..ReplaySettings::default() };
             let mut policy = crate::policy::policy_by_name(policy, seed).unwrap();
-            replay_for_variances(&Workload::default().generate(seed), pools, PlacementMethod::Policy(policy.as_mut()))
+            replay_for_variances(
+                &Workload::default().generate(seed),
+                settings,
+                PlacementMethod::Policy(policy.as_mut()),
+            )
         };
         let variances_by_seed: Vec<Variances> = REPLAY_SEEDS.map(variances_of_seed).collect();
         let median_of_field =
@@ -340,15 +354,20 @@ mod tests {
     #[test]
     fn server_that_left_the_pool_still_serves_its_open_connections() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
-        let pool_change =
-            |second: u64, server, eligible| PoolChange { time_us: second * 1_000_000, server, is_eligible: eligible };
+        let pool_change = |second: u64, server, is_eligible| PoolChange {
+            time_us: second * 1_000_000,
+            server_index: server,
+            is_eligible,
+        };
         let changes = [pool_change(0, 4, false), pool_change(3, 4, true), pool_change(4, 0, false)];
-        let pools = ReplaySettings { server_count: 5, ..ReplaySettings::default() };
+        let settings = ReplaySettings { server_count: 5, ..ReplaySettings::default() };
         let mut policy = crate::policy::policy_by_name("rr", 1).unwrap();
-        let busy_by_second = busy_times_by_second(&log, pools, &changes, policy.as_mut());
+        let busy_by_second = busy_times_by_second(&log, settings, &changes, policy.as_mut());
         assert_eq!(busy_by_second.len(), 9);
-        let served_ns = |server: usize, from: usize, to: usize| -> u64 {
-            (server * 4..server * 4 + 4).map(|core| busy_by_second[to][core] - busy_by_second[from][core]).sum()
+        let served_ns = |server: usize, first_second: usize, last_second: usize| -> u64 {
+            (server * 4..server * 4 + 4)
+                .map(|core| busy_by_second[last_second][core] - busy_by_second[first_second][core])
+                .sum()
         };
         assert_eq!(served_ns(4, 0, 3), 0);
         assert!(served_ns(4, 3, 8) > 1_000_000_000, "{}", served_ns(4, 3, 8));
@@ -359,22 +378,22 @@ mod tests {
     #[test]
     fn reports_with_a_random_phase_are_as_old_as_the_phase() {
         let log = Workload { duration_us: 8_000_000, ..Workload::default() }.generate(3);
-        let pools = ReplaySettings { report_phase: ReportPhase::Random, ..ReplaySettings::default() };
+        let settings = ReplaySettings { report_phase: ReportPhase::Random, ..ReplaySettings::default() };
         let plan = FleetShape {
-            server_count: pools.server_count,
-            cores_per_server: pools.cores_per_server,
-            bucket_count: pools.bucket_count,
-            alpha: pools.alpha,
-            tables: IndirectionTableDraw::Balanced,
+            server_count: settings.server_count,
+            cores_per_server: settings.cores_per_server,
+            bucket_count: settings.bucket_count,
+            alpha: settings.alpha,
+            indirection_table_draw: IndirectionTableDraw::Balanced,
         };
         let plan = plan.draw_plan(&mut seeded_rng(1, DRAWN_FLEET_RNG_STREAM));
-        let mut state = ReplayState::new(&log, pools, plan);
+        let mut state = ReplayState::new(&log, settings, plan);
         state.report_age_in_bins = vec![0, 15, 45, 25];
         (0..4).for_each(|server| state.serve_request(server * 4, 0, 150_000));
         let mut policy = crate::policy::policy_by_name("crossrss", 1).unwrap();
-        let mut placer = PlacementMethod::Policy(policy.as_mut());
+        let mut placement_method = PlacementMethod::Policy(policy.as_mut());
         let mut reported_busy_us_at = |now_us| {
-            state.report_and_install_table(now_us, &mut placer);
+            state.report_and_install_table(now_us, &mut placement_method);
             [0, 4, 8, 12].map(|core| state.reported_busy_us[core])
         };
         assert_eq!(reported_busy_us_at(0), [0; 4]);

@@ -20,13 +20,13 @@ pub fn seeded_rng(seed: u64, stream: u64) -> Xoshiro256PlusPlus {
     Xoshiro256PlusPlus::seed_from_u64(seed ^ stream.wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
-/// Returns a uniform random number below `bound`, without modulo bias (Lemire, "Fast random integer generation in an
-/// interval", 2019).
-pub fn uniform_below(rng: &mut impl rand::Rng, bound: u32) -> u32 {
-    assert!(bound > 0, "an empty range has no numbers");
+/// Returns a uniform random number below `exclusive_bound`, without modulo bias (Lemire, "Fast random integer
+/// generation in an interval", 2019).
+pub fn uniform_below(rng: &mut impl rand::Rng, exclusive_bound: u32) -> u32 {
+    assert!(exclusive_bound > 0, "an empty range has no numbers");
     loop {
-        let product = u64::from(rng.next_u32()) * u64::from(bound);
-        if product as u32 >= bound.wrapping_neg() % bound {
+        let product = u64::from(rng.next_u32()) * u64::from(exclusive_bound);
+        if product as u32 >= exclusive_bound.wrapping_neg() % exclusive_bound {
             return (product >> 32) as u32;
         }
     }
@@ -104,8 +104,8 @@ impl RssKey {
     }
 
     /// Returns the key with the same bytes and another transform of the input.
-    pub fn with_input_transform(&self, input: InputTransform) -> Self {
-        Self { key_bytes: self.key_bytes.clone(), input_transform: input }
+    pub fn with_input_transform(&self, input_transform: InputTransform) -> Self {
+        Self { key_bytes: self.key_bytes.clone(), input_transform }
     }
 
     /// Returns an identifier for logs that does not reveal the key, because with the key a client can aim at a core.
@@ -120,10 +120,11 @@ impl RssKey {
 
     /// Returns the 32 bits of the key from bit `position` on, with zeros beyond its end.
     fn key_window(&self, position: usize) -> u32 {
-        let (byte, bit) = (position / 8, position % 8);
-        let word =
-            (0..5).fold(0u64, |word, i| word << 8 | u64::from(self.key_bytes.get(byte + i).copied().unwrap_or(0)));
-        (word >> (8 - bit)) as u32
+        let (byte_index, bit_index) = (position / 8, position % 8);
+        let key_bits = (0..5).fold(0u64, |key_bits, i| {
+            key_bits << 8 | u64::from(self.key_bytes.get(byte_index + i).copied().unwrap_or(0))
+        });
+        (key_bits >> (8 - bit_index)) as u32
     }
 
     /// Returns the RSS hash of a packet with these addresses and ports ([`FourTuple::bytes`](crate::FourTuple::bytes)).
@@ -160,22 +161,23 @@ impl RssKey {
     /// [`destination_hash`](Self::destination_hash). With a transformed input, a contribution also depends on the
     /// service's byte at the same offset. That byte is constant, so one entry per byte suffices.
     pub fn source_tables(&self, vip: SocketAddr) -> Vec<[u32; 256]> {
-        let table_of_pair = |pair: BytePair| {
-            let hash_of_zero_source = self.pair_contribution(&pair, 0);
-            std::array::from_fn(|source| self.pair_contribution(&pair, source as u8) ^ hash_of_zero_source)
+        let table_of_pair = |byte_pair: BytePair| {
+            let hash_of_zero_source = self.pair_contribution(&byte_pair, 0);
+            std::array::from_fn(|source| self.pair_contribution(&byte_pair, source as u8) ^ hash_of_zero_source)
         };
         byte_pairs(vip).map(table_of_pair).collect()
     }
 
     /// Returns the constant part of a service's hashes, which is the hash of a packet with an all-zero source.
     pub fn destination_hash(&self, vip: SocketAddr) -> u32 {
-        byte_pairs(vip).fold(0, |hash, pair| hash ^ self.pair_contribution(&pair, 0))
+        byte_pairs(vip).fold(0, |hash, byte_pair| hash ^ self.pair_contribution(&byte_pair, 0))
     }
 
     /// Returns the contribution of a source byte and the destination byte at the same offset to the hash.
-    fn pair_contribution(&self, pair: &BytePair, source: u8) -> u32 {
-        let (source, destination) = self.input_transform.transform_bytes(source, pair.destination_byte);
-        self.byte_contribution(pair.source_index, source) ^ self.byte_contribution(pair.destination_index, destination)
+    fn pair_contribution(&self, byte_pair: &BytePair, source: u8) -> u32 {
+        let (source, destination) = self.input_transform.transform_bytes(source, byte_pair.destination_byte);
+        self.byte_contribution(byte_pair.source_index, source)
+            ^ self.byte_contribution(byte_pair.destination_index, destination)
     }
 }
 
@@ -192,14 +194,14 @@ fn byte_pairs(vip: SocketAddr) -> impl Iterator<Item = BytePair> {
         IpAddr::V6(address) => address.octets().to_vec(),
     };
     let (length, port) = (address.len(), vip.port().to_be_bytes());
-    let byte_pair = |source_at, half, destination| BytePair {
-        source_index: source_at,
-        destination_index: source_at + half,
-        destination_byte: destination,
+    let byte_pair = |source_index, index_distance, destination_byte| BytePair {
+        source_index,
+        destination_index: source_index + index_distance,
+        destination_byte,
     };
-    let address_pairs = address.into_iter().enumerate().map(move |(at, byte)| byte_pair(at, length, byte));
+    let address_pairs = address.into_iter().enumerate().map(move |(index, byte)| byte_pair(index, length, byte));
     let port_pairs =
-        port.into_iter().enumerate().map(move |(at, byte)| byte_pair(2 * length + at, size_of::<u16>(), byte));
+        port.into_iter().enumerate().map(move |(index, byte)| byte_pair(2 * length + index, size_of::<u16>(), byte));
     address_pairs.chain(port_pairs)
 }
 
@@ -268,7 +270,7 @@ impl std::str::FromStr for RssKey {
         if digits.len() != text.chars().filter(|c| *c != ':').count() || !digits.len().is_multiple_of(2) {
             return Err(RssKeyTextError::NotHexadecimal(text.to_owned()));
         }
-        let bytes: Vec<u8> = digits.chunks(2).map(|pair| (pair[0] * 16 + pair[1]) as u8).collect();
+        let bytes: Vec<u8> = digits.chunks(2).map(|digit_pair| (digit_pair[0] * 16 + digit_pair[1]) as u8).collect();
         Ok(Self::new(&bytes)?)
     }
 }
@@ -325,13 +327,13 @@ impl IndirectionTable {
     }
 
     /// Returns a table in which every core has the same number of entries (+-1), in an order drawn from the server's
-    /// id. Fails if `entries` is no power of two from 1 to 2048.
+    /// id. Fails if `entry_count` is no power of two from 1 to 2048.
     ///
     /// The paper draws each entry independently, which gives some cores twice the buckets of others. A balanced draw
     /// removes that part of the imbalance (docs/design.md, "Indirection tables").
-    pub fn balanced(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
-        let cores = u32::from(cores.max(1));
-        let mut queues: Vec<u32> = (0..entries as u32).map(|entry| entry % cores).collect();
+    pub fn balanced(server_seed: u64, entry_count: usize, core_count: u16) -> Result<Self, IndirectionTableError> {
+        let core_count = u32::from(core_count.max(1));
+        let mut queues: Vec<u32> = (0..entry_count as u32).map(|entry| entry % core_count).collect();
         let mut rng = seeded_rng(server_seed, INDIRECTION_TABLE_RNG_STREAM);
         // Shuffle by Fisher and Yates.
         for last in (1..queues.len()).rev() {
@@ -341,10 +343,11 @@ impl IndirectionTable {
     }
 
     /// Returns a table with each entry drawn independently from the server's id, as published (CrossRSS, CoNEXT'20,
-    /// Sect. 2). Fails if `entries` is no power of two from 1 to 2048.
-    pub fn independent(server_seed: u64, entries: usize, cores: u16) -> Result<Self, IndirectionTableError> {
+    /// Sect. 2). Fails if `entry_count` is no power of two from 1 to 2048.
+    pub fn independent(server_seed: u64, entry_count: usize, core_count: u16) -> Result<Self, IndirectionTableError> {
         let mut rng = seeded_rng(server_seed, INDIRECTION_TABLE_RNG_STREAM);
-        let queues: Vec<u32> = (0..entries).map(|_| uniform_below(&mut rng, u32::from(cores.max(1)))).collect();
+        let queues: Vec<u32> =
+            (0..entry_count).map(|_| uniform_below(&mut rng, u32::from(core_count.max(1)))).collect();
         Self::new(&queues)
     }
 
@@ -415,8 +418,8 @@ impl RssConfig {
     pub fn from_emulated_registers(registers: &intf::emulated_rss) -> Result<Self, EmulatedRssError> {
         let entry_count = (registers.mapping.entry_count as usize).min(registers.mapping.queue.len());
         let queues: Vec<u32> = registers.mapping.queue[..entry_count].iter().map(|queue| u32::from(*queue)).collect();
-        let input = InputTransform::try_from(registers.mapping.input_transform)?;
-        let key = RssKey { key_bytes: registers.key.into(), input_transform: input };
+        let input_transform = InputTransform::try_from(registers.mapping.input_transform)?;
+        let key = RssKey { key_bytes: registers.key.into(), input_transform };
         Ok(Self { key, indirection_table: IndirectionTable::new(&queues)? })
     }
 }
@@ -489,8 +492,8 @@ mod tests {
         ) {
             let key_without_transform = RssKey::random(&mut seeded_rng(seed, 0));
             let tuple = FourTuple::ipv4((client.into(), port), (vip.into(), vip_port));
-            let hash = |words: [u32; 2], ports: [u16; 2]| {
-                let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_be_bytes())
+            let hash = |addresses: [u32; 2], ports: [u16; 2]| {
+                let bytes: Vec<u8> = addresses.iter().flat_map(|address| address.to_be_bytes())
                     .chain(ports.iter().flat_map(|port| port.to_be_bytes())).collect();
                 key_without_transform.toeplitz_hash(&bytes)
             };

@@ -17,13 +17,13 @@ pub fn mean(values: &[f64]) -> Option<f64> {
 
 /// Returns the median of the values (the mean of the two middle ones for an even number), or `None` without values.
 pub fn median(values: &[f64]) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let middle = sorted.len() / 2;
-    match sorted.len() {
+    let mut sorted_values = values.to_vec();
+    sorted_values.sort_by(f64::total_cmp);
+    let middle = sorted_values.len() / 2;
+    match sorted_values.len() {
         0 => None,
-        n if n % 2 == 1 => Some(sorted[middle]),
-        _ => Some((sorted[middle - 1] + sorted[middle]) / 2.0),
+        n if n % 2 == 1 => Some(sorted_values[middle]),
+        _ => Some((sorted_values[middle - 1] + sorted_values[middle]) / 2.0),
     }
 }
 

@@ -21,7 +21,7 @@ pub const MAX_TSVAL_STEP_MS: u32 = intf::MAX_STEP_MS;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TimePart {
     /// The 16 bits of the time part, before the time mask is added.
-    pub sent: u16,
+    pub time_bits: u16,
     /// The server's own TSval at that time, by which the fleet's key for the stamp is selected.
     pub original_tsval: u32,
 }
@@ -48,7 +48,7 @@ impl PawsClamp {
     /// Returns the time part to send with a packet. `milliseconds` is the server's own TSval. `last_tsecr` is the
     /// client's last TSecr as it was restored for the kernel, or 0 without one.
     pub fn time_part_to_send(&mut self, milliseconds: u32, last_tsecr: u32) -> TimePart {
-        let unclamped_time = TimePart { sent: milliseconds as u16, original_tsval: milliseconds };
+        let unclamped_time = TimePart { time_bits: milliseconds as u16, original_tsval: milliseconds };
         let elapsed_ms = milliseconds.wrapping_sub(last_tsecr);
         // A genuine restored TSecr is never further ahead, so this one was forged.
         let is_forged = (elapsed_ms.wrapping_add(TSVAL_RESTORE_SLACK_MS) as i32) < 0;
@@ -57,12 +57,14 @@ impl PawsClamp {
         }
         let mut client_time_bits = last_tsecr as u16;
         match self.held_timestamp {
-            Some(held) if held.is_confirmed && held.clamped_time.original_tsval == last_tsecr => {
-                client_time_bits = held.clamped_time.sent
+            Some(held_timestamp)
+                if held_timestamp.is_confirmed && held_timestamp.clamped_time.original_tsval == last_tsecr =>
+            {
+                client_time_bits = held_timestamp.clamped_time.time_bits
             }
-            Some(held) if held.last_tsecr.original_tsval == last_tsecr => {
+            Some(held_timestamp) if held_timestamp.last_tsecr.original_tsval == last_tsecr => {
                 self.last_clamp_ms = milliseconds;
-                return held.clamped_time;
+                return held_timestamp.clamped_time;
             }
             _ => {}
         }
@@ -71,11 +73,13 @@ impl PawsClamp {
         if distance_ms < MAX_TSVAL_STEP_MS {
             return unclamped_time;
         }
-        let clamped_time =
-            TimePart { sent: client_time_bits.wrapping_add(MAX_TSVAL_STEP_MS as u16), original_tsval: milliseconds };
+        let clamped_time = TimePart {
+            time_bits: client_time_bits.wrapping_add(MAX_TSVAL_STEP_MS as u16),
+            original_tsval: milliseconds,
+        };
         self.held_timestamp = Some(ClampedTimestamp {
             clamped_time,
-            last_tsecr: TimePart { sent: client_time_bits, original_tsval: last_tsecr },
+            last_tsecr: TimePart { time_bits: client_time_bits, original_tsval: last_tsecr },
             is_confirmed: false,
         });
         self.last_clamp_ms = milliseconds;
@@ -90,34 +94,37 @@ impl PawsClamp {
 
     /// Returns the server's own TSval for the time part of a TSecr that arrives at `now_ms`. The result is never 0,
     /// which the kernel reads as "no TSecr". Once in 49 days it is one millisecond earlier instead.
-    pub fn restore(&mut self, time: u16, now_ms: u32) -> u32 {
-        match self.restore_tsval_or_zero(time, now_ms) {
+    pub fn restore(&mut self, time_part: u16, now_ms: u32) -> u32 {
+        match self.restore_tsval_or_zero(time_part, now_ms) {
             0 => u32::MAX,
-            original => original,
+            original_tsval => original_tsval,
         }
     }
 
-    fn restore_tsval_or_zero(&mut self, time: u16, now_ms: u32) -> u32 {
+    fn restore_tsval_or_zero(&mut self, time_part: u16, now_ms: u32) -> u32 {
         if !self.was_clamped_recently(now_ms) {
-            return restore_tsval(time, now_ms);
+            return restore_tsval(time_part, now_ms);
         }
-        let Some(held) = &mut self.held_timestamp else { return restore_tsval(time, now_ms) };
-        if time == held.clamped_time.sent {
-            held.is_confirmed = true;
-            return held.clamped_time.original_tsval;
+        let Some(held_timestamp) = &mut self.held_timestamp else { return restore_tsval(time_part, now_ms) };
+        if time_part == held_timestamp.clamped_time.time_bits {
+            held_timestamp.is_confirmed = true;
+            return held_timestamp.clamped_time.original_tsval;
         }
-        if held.is_confirmed {
+        if held_timestamp.is_confirmed {
             // The client has advanced, so these 16 bits may come from the clock again.
             self.held_timestamp = None;
-            return restore_tsval(time, now_ms);
+            return restore_tsval(time_part, now_ms);
         }
         // This was sent before the clamped packet, so less than a largest step after the client's TSecr of that time.
-        let TimePart { sent, original_tsval } = held.last_tsecr;
-        let (step, behind) = (time.wrapping_sub(sent), (original_tsval as u16).wrapping_sub(sent));
-        match (step, step.checked_sub(behind)) {
+        let TimePart { time_bits, original_tsval } = held_timestamp.last_tsecr;
+        let (time_step, clamp_offset_ms) =
+            (time_part.wrapping_sub(time_bits), (original_tsval as u16).wrapping_sub(time_bits));
+        match (time_step, time_step.checked_sub(clamp_offset_ms)) {
             (0, _) => original_tsval,
-            (_, Some(later)) if u32::from(step) < MAX_TSVAL_STEP_MS => original_tsval.wrapping_add(later.into()),
-            _ => restore_tsval(time, now_ms),
+            (_, Some(ms_after_tsecr)) if u32::from(time_step) < MAX_TSVAL_STEP_MS => {
+                original_tsval.wrapping_add(ms_after_tsecr.into())
+            }
+            _ => restore_tsval(time_part, now_ms),
         }
     }
 }
@@ -139,7 +146,7 @@ mod tests {
     enum Event {
         Packet {
             from_server: bool,
-            lost: bool,
+            is_lost: bool,
         },
         /// The oldest packet in flight arrives.
         Arrival {
@@ -155,21 +162,23 @@ mod tests {
         },
         /// The other key becomes the current one, for TSvals that are at least this much later than now.
         Switch {
-            later: u32,
+            delay_ms: u32,
         },
     }
 
     fn events() -> impl Strategy<Value = Vec<Event>> {
         let any_event = prop_oneof![
             6 => (any::<bool>(), prop::bool::weighted(0.2))
-                .prop_map(|(from_server, lost)| Event::Packet { from_server, lost }),
+                .prop_map(|(from_server, is_lost)| Event::Packet { from_server, is_lost }),
             4 => any::<bool>().prop_map(|at_server| Event::Arrival { at_server }),
             2 => (0u32..60).prop_map(|milliseconds| Event::Pause { milliseconds }),
             1 => (0u32..200_000).prop_map(|milliseconds| Event::Silence { milliseconds }),
             // Around full and half turns of the circle.
             1 => (1u32..7, 0u32..40)
-                .prop_map(|(turns, more)| Event::Silence { milliseconds: turns * 32_768 - 20 + more }),
-            1 => (1u32..2000).prop_map(|later| Event::Switch { later }),
+                .prop_map(|(wrap_count, extra_ms)| {
+                    Event::Silence { milliseconds: wrap_count * 32_768 - 20 + extra_ms }
+                }),
+            1 => (1u32..2000).prop_map(|delay_ms| Event::Switch { delay_ms }),
         ];
         prop::collection::vec(any_event, 1..200)
     }
@@ -201,15 +210,15 @@ mod tests {
     }
 
     impl Connection {
-        fn new(now: u32, port: u16) -> Self {
+        fn new(now_ms: u32, port: u16) -> Self {
             let mut connection = Self {
-                now_ms: now,
+                now_ms,
                 keys: FleetCookieKeys {
                     keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }],
                     current: KeyIndex::First,
                 },
-                switch_ms: now.wrapping_sub(1000),
-                paws_clamp: PawsClamp { last_clamp_ms: now.wrapping_sub(1 << 30), held_timestamp: None },
+                switch_ms: now_ms.wrapping_sub(1000),
+                paws_clamp: PawsClamp { last_clamp_ms: now_ms.wrapping_sub(1 << 30), held_timestamp: None },
                 last_tsecr: 0,
                 packets_to_client: VecDeque::new(),
                 packets_to_server: VecDeque::new(),
@@ -223,24 +232,24 @@ mod tests {
 
         fn round_trip(&mut self) {
             for (from_server, at_server) in [(true, false), (false, true)] {
-                self.apply_event(Event::Packet { from_server, lost: false });
+                self.apply_event(Event::Packet { from_server, is_lost: false });
                 self.apply_event(Event::Arrival { at_server });
             }
         }
 
         fn apply_event(&mut self, event: Event) {
             match event {
-                Event::Packet { from_server: true, lost } => {
+                Event::Packet { from_server: true, is_lost } => {
                     let time_part = self.paws_clamp.time_part_to_send(self.now_ms, self.last_tsecr);
                     let keys = self.keys.for_tsval(time_part.original_tsval, self.switch_ms);
                     let stamped_tsval =
-                        stamp_tsval(&keys, &TIME_KEY, &self.tuple, server_cookie(), time_part.sent.into());
-                    if !lost {
+                        stamp_tsval(&keys, &TIME_KEY, &self.tuple, server_cookie(), time_part.time_bits.into());
+                    if !is_lost {
                         self.packets_to_client.push_back(SentTsval { value: stamped_tsval, sent_at_ms: self.now_ms });
                     }
                 }
-                Event::Packet { from_server: false, lost } => {
-                    self.packets_to_server.extend(self.client_ts_recent.filter(|_| !lost));
+                Event::Packet { from_server: false, is_lost } => {
+                    self.packets_to_server.extend(self.client_ts_recent.filter(|_| !is_lost));
                 }
                 Event::Arrival { at_server: true } => {
                     if let Some(tsecr) = self.packets_to_server.pop_front() {
@@ -253,16 +262,20 @@ mod tests {
                     }
                 }
                 Event::Arrival { at_server: false } => {
-                    let Some(sent) = self.packets_to_client.pop_front() else { return };
-                    let ts_recent = self.client_ts_recent.unwrap_or(sent).value;
-                    let tsval_step = sent.value.wrapping_sub(ts_recent) as i32;
+                    let Some(sent_tsval) = self.packets_to_client.pop_front() else { return };
+                    let ts_recent = self.client_ts_recent.unwrap_or(sent_tsval).value;
+                    let tsval_step = sent_tsval.value.wrapping_sub(ts_recent) as i32;
                     // A packet of the same millisecond may have a key that came in between, and is lost. That happens
                     // once in 65,536 times that keys change during a silence of more than a minute.
                     let is_same_millisecond =
-                        self.is_tsecr_wrapped && (sent.value ^ ts_recent) >> intf::COOKIE_TIME_SHIFT == 0;
-                    assert!(tsval_step >= 0 || is_same_millisecond, "TSval {:#x} after {ts_recent:#x}", sent.value);
+                        self.is_tsecr_wrapped && (sent_tsval.value ^ ts_recent) >> intf::COOKIE_TIME_SHIFT == 0;
+                    assert!(
+                        tsval_step >= 0 || is_same_millisecond,
+                        "TSval {:#x} after {ts_recent:#x}",
+                        sent_tsval.value
+                    );
                     if tsval_step >= 0 {
-                        self.client_ts_recent = Some(sent);
+                        self.client_ts_recent = Some(sent_tsval);
                     }
                 }
                 Event::Silence { milliseconds } => {
@@ -275,15 +288,14 @@ mod tests {
                 Event::Pause { milliseconds } => self.now_ms = self.now_ms.wrapping_add(milliseconds),
                 // The controller keeps switches hours apart. The last switch is over, and TCP has given up connections
                 // of clients that have sent nothing since.
-                Event::Switch { later } => {
+                Event::Switch { delay_ms } => {
                     let is_after_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
-                    let is_held_after_switch = self
-                        .paws_clamp
-                        .held_timestamp
-                        .is_none_or(|held| held.is_confirmed || is_after_switch(held.clamped_time.original_tsval));
+                    let is_held_after_switch = self.paws_clamp.held_timestamp.is_none_or(|held_timestamp| {
+                        held_timestamp.is_confirmed || is_after_switch(held_timestamp.clamped_time.original_tsval)
+                    });
                     if is_after_switch(self.now_ms) && is_held_after_switch {
                         self.keys.current = self.keys.current.other();
-                        self.switch_ms = self.now_ms.wrapping_add(later);
+                        self.switch_ms = self.now_ms.wrapping_add(delay_ms);
                     }
                 }
             }
@@ -309,7 +321,7 @@ mod tests {
                 prop_assert_eq!(connection.last_tsecr, connection.now_ms);
             }
             let time_part = connection.paws_clamp.time_part_to_send(connection.now_ms, connection.last_tsecr);
-            prop_assert_eq!(time_part.sent, connection.now_ms as u16);
+            prop_assert_eq!(time_part.time_bits, connection.now_ms as u16);
         }
     }
 }

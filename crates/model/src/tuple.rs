@@ -94,14 +94,14 @@ impl FromStr for Protocol {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ServiceAddress {
     /// VIP and port of the service.
-    pub socket: SocketAddr,
+    pub vip_and_port: SocketAddr,
     /// Protocol of the service.
     pub protocol: Protocol,
 }
 
 impl fmt::Display for ServiceAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.socket, self.protocol.name())
+        write!(f, "{}/{}", self.vip_and_port, self.protocol.name())
     }
 }
 
@@ -115,7 +115,7 @@ impl FromStr for ServiceAddress {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let service_address = text.split_once('/').and_then(|(socket, protocol)| {
-            Some(Self { socket: socket.parse().ok()?, protocol: protocol.parse().ok()? })
+            Some(Self { vip_and_port: socket.parse().ok()?, protocol: protocol.parse().ok()? })
         });
         service_address.ok_or_else(|| InvalidServiceAddress(text.to_owned()))
     }
@@ -128,7 +128,9 @@ pub fn address_words(address: IpAddr) -> [u32; 4] {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
         IpAddr::V6(v6) => v6.octets(),
     };
-    std::array::from_fn(|word| u32::from_ne_bytes(octets[word * 4..word * 4 + 4].try_into().expect("four bytes")))
+    std::array::from_fn(|word_index| {
+        u32::from_ne_bytes(octets[word_index * 4..word_index * 4 + 4].try_into().expect("four bytes"))
+    })
 }
 
 /// Returns the address whose [`address_words`] are `words`.
@@ -140,12 +142,12 @@ pub fn address_from_words(words: [u32; 4]) -> IpAddr {
 
 impl ServiceAddress {
     /// Returns the key of the service in the maps of the BPF programs.
-    pub fn key(&self) -> intf::service_key {
+    pub fn to_service_key(&self) -> intf::service_key {
         intf::service_key {
-            address: address_words(self.socket.ip()),
-            port: self.socket.port().to_be(),
+            address: address_words(self.vip_and_port.ip()),
+            port: self.vip_and_port.port().to_be(),
             protocol: self.protocol.number(),
-            family: match self.socket {
+            family: match self.vip_and_port {
                 SocketAddr::V4(_) => intf::ADDRESS_FAMILY_IPV4,
                 SocketAddr::V6(_) => intf::ADDRESS_FAMILY_IPV6,
             } as u8,
@@ -226,9 +228,9 @@ pub struct FourTupleBytes {
 }
 
 impl FourTupleBytes {
-    fn push(&mut self, part: &[u8]) {
-        self.buffer[self.length..self.length + part.len()].copy_from_slice(part);
-        self.length += part.len();
+    fn push(&mut self, bytes: &[u8]) {
+        self.buffer[self.length..self.length + bytes.len()].copy_from_slice(bytes);
+        self.length += bytes.len();
     }
 }
 
@@ -254,8 +256,8 @@ mod tests {
 
     #[test]
     fn service_key_has_the_layout_of_the_packet() {
-        let address = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
-        let key = address.key();
+        let address = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        let key = address.to_service_key();
         assert_eq!(key.address[3].to_ne_bytes(), [10, 200, 0, 1]);
         assert_eq!(key.address[2].to_ne_bytes(), [0, 0, 0xff, 0xff]);
         assert_eq!(key.port.to_ne_bytes(), [0, 80]);

@@ -6,7 +6,7 @@ pub struct Vlan(u16);
 
 /// Error returned for a VLAN id that is out of range.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("VLAN {0}: expected 1 to {max}", max = Vlan::MAX)]
+#[error("VLAN {0}: expected 1 to {max}", max = Vlan::MAX_ID)]
 pub struct VlanIdOutOfRange(pub u64);
 
 impl Vlan {
@@ -14,11 +14,11 @@ impl Vlan {
     pub const UNTAGGED: Self = Self(0);
 
     /// Maximum VLAN id (IEEE 802.1Q, Table 9-2).
-    pub const MAX: u16 = 4094;
+    pub const MAX_ID: u16 = 4094;
 
     /// Returns the VLAN with the id `id`. Fails unless `id` is from 1 to 4094.
     pub fn new(id: u64) -> Result<Self, VlanIdOutOfRange> {
-        u16::try_from(id).ok().filter(|id| (1..=Self::MAX).contains(id)).map(Self).ok_or(VlanIdOutOfRange(id))
+        u16::try_from(id).ok().filter(|id| (1..=Self::MAX_ID).contains(id)).map(Self).ok_or(VlanIdOutOfRange(id))
     }
 
     /// Returns the VLAN with the id `id`, or untagged frames for 0. Fails if `id` is above 4094.

@@ -25,20 +25,21 @@ pub struct BufferPool {
 }
 
 impl BufferPool {
-    /// Returns a pool with `count` buffers, each for a request of at most `bytes` bytes.
-    pub fn new(count: usize, bytes: usize) -> Self {
+    /// Returns a pool with `buffer_count` buffers, each for a request of at most `buffer_bytes` bytes.
+    pub fn new(buffer_count: usize, buffer_bytes: usize) -> Self {
         let client = SocketAddrV4::new(Ipv4Addr::UNSPECIFIED, 0);
-        let empty_buffer = RequestBuffer { client, arrived_ns: 0, payload_length: 0, data: vec![0; bytes].into() };
-        Self { buffers: vec![empty_buffer; count], free_handles: (0..count as u32).collect() }
+        let empty_buffer =
+            RequestBuffer { client, arrived_ns: 0, payload_length: 0, data: vec![0; buffer_bytes].into() };
+        Self { buffers: vec![empty_buffer; buffer_count], free_handles: (0..buffer_count as u32).collect() }
     }
 
     /// Copies a request into a free buffer and returns the buffer's handle. Panics when no buffer is free or the
     /// request is too long.
     #[inline]
-    pub fn store(&mut self, client: SocketAddrV4, arrived: u64, payload: &[u8]) -> u32 {
+    pub fn store(&mut self, client: SocketAddrV4, arrived_ns: u64, payload: &[u8]) -> u32 {
         let free_handle = self.free_handles.pop().expect("a buffer for each request that waits, and one more");
         let buffer = &mut self.buffers[free_handle as usize];
-        (buffer.client, buffer.arrived_ns, buffer.payload_length) = (client, arrived, payload.len());
+        (buffer.client, buffer.arrived_ns, buffer.payload_length) = (client, arrived_ns, payload.len());
         buffer.data[..payload.len()].copy_from_slice(payload);
         free_handle
     }

@@ -10,7 +10,7 @@ pub struct PayloadPattern {
 impl PayloadPattern {
     #[inline]
     pub fn matches(&self, payload: &[u8]) -> bool {
-        payload.get(self.offset..).is_some_and(|rest| rest.starts_with(&self.bytes))
+        payload.get(self.offset..).is_some_and(|payload_tail| payload_tail.starts_with(&self.bytes))
     }
 }
 

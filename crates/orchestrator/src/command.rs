@@ -33,8 +33,8 @@ pub fn prepare(args: &OrchestrateArgs) -> anyhow::Result<PreparedDaemon> {
 }
 
 /// Runs until SIGTERM or SIGINT, and then returns the counters as JSON. Fails when sockets or memory are unavailable.
-pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
-    let PreparedDaemon { config, request_intake: intake } = prepared;
+pub fn run(prepared_daemon: PreparedDaemon) -> anyhow::Result<String> {
+    let PreparedDaemon { config, request_intake: intake } = prepared_daemon;
     let stop_flag = Arc::new(AtomicBool::new(false));
     let signal_flag = stop_flag.clone();
     ctrlc::set_handler(move || signal_flag.store(true, Relaxed)).context("cannot handle SIGTERM and SIGINT")?;
@@ -49,5 +49,5 @@ pub fn run(prepared: PreparedDaemon) -> anyhow::Result<String> {
         "the orchestrator accepts requests and workers"
     );
     daemon.run(&stop_flag)?;
-    Ok(daemon.status().to_json().to_string())
+    Ok(daemon.current_status().to_json().to_string())
 }

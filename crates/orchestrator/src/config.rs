@@ -187,22 +187,28 @@ impl UncheckedConfig {
         let af_xdp_interface = self.af_xdp_interface(reader);
         let mut listeners: Vec<(SocketAddrV4, Classifier)> = Vec::new();
         let (mut services, mut queues) = (Vec::new(), Vec::new());
-        for (number, spanned) in self.services.get_ref().iter().enumerate() {
-            let service_table = spanned.get_ref();
+        for (service_number, spanned_service) in self.services.get_ref().iter().enumerate() {
+            let service_table = spanned_service.get_ref();
             let address = service_table.listen_address(af_xdp_interface.is_some());
-            let Some(address) = reader.ok_or_report(address, spanned.span()) else { continue };
-            let Some(lambda) = reader.ok_or_report(service_table.checked_lambda(), spanned.span()) else { continue };
-            let Some(pattern) = reader.ok_or_report(service_table.parse_pattern(), spanned.span()) else { continue };
-            let Some(group) = reader.ok_or_report(self.group_index(service_table), spanned.span()) else { continue };
+            let Some(address) = reader.ok_or_report(address, spanned_service.span()) else { continue };
+            let Some(lambda) = reader.ok_or_report(service_table.checked_lambda(), spanned_service.span()) else {
+                continue;
+            };
+            let Some(pattern) = reader.ok_or_report(service_table.parse_pattern(), spanned_service.span()) else {
+                continue;
+            };
+            let Some(group) = reader.ok_or_report(self.group_index(service_table), spanned_service.span()) else {
+                continue;
+            };
             let listener_index = listeners.iter().position(|(listen, _)| *listen == address).unwrap_or_else(|| {
                 listeners.push((address, Classifier::default()));
                 listeners.len() - 1
             });
-            listeners[listener_index].1.rules.push((number as u8, pattern));
+            listeners[listener_index].1.rules.push((service_number as u8, pattern));
             let priority = service_table.priority.0 as u8;
             services.push(ServiceConfig { service_entry: ServiceEntry { address, priority }, lambda });
             let member = service_table.scheduling_parameters(group_configs.get(usize::from(group))?.ranking);
-            queues.push(QueueConfig { group_index: group, member, drop_priority: priority });
+            queues.push(QueueConfig { group_index: group, parameters: member, drop_priority: priority });
         }
         let scheduler_config = FirstEligibleOutConfig {
             group_ranking: self.ranking.0,
@@ -246,24 +252,30 @@ impl UncheckedConfig {
     /// Returns the configuration of each group. If the file has no group, all services form one.
     fn group_configs(&self, reader: &mut Reader<'_>) -> Vec<GroupConfig> {
         if self.groups.is_empty() {
-            return vec![GroupConfig { member: SchedulingParameters::new(1), ranking: self.ranking.0 }];
+            return vec![GroupConfig { parameters: SchedulingParameters::new(1), ranking: self.ranking.0 }];
         }
-        for (number, spanned) in self.groups.iter().enumerate() {
-            let group_name = &spanned.get_ref().name;
-            if self.groups[..number].iter().any(|other| other.get_ref().name == *group_name) {
-                reader.report(spanned.span(), format!("group {:?} is listed twice: expected each once", group_name.0));
+        for (group_number, spanned_group) in self.groups.iter().enumerate() {
+            let group_name = &spanned_group.get_ref().name;
+            if self.groups[..group_number].iter().any(|other| other.get_ref().name == *group_name) {
+                reader.report(
+                    spanned_group.span(),
+                    format!("group {:?} is listed twice: expected each once", group_name.0),
+                );
             }
         }
-        if let Some(beyond) = self.groups.get(MAX_SERVICES) {
-            reader.report(beyond.span(), format!("{} groups: expected at most {MAX_SERVICES}", self.groups.len()));
+        if let Some(first_excess_group) = self.groups.get(MAX_SERVICES) {
+            reader.report(
+                first_excess_group.span(),
+                format!("{} groups: expected at most {MAX_SERVICES}", self.groups.len()),
+            );
         }
         let to_group_config = |group: &Spanned<GroupTable>| {
             let GroupTable { ranking, priority, weight, deadline, rate, burst, .. } = group.get_ref();
             let ranking_parameter = ranking_parameter(self.ranking.0, priority.0, weight.0, deadline.0);
             GroupConfig {
-                member: SchedulingParameters {
+                parameters: SchedulingParameters {
                     rank_parameter: ranking_parameter,
-                    limit: rate_limit(rate.as_ref(), *burst),
+                    rate_limit: rate_limit(rate.as_ref(), *burst),
                 },
                 ranking: ranking.0,
             }
@@ -292,18 +304,18 @@ fn ranking_parameter(ranking: Ranking, priority: u64, weight: u64, deadline: Dur
 }
 
 fn rate_limit(rate: Option<&Number<1, SECOND_NS>>, burst: Number<1, 65536>) -> Option<RateLimit> {
-    rate.map(|rate| RateLimit { interval: SECOND_NS / rate.0, burst: burst.0 as u32 })
+    rate.map(|rate| RateLimit { token_interval: SECOND_NS / rate.0, burst: burst.0 as u32 })
 }
 
 impl ServiceTable {
     fn scheduling_parameters(&self, ranking: Ranking) -> SchedulingParameters {
         let parameter = ranking_parameter(ranking, self.priority.0, self.weight.0, self.deadline.0);
-        SchedulingParameters { rank_parameter: parameter, limit: rate_limit(self.rate.as_ref(), self.burst) }
+        SchedulingParameters { rank_parameter: parameter, rate_limit: rate_limit(self.rate.as_ref(), self.burst) }
     }
 
-    fn listen_address(&self, af_xdp: bool) -> Result<SocketAddrV4, String> {
+    fn listen_address(&self, uses_af_xdp: bool) -> Result<SocketAddrV4, String> {
         match self.listen {
-            SocketAddr::V4(address) if af_xdp && address.ip().is_unspecified() => {
+            SocketAddr::V4(address) if uses_af_xdp && address.ip().is_unspecified() => {
                 Err(format!("listen {address} with intake = \"af-xdp\": expected the address to which requests go"))
             }
             SocketAddr::V4(address) if address.port() != 0 => Ok(address),

@@ -76,22 +76,22 @@ impl Daemon {
             shared_status,
         };
         if config.metrics_address.is_some() {
-            let shared_status = Arc::new(SharedStatus::new(daemon.status()));
+            let shared_status = Arc::new(SharedStatus::new(daemon.current_status()));
             daemon.shared_status = Some(shared_status.clone());
-            let metrics_snapshot = move || shared_status.request().snapshot();
+            let metrics_snapshot = move || shared_status.request_status().snapshot();
             metrics_endpoint::serve(config.metrics_address, || (), metrics_snapshot)?;
         }
         Ok(daemon)
     }
 
-    /// Runs the daemon until `stop` is set. Fails when a socket fails.
-    pub fn run(&mut self, stop: &AtomicBool) -> anyhow::Result<()> {
+    /// Runs the daemon until `stop_flag` is set. Fails when a socket fails.
+    pub fn run(&mut self, stop_flag: &AtomicBool) -> anyhow::Result<()> {
         // The default timer slack of 50 us would double the daemon's sleep.
         nix::sys::prctl::set_timerslack(1).context("cannot set the timer slack")?;
         let mut idle_since_ns = 0;
         service_manager::notify_ready();
         let mut watchdog = Watchdog::default();
-        while !stop.load(Relaxed) {
+        while !stop_flag.load(Relaxed) {
             let work_count = self.run_once()?;
             let now = self.now_ns();
             watchdog.feed(Duration::from_nanos(now));
@@ -118,8 +118,8 @@ impl Daemon {
             self.next_maintenance_ns = now + MAINTENANCE_INTERVAL_NS;
             self.check_workers(now);
             self.intake.check_device();
-            if let Some(shared_report) = &self.shared_status {
-                shared_report.publish(|| self.status());
+            if let Some(shared_status) = &self.shared_status {
+                shared_status.publish(|| self.current_status());
             }
         }
         self.listeners.iter_mut().for_each(|listener| listener.batch_socket.flush());
@@ -132,24 +132,24 @@ impl Daemon {
 
     /// Submits a batch of requests that arrived through AF_XDP to the engine. Returns their number.
     fn receive_by_af_xdp(&mut self, now: u64) -> usize {
-        let Self { engine, intake, listeners, unclassified_datagrams: unclassified, .. } = self;
+        let Self { engine, intake, listeners, unclassified_datagrams: unclassified_count, .. } = self;
         intake.receive(&mut |datagram| {
             let listener = listeners.iter().find(|listener| listener.address == datagram.destination);
             match listener.and_then(|listener| listener.classifier.classify_request(datagram.payload)) {
                 Some(service) => engine.submit_request(now, service, datagram.source, datagram.payload),
-                None => *unclassified += 1,
+                None => *unclassified_count += 1,
             }
         })
     }
 
     /// Submits a batch of requests from each UDP socket to the engine. Returns their number.
     fn receive_by_sockets(&mut self, now: u64) -> anyhow::Result<usize> {
-        let Self { engine, listeners, unclassified_datagrams: unclassified, .. } = self;
+        let Self { engine, listeners, unclassified_datagrams: unclassified_count, .. } = self;
         let mut received_count = 0;
         for Listener { address, batch_socket: socket, classifier } in listeners {
             let mut submit_request = |client, payload: &[u8]| match classifier.classify_request(payload) {
                 Some(service) => engine.submit_request(now, service, client, payload),
-                None => *unclassified += 1,
+                None => *unclassified_count += 1,
             };
             received_count +=
                 socket.receive(&mut submit_request).with_context(|| format!("{address}: cannot receive"))?;
@@ -193,7 +193,7 @@ impl Daemon {
         &self.engine
     }
 
-    pub fn status(&self) -> OrchestratorStatus {
+    pub fn current_status(&self) -> OrchestratorStatus {
         let dispatch_policy = self.engine.dispatch_policy();
         let all_cores = 0..dispatch_policy.ranks().core_count();
         let service_status = |(service, counters): (u8, &ServiceCounters)| ServiceStatus {
@@ -206,8 +206,8 @@ impl Daemon {
                 .sum(),
         };
         OrchestratorStatus {
-            services: (0..).zip(&self.engine.service_counters()).map(service_status).collect(),
-            cores: *self.engine.core_counters(),
+            service_statuses: (0..).zip(&self.engine.service_counters()).map(service_status).collect(),
+            core_counters: *self.engine.core_counters(),
             attached_workers: self.engine.attached_worker_count(),
             intake_status: self.intake.status(),
             unclassified_datagrams: self.unclassified_datagrams,

@@ -56,20 +56,20 @@ pub enum EngineError {
 /// Counts of one service's requests. Always received = dropped + rejected + waiting + outstanding + completed + lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServiceCounters {
-    pub received: u64,
+    pub received_requests: u64,
     /// Requests that were dropped because the buffer was full.
-    pub dropped: u64,
+    pub dropped_requests: u64,
     /// Requests that were too long, or that a core's queue rejected.
-    pub rejected: u64,
-    pub completed: u64,
+    pub rejected_requests: u64,
+    pub completed_requests: u64,
     /// Requests that a core had not completed when its worker ended.
-    pub lost: u64,
+    pub lost_requests: u64,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CoreCounters {
     pub accepted_workers: u64,
-    pub ended: u64,
+    pub ended_workers: u64,
     /// Number of times that a worker was barred from new requests because it completed none.
     pub worker_stalls: u64,
     pub sent_hints: u64,
@@ -161,26 +161,26 @@ impl Engine {
     #[inline]
     pub fn submit_request(&mut self, now: u64, service: u8, client: SocketAddrV4, payload: &[u8]) {
         let counters = &mut self.services[usize::from(service)].counters;
-        counters.received += 1;
+        counters.received_requests += 1;
         if payload.len() > self.payload_bytes {
-            counters.rejected += 1;
+            counters.rejected_requests += 1;
             return;
         }
         let handle = self.buffers.store(client, now, payload);
         let submit_outcome = self.dispatch_policy.submit(now, service, handle);
         if let Some((service, handle)) = submit_outcome.dropped_request {
-            self.services[usize::from(service)].counters.dropped += 1;
+            self.services[usize::from(service)].counters.dropped_requests += 1;
             self.buffers.release(handle);
         }
-        if let Some((release, handle)) = submit_outcome.sent {
-            self.send_to_core(release, handle);
+        if let Some((released_request, handle)) = submit_outcome.sent_request {
+            self.send_to_core(released_request, handle);
         }
     }
 
     #[inline]
     pub fn dispatch_waiting(&mut self, now: u64) {
-        while let Some((release, handle)) = self.dispatch_policy.next(now) {
-            self.send_to_core(release, handle);
+        while let Some((released_request, handle)) = self.dispatch_policy.next_request(now) {
+            self.send_to_core(released_request, handle);
         }
     }
 
@@ -189,7 +189,7 @@ impl Engine {
         let buffer = self.buffers.get(handle);
         let header = RequestHeader { client: buffer.client, service, arrived_ns: buffer.arrived_ns };
         let priority = self.services[usize::from(service)].priority;
-        let send_result = self.queues.send(core, priority, &header, buffer.payload());
+        let send_result = self.queues.send_request(core, priority, &header, buffer.payload());
         self.buffers.release(handle);
         if let Err(error) = send_result {
             tracing::warn!(
@@ -199,7 +199,7 @@ impl Engine {
                 %error,
                 "a core's queue rejects a request: the orchestrator drops the request and releases the core"
             );
-            self.services[usize::from(service)].counters.rejected += 1;
+            self.services[usize::from(service)].counters.rejected_requests += 1;
             self.counters.damaged_queues += u64::from(matches!(error, RuntimeError::DamagedQueue { .. }));
             self.dispatch_policy.record_feedback(service, core, 1).expect("the request was counted");
             self.release_core(core);
@@ -207,15 +207,15 @@ impl Engine {
     }
 
     /// Receives responses and messages from all cores, accepts new workers, and dispatches waiting requests. Passes
-    /// each response to `answer` with its service and client. Returns the number of responses and messages.
-    pub fn poll(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
+    /// each response to `send_response` with its service and client. Returns the number of responses and messages.
+    pub fn poll(&mut self, now: u64, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
         let mut received_count = 0;
         for core in 0..self.cores.len() as u16 {
             if self.queues.has_new_worker(core) {
-                self.replace_worker(now, core, answer);
+                self.replace_worker(now, core, send_response);
             }
             if self.cores[usize::from(core)].has_worker {
-                received_count += self.poll_core(now, core, answer);
+                received_count += self.poll_core(now, core, send_response);
             }
         }
         self.dispatch_waiting(now);
@@ -223,19 +223,19 @@ impl Engine {
     }
 
     #[inline]
-    fn poll_core(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
-        self.receive_responses(core, answer) + self.receive_messages(now, core)
+    fn poll_core(&mut self, now: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
+        self.receive_responses(core, send_response) + self.receive_messages(now, core)
     }
 
     #[inline]
-    fn receive_responses(&mut self, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
+    fn receive_responses(&mut self, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) -> usize {
         let Self { queues, dispatch_policy, services, cores, counters, .. } = self;
         let mut engine_state = EngineState { dispatch_policy, services, cores, counters };
         queues.receive_responses(core, MAX_BATCH_LENGTH, |header, payload| {
             if engine_state.record_completions(header.service, core, header.completed_count)
                 && let Some(payload) = payload
             {
-                answer(header.service, header.client, payload);
+                send_response(header.service, header.client, payload);
             }
         })
     }
@@ -248,9 +248,9 @@ impl Engine {
     }
 
     /// Accepts a core's new worker. Requests that the previous worker has not completed are lost.
-    fn replace_worker(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+    fn replace_worker(&mut self, now: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         if self.cores[usize::from(core)].has_worker {
-            self.end_worker(now, core, answer);
+            self.end_worker(now, core, send_response);
         }
         self.queues.accept_worker(core);
         self.counters.accepted_workers += 1;
@@ -265,7 +265,7 @@ impl Engine {
     }
 
     /// Checks whether workers have ended or stalled. Must be called every few milliseconds.
-    pub fn check_workers(&mut self, now: u64, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+    pub fn check_workers(&mut self, now: u64, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
         for core in 0..self.cores.len() as u16 {
             if !self.cores[usize::from(core)].has_worker {
                 continue;
@@ -273,7 +273,7 @@ impl Engine {
             if self.queues.has_worker(core) {
                 self.check_worker_progress(now, core);
             } else {
-                self.end_worker(now, core, answer);
+                self.end_worker(now, core, send_response);
             }
         }
         self.dispatch_waiting(now);
@@ -311,8 +311,8 @@ impl Engine {
     }
 
     /// Receives everything that a worker sent before it ended, and then releases its core.
-    fn end_worker(&mut self, now: u64, core: u16, answer: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
-        while self.poll_core(now, core, answer) > 0 {}
+    fn end_worker(&mut self, now: u64, core: u16, send_response: &mut dyn FnMut(u8, SocketAddrV4, &[u8])) {
+        while self.poll_core(now, core, send_response) > 0 {}
         if self.cores[usize::from(core)].has_worker {
             self.release_core(core);
         }
@@ -321,14 +321,14 @@ impl Engine {
     /// Counts the core's outstanding requests as lost, and disables all services on the core.
     fn release_core(&mut self, core: u16) {
         self.queues.release_core(core);
-        self.counters.ended += 1;
+        self.counters.ended_workers += 1;
         let mut lost = 0;
         for service in 0..self.services.len() as u8 {
             self.dispatch_policy.set_enabled(service, core, false);
             let outstanding_count = self.dispatch_policy.ranks().outstanding_count(service, core);
             self.dispatch_policy.record_feedback(service, core, outstanding_count).expect("so many are outstanding");
             let service_state = &mut self.services[usize::from(service)];
-            service_state.counters.lost += u64::from(outstanding_count);
+            service_state.counters.lost_requests += u64::from(outstanding_count);
             lost += outstanding_count;
             if service_state.hinted_core == Some(core) {
                 service_state.rearm_monitor();
@@ -348,14 +348,14 @@ impl Engine {
     pub fn check_monitors(&mut self, now: u64) {
         for service in 0..self.services.len() as u8 {
             let service_state = &mut self.services[usize::from(service)];
-            if service_state.load_monitor.next_check_time().is_none_or(|due| now < due) {
+            if service_state.load_monitor.next_check_time().is_none_or(|check_time| now < check_time) {
                 continue;
             }
-            let (oldest, peak) = (
+            let (oldest_arrival_time, waiting_peak) = (
                 self.dispatch_policy.scheduler().oldest_arrival_time(service),
                 self.dispatch_policy.take_waiting_peak(service),
             );
-            let Some(hint) = service_state.load_monitor.check(now, oldest, peak) else { continue };
+            let Some(hint) = service_state.load_monitor.check(now, oldest_arrival_time, waiting_peak) else { continue };
             let has_waiting_requests = |service: &u8| self.dispatch_policy.waiting_count(*service) > 0;
             let waiting_services = (0..self.services.len() as u8)
                 .filter(has_waiting_requests)
@@ -376,7 +376,7 @@ impl Engine {
     pub fn next_timer_ns(&self, now: u64) -> Option<u64> {
         let monitor_checks = self.services.iter().filter_map(|service| service.load_monitor.next_check_time());
         // If that time has passed, the requests wait for a core and not for the rate limit.
-        let rate_limit_ends = self.dispatch_policy.scheduler().next_token_time().filter(|allowed| *allowed > now);
+        let rate_limit_ends = self.dispatch_policy.scheduler().next_token_time().filter(|token_time| *token_time > now);
         monitor_checks.chain(rate_limit_ends).min()
     }
 
@@ -435,7 +435,7 @@ struct EngineState<'e> {
 impl EngineState<'_> {
     #[inline]
     fn record_completions(&mut self, service: u8, core: u16, count: u32) -> bool {
-        let Some(entry) = self.services.get_mut(usize::from(service)) else {
+        let Some(service_state) = self.services.get_mut(usize::from(service)) else {
             self.counters.bad_messages += 1;
             return false;
         };
@@ -454,15 +454,15 @@ impl EngineState<'_> {
             self.counters.rejected_feedback += 1;
             return false;
         }
-        entry.counters.completed += u64::from(count);
+        service_state.counters.completed_requests += u64::from(count);
         self.cores[usize::from(core)].completed_count += u64::from(count);
         true
     }
 
     #[inline]
     fn apply_worker_message(&mut self, now: u64, message: Option<Message>) {
-        let (services, cores) = (self.services.len(), self.cores.len());
-        let is_valid = |service: u8, core: u16| usize::from(service) < services && usize::from(core) < cores;
+        let (service_count, core_count) = (self.services.len(), self.cores.len());
+        let is_valid = |service: u8, core: u16| usize::from(service) < service_count && usize::from(core) < core_count;
         match message {
             Some(Message::LoadFeedback { service, core, count }) if is_valid(service, core) => {
                 self.record_completions(service, core, count);

@@ -37,8 +37,8 @@ impl RequestIntake {
         let Some(interface) = &config.af_xdp_interface else { return request_intake };
         let listen_addresses: Vec<SocketAddrV4> = config.listeners.iter().map(|(address, _)| *address).collect();
         match DatagramIntake::open(interface, &listen_addresses) {
-            Ok(opened) => {
-                request_intake.af_xdp_intake = Some(opened);
+            Ok(datagram_intake) => {
+                request_intake.af_xdp_intake = Some(datagram_intake);
                 tracing::info!(
                     event = "intake-opened",
                     interface,
@@ -65,7 +65,7 @@ impl RequestIntake {
     /// Passes a batch of requests from each receive queue to `accept`. Returns their number.
     pub fn receive(&mut self, accept: &mut impl FnMut(Datagram<'_>)) -> usize {
         match self.af_xdp_intake.as_mut().map(|intake| intake.receive(accept)) {
-            Some(Ok(received)) => received,
+            Some(Ok(received_count)) => received_count,
             Some(Err(error)) => {
                 self.fall_back_to_sockets(format!("cannot receive: {error}"));
                 0

@@ -47,8 +47,8 @@ metrics! {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OrchestratorStatus {
-    pub services: Vec<ServiceStatus>,
-    pub cores: CoreCounters,
+    pub service_statuses: Vec<ServiceStatus>,
+    pub core_counters: CoreCounters,
     pub attached_workers: usize,
     pub intake_status: IntakeStatus,
     /// Number of datagrams that matched no service.
@@ -68,8 +68,20 @@ pub struct ServiceStatus {
 
 impl ServiceStatus {
     fn requests_by_state(&self) -> [(&'static str, u64); 5] {
-        let ServiceCounters { received, dropped, rejected, completed, lost } = self.counters;
-        [("received", received), ("dropped", dropped), ("rejected", rejected), ("completed", completed), ("lost", lost)]
+        let ServiceCounters {
+            received_requests,
+            dropped_requests,
+            rejected_requests,
+            completed_requests,
+            lost_requests,
+        } = self.counters;
+        [
+            ("received", received_requests),
+            ("dropped", dropped_requests),
+            ("rejected", rejected_requests),
+            ("completed", completed_requests),
+            ("lost", lost_requests),
+        ]
     }
 }
 
@@ -77,17 +89,17 @@ impl OrchestratorStatus {
     fn event_counts(&self) -> [(&'static str, u64); 10] {
         let CoreCounters {
             accepted_workers: workers,
-            ended,
+            ended_workers,
             worker_stalls: stalls,
             sent_hints: hints,
             bad_messages,
             enabled_without_worker,
             rejected_feedback: bad_feedback,
             damaged_queues: damaged,
-        } = self.cores;
+        } = self.core_counters;
         [
             ("workers", workers),
-            ("ended", ended),
+            ("ended", ended_workers),
             ("stalls", stalls),
             ("hints", hints),
             ("bad_messages", bad_messages),
@@ -109,7 +121,8 @@ impl OrchestratorStatus {
             service.requests_by_state().iter().for_each(|(name, count)| service_json[*name] = (*count).into());
             service_json
         };
-        let mut status_json = json!({ "services": self.services.iter().map(service_to_json).collect::<Vec<_>>() });
+        let mut status_json =
+            json!({ "services": self.service_statuses.iter().map(service_to_json).collect::<Vec<_>>() });
         self.event_counts().iter().for_each(|(name, count)| status_json[*name] = (*count).into());
         let mut intake_json =
             json!({ "mode": self.intake_status.mode_name, "fallback": self.intake_status.fallback_reason });
@@ -123,21 +136,25 @@ impl OrchestratorStatus {
 
     pub fn snapshot(&self) -> Snapshot {
         let mut snapshot = component::base_snapshot(Component::Orchestrate);
-        for (number, service) in self.services.iter().enumerate() {
+        for (number, service) in self.service_statuses.iter().enumerate() {
             let service_number = number.to_string();
             for (outcome, count) in service.requests_by_state() {
-                snapshot.add(&ORCHESTRATE_REQUESTS_TOTAL, [&service_number, outcome], count as f64);
+                snapshot.add_value(&ORCHESTRATE_REQUESTS_TOTAL, [&service_number, outcome], count as f64);
             }
-            snapshot.add(&ORCHESTRATE_WAITING_REQUESTS, [&service_number], service.waiting_requests as f64);
-            snapshot.add(&ORCHESTRATE_OUTSTANDING_REQUESTS, [&service_number], service.outstanding_requests as f64);
+            snapshot.add_value(&ORCHESTRATE_WAITING_REQUESTS, [&service_number], service.waiting_requests as f64);
+            snapshot.add_value(
+                &ORCHESTRATE_OUTSTANDING_REQUESTS,
+                [&service_number],
+                service.outstanding_requests as f64,
+            );
         }
-        snapshot.add(&ORCHESTRATE_WORKERS, [], self.attached_workers as f64);
-        snapshot.add(&ORCHESTRATE_INTAKE, [self.intake_status.mode_name], 1.0);
+        snapshot.add_value(&ORCHESTRATE_WORKERS, [], self.attached_workers as f64);
+        snapshot.add_value(&ORCHESTRATE_INTAKE, [self.intake_status.mode_name], 1.0);
         for (outcome, count) in &self.intake_status.datagram_counters {
-            snapshot.add(&ORCHESTRATE_INTAKE_DATAGRAMS_TOTAL, [outcome], *count as f64);
+            snapshot.add_value(&ORCHESTRATE_INTAKE_DATAGRAMS_TOTAL, [outcome], *count as f64);
         }
         for (event, count) in self.event_counts() {
-            snapshot.add(&ORCHESTRATE_EVENTS_TOTAL, [event], count as f64);
+            snapshot.add_value(&ORCHESTRATE_EVENTS_TOTAL, [event], count as f64);
         }
         snapshot
     }
@@ -172,7 +189,7 @@ impl SharedStatus {
     }
 
     /// Requests a new status and returns it, or returns the last one after a timeout.
-    pub fn request(&self) -> OrchestratorStatus {
+    pub fn request_status(&self) -> OrchestratorStatus {
         let mut state = self.lock_state();
         state.is_requested = true;
         let wait_result =
@@ -181,10 +198,10 @@ impl SharedStatus {
     }
 
     /// Publishes a new status if one was requested.
-    pub fn publish(&self, report: impl FnOnce() -> OrchestratorStatus) {
+    pub fn publish(&self, make_status: impl FnOnce() -> OrchestratorStatus) {
         let mut state = self.lock_state();
         if std::mem::take(&mut state.is_requested) {
-            state.last_status = report();
+            state.last_status = make_status();
             self.status_published.notify_all();
         }
     }

@@ -35,13 +35,13 @@ impl BatchSocket {
         socket.set_nonblocking(true)?;
         let slot_bytes = max_bytes + 1;
         let receive_buffer = vec![0; slot_bytes * MAX_BATCH_DATAGRAMS].into();
-        let (send_buffer, ends) = (Vec::new(), Vec::with_capacity(MAX_BATCH_DATAGRAMS));
+        let (send_buffer, destinations_and_ends) = (Vec::new(), Vec::with_capacity(MAX_BATCH_DATAGRAMS));
         Ok(Self {
             udp_socket: socket.into(),
             receive_buffer,
             slot_bytes,
             send_buffer,
-            destinations_and_ends: ends,
+            destinations_and_ends,
             unsent_count: 0,
         })
     }
@@ -70,9 +70,9 @@ impl BatchSocket {
     }
 
     /// Adds a datagram to the batch. The batch is sent when it is full or [`flush`](Self::flush) is called.
-    pub fn send(&mut self, to: SocketAddrV4, payload: &[u8]) {
+    pub fn send(&mut self, destination: SocketAddrV4, payload: &[u8]) {
         self.send_buffer.extend_from_slice(payload);
-        self.destinations_and_ends.push((to, self.send_buffer.len()));
+        self.destinations_and_ends.push((destination, self.send_buffer.len()));
         if self.destinations_and_ends.len() == MAX_BATCH_DATAGRAMS {
             self.flush();
         }
@@ -82,23 +82,23 @@ impl BatchSocket {
         if self.destinations_and_ends.is_empty() {
             return;
         }
-        let (mut headers, mut begin) = (MessageHeaders::default(), 0);
-        for (number, (to, end)) in self.destinations_and_ends.iter().enumerate() {
-            let payload = &self.send_buffer[begin..*end];
+        let (mut message_headers, mut payload_start) = (MessageHeaders::default(), 0);
+        for (number, (destination, payload_end)) in self.destinations_and_ends.iter().enumerate() {
+            let payload = &self.send_buffer[payload_start..*payload_end];
             let iov_base = payload.as_ptr().cast_mut().cast();
-            headers.io_vectors[number] = libc::iovec { iov_base, iov_len: payload.len() };
-            headers.addresses[number] = to_sockaddr_in(*to);
-            begin = *end;
+            message_headers.io_vectors[number] = libc::iovec { iov_base, iov_len: payload.len() };
+            message_headers.addresses[number] = to_sockaddr_in(*destination);
+            payload_start = *payload_end;
         }
-        let (mut done, count) = (0, self.destinations_and_ends.len());
-        while done < count {
-            match headers.send_datagrams(self.udp_socket.as_fd(), done..count) {
-                Ok(sent) => done += sent,
+        let (mut handled_count, datagram_count) = (0, self.destinations_and_ends.len());
+        while handled_count < datagram_count {
+            match message_headers.send_datagrams(self.udp_socket.as_fd(), handled_count..datagram_count) {
+                Ok(sent_count) => handled_count += sent_count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => (),
                 // The send buffer is full or the receiver is gone, so the datagram is lost.
                 Err(_) => {
                     self.unsent_count += 1;
-                    done += 1;
+                    handled_count += 1;
                 }
             }
         }

@@ -6,9 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use coreward_controller::Now;
-use coreward_fleet::clock::wall_clock;
+use coreward_fleet::clock::wall_clock_time;
 use coreward_listener::REGISTRATION_TIMEOUT;
-use coreward_listener::security::{AuthenticatedPeer, Security};
+use coreward_listener::security::{AuthenticatedPeer, ListenerSecurity};
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::Role;
 use coreward_wire::rack::pack_rack_messages;
@@ -26,7 +26,7 @@ use tonic::{Code, Request, Response, Status, Streaming};
 use crate::reducer::Reducer;
 
 /// Maximum number of updates that wait for one agent. An agent that does not read them is disconnected.
-const QUEUE_LENGTH: usize = 64;
+const AGENT_QUEUE_LENGTH: usize = 64;
 /// Average number of reports per agent that may wait for the controller. An agent whose report would exceed the limit
 /// must reconnect, because a dropped report may have contained its RSS configuration.
 const MAX_WAITING_REPORTS_PER_AGENT: usize = 16;
@@ -45,7 +45,7 @@ pub struct RackState {
 /// Connection to the controller, with the agents' streams that are relayed through it.
 struct ControllerConnection {
     message_sender: mpsc::Sender<v1::RackMessage>,
-    answers: HashMap<u64, AgentUpdateSender>,
+    update_senders_by_stream: HashMap<u64, AgentUpdateSender>,
     /// Number of each agent's unanswered socket queries, by its stream.
     open_query_counts: HashMap<u64, u32>,
     reducer: Reducer,
@@ -71,7 +71,7 @@ impl Default for RackState {
 
 impl RackState {
     fn now(&self) -> Now {
-        let wall = wall_clock();
+        let wall = wall_clock_time();
         // A rack stores no records, so their clock is not needed.
         Now { monotonic: self.start_time.elapsed(), wall, record: wall }
     }
@@ -81,21 +81,22 @@ impl RackState {
         self.controller_connection.lock()
     }
 
-    pub fn counts(&self) -> ConnectionStatus {
-        let up = self.lock_controller();
+    pub fn connection_status(&self) -> ConnectionStatus {
+        let connection = self.lock_controller();
         ConnectionStatus {
-            is_connected: up.is_some(),
-            agent_count: up.as_ref().map_or(0, |up| up.reducer.agent_count()),
+            is_connected: connection.is_some(),
+            agent_count: connection.as_ref().map_or(0, |up| up.reducer.agent_count()),
         }
     }
 
     /// Stores a new connection to the controller, so that agents are accepted from now on.
-    pub fn on_controller_connected(&self, messages: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
-        let (answers, asked, pending_reports) = (HashMap::new(), HashMap::new(), Vec::new());
+    pub fn on_controller_connected(&self, message_sender: mpsc::Sender<v1::RackMessage>, reducer: Reducer) {
+        let (update_senders_by_stream, open_query_counts, pending_reports) =
+            (HashMap::new(), HashMap::new(), Vec::new());
         *self.lock_controller() = Some(ControllerConnection {
-            message_sender: messages,
-            answers,
-            open_query_counts: asked,
+            message_sender,
+            update_senders_by_stream,
+            open_query_counts,
             reducer,
             pending_reports,
         });
@@ -108,13 +109,13 @@ impl RackState {
 
     /// Applies an update from the controller, which is for an agent or changes the rack's configuration.
     pub fn apply_update(&self, update: v1::RackUpdate) -> anyhow::Result<()> {
-        let mut up = self.lock_controller();
-        let Some(up) = up.as_mut() else { return Ok(()) };
+        let mut connection = self.lock_controller();
+        let Some(connection) = connection.as_mut() else { return Ok(()) };
         match update.update {
             Some(v1::rack_update::Update::Configuration(configuration)) => {
-                up.reducer.configure((&configuration).try_into()?);
+                connection.reducer.configure((&configuration).try_into()?);
             }
-            Some(v1::rack_update::Update::Agent(to_agent)) => up.send(to_agent),
+            Some(v1::rack_update::Update::Agent(to_agent)) => connection.send_to_agent(to_agent),
             None => tracing::warn!(
                 event = "update-unknown",
                 "the rack controller ignores an update of an unknown kind: upgrade the rack controller"
@@ -129,167 +130,177 @@ impl RackState {
     }
 
     /// Returns the messages with those summaries and reports that are due.
-    pub fn summaries(&self) -> Vec<v1::RackMessage> {
-        let (now, mut up) = (self.now(), self.lock_controller());
-        let Some(up) = up.as_mut() else { return Vec::new() };
-        let due_summaries = up.reducer.summaries(now);
-        pack_rack_messages(std::mem::take(&mut up.pending_reports), due_summaries)
+    pub fn take_summary_messages(&self) -> Vec<v1::RackMessage> {
+        let (now, mut connection) = (self.now(), self.lock_controller());
+        let Some(connection) = connection.as_mut() else { return Vec::new() };
+        let due_summaries = connection.reducer.compute_summaries(now);
+        pack_rack_messages(std::mem::take(&mut connection.pending_reports), due_summaries)
     }
 
     /// Registers an agent's stream. Returns the stream's number, and the sender for messages to the controller.
     fn begin_stream(&self, update_sender: AgentUpdateSender) -> Result<(u64, mpsc::Sender<v1::RackMessage>), Status> {
-        let mut up = self.lock_controller();
+        let mut connection = self.lock_controller();
         let no_controller = || Status::unavailable("this rack has no connection to its controller");
-        let up = up.as_mut().ok_or_else(no_controller)?;
+        let connection = connection.as_mut().ok_or_else(no_controller)?;
         let stream_number = self.newest_stream_number.fetch_add(1, Ordering::Relaxed) + 1;
-        up.answers.insert(stream_number, update_sender);
-        up.reducer.begin(stream_number);
-        Ok((stream_number, up.message_sender.clone()))
+        connection.update_senders_by_stream.insert(stream_number, update_sender);
+        connection.reducer.begin_stream(stream_number);
+        Ok((stream_number, connection.message_sender.clone()))
     }
 
     fn end_stream(&self, stream: u64) {
-        if let Some(up) = self.lock_controller().as_mut() {
-            up.forget_stream(stream);
-            up.pending_reports.retain(|from| from.stream != stream);
+        if let Some(connection) = self.lock_controller().as_mut() {
+            connection.forget_stream(stream);
+            connection.pending_reports.retain(|pending_report| pending_report.stream != stream);
         }
     }
 
     /// Returns whether the agent's certificate permits reports for `server`. If it does not, sends the agent an error.
     fn may_report_for(&self, stream: u64, peer: &AuthenticatedPeer, server: &str) -> bool {
-        let Err(refused) = peer.require_name(Role::Agent, server) else { return true };
+        let Err(rejection) = peer.require_role_and_name(Role::Agent, server) else { return true };
         tracing::warn!(
             event = "agent-rejected",
             server,
             peer = %peer.caller,
-            error = refused.message(),
+            error = rejection.message(),
             "the rack controller rejects an agent that may not report for this server"
         );
-        if let Some(answers) = self.lock_controller().as_ref().and_then(|up| up.answers.get(&stream)) {
-            let _ = answers.try_send(Err(refused));
+        if let Some(update_sender) =
+            self.lock_controller().as_ref().and_then(|connection| connection.update_senders_by_stream.get(&stream))
+        {
+            let _ = update_sender.try_send(Err(rejection));
         }
         false
     }
 
     /// Returns how long to wait before the stream's next message may be read. Zero means that it may be read now.
-    fn message_wait(&self, stream: u64) -> Duration {
+    fn time_until_next_message(&self, stream: u64) -> Duration {
         let now = self.now();
-        self.lock_controller().as_ref().map_or(Duration::ZERO, |up| up.reducer.message_wait(stream, now))
+        self.lock_controller()
+            .as_ref()
+            .map_or(Duration::ZERO, |connection| connection.reducer.time_until_next_message(stream, now))
     }
 
     /// Counts an agent's message against the rate limit for reports, unless it answers a query.
     fn count_message(&self, stream: u64, message: &Message) {
-        let (now, mut up) = (self.now(), self.lock_controller());
-        let Some(up) = up.as_mut() else { return };
-        match up.open_query_counts.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
-            Some(asked) if *asked > 0 => *asked -= 1,
-            _ => up.reducer.count_unsolicited_message(stream, now),
+        let (now, mut connection) = (self.now(), self.lock_controller());
+        let Some(connection) = connection.as_mut() else { return };
+        match connection.open_query_counts.get_mut(&stream).filter(|_| matches!(message, Message::SocketAnswer(_))) {
+            Some(open_query_count) if *open_query_count > 0 => *open_query_count -= 1,
+            _ => connection.reducer.count_unsolicited_message(stream, now),
         }
     }
 
-    fn report(&self, stream: u64, report: v1::Report) -> bool {
-        let (now, mut up) = (self.now(), self.lock_controller());
-        let Some(up) = up.as_mut().filter(|up| up.answers.contains_key(&stream)) else { return false };
-        let (forwarded_to_previous, outcome) = up.reducer.report(stream, report, now);
-        if let Err(refused) = outcome {
+    fn process_report(&self, stream: u64, report: v1::Report) -> bool {
+        let (now, mut connection) = (self.now(), self.lock_controller());
+        let Some(connection) = connection.as_mut().filter(|up| up.update_senders_by_stream.contains_key(&stream))
+        else {
+            return false;
+        };
+        let (forwarded_to_previous, outcome) = connection.reducer.report(stream, report, now);
+        if let Err(rejection) = outcome {
             tracing::debug!(
                 event = "report-rejected",
                 stream,
-                reason = refused.reason(),
-                error = %refused,
+                reason = rejection.counter_name(),
+                error = %rejection,
                 "the rack controller rejects a report of an agent"
             );
         }
         let Some(report) = forwarded_to_previous else { return true };
-        let has_room = up.pending_reports.len() < MAX_WAITING_REPORTS_PER_AGENT * up.answers.len();
+        let has_room = connection.pending_reports.len()
+            < MAX_WAITING_REPORTS_PER_AGENT * connection.update_senders_by_stream.len();
         if has_room {
-            up.pending_reports.push(from_agent(stream, Message::Report(report)));
+            connection.pending_reports.push(message_from_agent(stream, Message::Report(report)));
         }
         has_room
     }
 }
 
 impl ControllerConnection {
-    fn send(&mut self, to_agent: v1::ToAgent) {
+    fn send_to_agent(&mut self, to_agent: v1::ToAgent) {
         let v1::ToAgent { stream, update, code, message } = to_agent;
-        let Some(answers) = self.answers.get(&stream) else { return };
+        let Some(update_sender) = self.update_senders_by_stream.get(&stream) else { return };
         let is_stream_end = update.is_none();
         if matches!(update.as_ref().and_then(|update| update.update.as_ref()), Some(Update::SocketQuery(_))) {
             *self.open_query_counts.entry(stream).or_default() += 1;
         }
-        let send_result = answers.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
+        let send_result = update_sender.try_send(update.ok_or_else(|| Status::new(Code::from_i32(code), message)));
         if is_stream_end || send_result.is_err() {
             self.forget_stream(stream);
         }
     }
 
     fn forget_stream(&mut self, stream: u64) {
-        self.answers.remove(&stream);
+        self.update_senders_by_stream.remove(&stream);
         self.open_query_counts.remove(&stream);
-        self.reducer.end(stream);
+        self.reducer.end_stream(stream);
     }
 }
 
-fn from_agent(stream: u64, message: Message) -> v1::FromAgent {
+fn message_from_agent(stream: u64, message: Message) -> v1::FromAgent {
     v1::FromAgent { stream, message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
 /// Returns the agent's next message. At the rate limit nothing is read, so that HTTP/2's flow control slows the agent.
 async fn next_message(
-    shared: &RackState,
+    rack_state: &RackState,
     stream: u64,
-    printed: &mut Streaming<v1::AgentMessage>,
+    agent_messages: &mut Streaming<v1::AgentMessage>,
 ) -> Result<Option<v1::AgentMessage>, Status> {
     loop {
-        let wait = shared.message_wait(stream);
+        let wait = rack_state.time_until_next_message(stream);
         if wait.is_zero() {
-            return printed.message().await;
+            return agent_messages.message().await;
         }
         tokio::time::sleep(wait).await;
     }
 }
 
-async fn serve(
-    shared: Arc<RackState>,
+async fn serve_agent(
+    rack_state: Arc<RackState>,
     peer: AuthenticatedPeer,
     stream: u64,
-    mut printed: Streaming<v1::AgentMessage>,
-    up: mpsc::Sender<v1::RackMessage>,
+    mut agent_messages: Streaming<v1::AgentMessage>,
+    message_sender: mpsc::Sender<v1::RackMessage>,
 ) {
     let (deadline, mut has_spoken) = (Instant::now() + REGISTRATION_TIMEOUT, false);
-    let forward = async |agent| up.send(v1::RackMessage { agents: vec![agent], ..Default::default() }).await.is_ok();
+    let forward = async |agent_message| {
+        message_sender.send(v1::RackMessage { agents: vec![agent_message], ..Default::default() }).await.is_ok()
+    };
     loop {
         let message = tokio::select! {
-            message = next_message(&shared, stream, &mut printed) => message,
-            () = up.closed() => break,
+            message = next_message(&rack_state, stream, &mut agent_messages) => message,
+            () = message_sender.closed() => break,
             () = tokio::time::sleep_until(deadline), if !has_spoken => break,
         };
         has_spoken = true;
         let Ok(Some(v1::AgentMessage { message: Some(message) })) = message else { break };
-        let goes_on = match message {
-            Message::Report(report) => shared.report(stream, report),
+        let is_stream_open = match message {
+            Message::Report(report) => rack_state.process_report(stream, report),
             // The controller knows the agent's server only from this message, so the certificate must match it.
             Message::Registration(registration)
-                if !shared.may_report_for(stream, &peer, &sanitize_str(&registration.server)) =>
+                if !rack_state.may_report_for(stream, &peer, &sanitize_str(&registration.server)) =>
             {
                 false
             }
             other => {
-                shared.count_message(stream, &other);
-                forward(from_agent(stream, other)).await
+                rack_state.count_message(stream, &other);
+                forward(message_from_agent(stream, other)).await
             }
         };
-        if !goes_on {
+        if !is_stream_open {
             break;
         }
     }
-    shared.end_stream(stream);
+    rack_state.end_stream(stream);
     forward(v1::FromAgent { stream, message: None }).await;
 }
 
 pub struct ControlService {
-    pub shared: Arc<RackState>,
+    pub rack_state: Arc<RackState>,
     /// Certificates that agents may use to authenticate themselves.
-    pub security: Arc<Security>,
+    pub security: Arc<ListenerSecurity>,
 }
 
 fn agents_only_status() -> Status {
@@ -303,10 +314,10 @@ impl Control for ControlService {
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
         let peer = AuthenticatedPeer::of(&request, &self.security)?;
-        let (answers, updates) = mpsc::channel(QUEUE_LENGTH);
-        let (stream, up) = self.shared.begin_stream(answers)?;
-        tokio::spawn(serve(self.shared.clone(), peer, stream, request.into_inner(), up));
-        Ok(Response::new(Box::pin(ReceiverStream::new(updates))))
+        let (update_sender, update_receiver) = mpsc::channel(AGENT_QUEUE_LENGTH);
+        let (stream, message_sender) = self.rack_state.begin_stream(update_sender)?;
+        tokio::spawn(serve_agent(self.rack_state.clone(), peer, stream, request.into_inner(), message_sender));
+        Ok(Response::new(Box::pin(ReceiverStream::new(update_receiver))))
     }
 
     async fn load_balancer(
@@ -337,13 +348,13 @@ mod tests {
         let rack_state = RackState::default();
         let (messages, _controller) = mpsc::channel(1);
         rack_state.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
-        let (answers, _agent) = mpsc::channel(1);
-        let (stream, _) = rack_state.begin_stream(answers).unwrap();
+        let (update_sender, _agent) = mpsc::channel(1);
+        let (stream, _) = rack_state.begin_stream(update_sender).unwrap();
         // Without a configuration, every report is forwarded completely.
-        let accepted_count = (0..1000).filter(|_| rack_state.report(stream, v1::Report::default())).count();
+        let accepted_count = (0..1000).filter(|_| rack_state.process_report(stream, v1::Report::default())).count();
         assert_eq!(accepted_count, MAX_WAITING_REPORTS_PER_AGENT);
-        assert_eq!(rack_state.summaries()[0].agents.len(), MAX_WAITING_REPORTS_PER_AGENT);
-        assert!(rack_state.report(stream, v1::Report::default()));
+        assert_eq!(rack_state.take_summary_messages()[0].agents.len(), MAX_WAITING_REPORTS_PER_AGENT);
+        assert!(rack_state.process_report(stream, v1::Report::default()));
     }
 
     #[test]
@@ -353,11 +364,11 @@ mod tests {
         for stream in &mut stream_numbers {
             let (messages, _controller) = mpsc::channel(1);
             rack_state.on_controller_connected(messages, Reducer::new(Duration::from_secs(1), 8));
-            let (answers, _agent) = mpsc::channel(1);
-            (*stream, _) = rack_state.begin_stream(answers).unwrap();
+            let (update_sender, _agent) = mpsc::channel(1);
+            (*stream, _) = rack_state.begin_stream(update_sender).unwrap();
         }
-        assert!(!rack_state.report(stream_numbers[0], v1::Report::default()));
+        assert!(!rack_state.process_report(stream_numbers[0], v1::Report::default()));
         rack_state.end_stream(stream_numbers[0]);
-        assert!(rack_state.report(stream_numbers[1], v1::Report::default()));
+        assert!(rack_state.process_report(stream_numbers[1], v1::Report::default()));
     }
 }

@@ -44,7 +44,12 @@ impl Config {
     /// Returns the settings of the listening socket.
     pub fn listener_config(&self) -> ListenerConfig<'_> {
         let Self { listen, tls, revoked_certificates, allow_plaintext, .. } = self;
-        ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }
+        ListenerConfig {
+            listen_address: *listen,
+            tls: tls.as_ref(),
+            revoked_certificates,
+            allow_plaintext: *allow_plaintext,
+        }
     }
 }
 
@@ -56,8 +61,9 @@ mod tests {
 
     #[test]
     fn missing_keys_have_defaults_and_invalid_ones_are_named() {
-        let parse_with = |more: &str| {
-            let text = format!("name = \"r1\"\nlisten = \"10.3.0.1:7400\"\ncontroller = \"10.1.0.1:7400\"\n{more}");
+        let parse_with = |extra_lines: &str| {
+            let text =
+                format!("name = \"r1\"\nlisten = \"10.3.0.1:7400\"\ncontroller = \"10.1.0.1:7400\"\n{extra_lines}");
             Config::parse(&Source::from_text("rack.toml", &text))
         };
         let default_config = parse_with("").unwrap();

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use coreward_daemon::ControllerConnection;
 use coreward_daemon::metrics_endpoint;
-use coreward_listener::message_size::SizedControl;
-use coreward_listener::security::Security;
+use coreward_listener::message_size::SizeLimitedControlServer;
+use coreward_listener::security::ListenerSecurity;
 use coreward_metrics::component;
 use coreward_metrics::metrics;
 use coreward_metrics::table::MetricKind::Gauge;
@@ -68,15 +68,22 @@ pub fn run(config: &Path) -> anyhow::Result<()> {
 }
 
 /// Reloads the revoked certificates at each SIGHUP. Other keys need a restart, which disconnects agents for a second.
-async fn reload_on_sighup(mut hangup: Signal, path: &Path, begun: Config, security: &Security) -> Infallible {
+async fn reload_on_sighup(
+    mut hangup: Signal,
+    path: &Path,
+    initial_config: Config,
+    security: &ListenerSecurity,
+) -> Infallible {
     loop {
         hangup.recv().await;
         match Config::load(path) {
             Ok(config) => {
-                security.revoked.set(config.revoked_certificates.iter().copied());
-                let unchanged = Config { revoked_certificates: begun.revoked_certificates.clone(), ..config } == begun;
+                security.revocation_list.set(config.revoked_certificates.iter().copied());
+                let is_unchanged =
+                    Config { revoked_certificates: initial_config.revoked_certificates.clone(), ..config }
+                        == initial_config;
                 let file = path.display();
-                match unchanged {
+                match is_unchanged {
                     true => tracing::info!(
                         event = "revocations-reloaded",
                         %file,
@@ -98,7 +105,7 @@ pub struct Rack {
     config: Config,
     listener: TcpListener,
     address: SocketAddr,
-    security: Arc<Security>,
+    security: Arc<ListenerSecurity>,
 }
 
 impl Rack {
@@ -109,11 +116,11 @@ impl Rack {
     }
 
     async fn open(config: Config) -> anyhow::Result<Self> {
-        let security = Arc::new(Security::of(&config.listener_config())?);
-        let expected = "expected a free port and an address of this host (`listen`)";
+        let security = Arc::new(ListenerSecurity::of(&config.listener_config())?);
+        let expected_address = "expected a free port and an address of this host (`listen`)";
         let listener = TcpListener::bind(config.listen)
             .await
-            .with_context(|| format!("cannot listen on {}: {expected}", config.listen))?;
+            .with_context(|| format!("cannot listen on {}: {expected_address}", config.listen))?;
         let address = listener.local_addr()?;
         Ok(Self { config, listener, address, security })
     }
@@ -129,61 +136,70 @@ impl Rack {
     }
 
     async fn run(self) -> anyhow::Result<()> {
-        let shared = Arc::new(RackState::default());
-        let (asked, protected) = (shared.clone(), self.security.clone());
+        let rack_state = Arc::new(RackState::default());
+        let (metrics_rack_state, metrics_security) = (rack_state.clone(), self.security.clone());
         metrics_endpoint::serve(
             self.config.metrics,
             || (),
             move || {
-                let counts = asked.counts();
-                let mut page = component::base_snapshot(Component::Rack);
-                page.add(&RACK_CONTROLLER_CONNECTED, [], f64::from(u8::from(counts.is_connected)));
-                page.add(&RACK_AGENTS, [], counts.agent_count as f64);
-                protected.add_metrics(&mut page);
-                page
+                let connection_status = metrics_rack_state.connection_status();
+                let mut snapshot = component::base_snapshot(Component::Rack);
+                snapshot.add_value(&RACK_CONTROLLER_CONNECTED, [], f64::from(u8::from(connection_status.is_connected)));
+                snapshot.add_value(&RACK_AGENTS, [], connection_status.agent_count as f64);
+                metrics_security.add_metrics(&mut snapshot);
+                snapshot
             },
         )?;
-        let service = coreward_listener::builder()
-            .add_service(SizedControl::new(ControlService { shared: shared.clone(), security: self.security.clone() }))
+        let grpc_server = coreward_listener::server_builder()
+            .add_service(SizeLimitedControlServer::new(ControlService {
+                rack_state: rack_state.clone(),
+                security: self.security.clone(),
+            }))
             .serve_with_incoming(
-                self.security.grpc_acceptor(&[Role::Agent], AcceptorLimits::default()).admit(self.listener),
+                self.security
+                    .grpc_acceptor(&[Role::Agent], AcceptorLimits::default())
+                    .accepted_connections(self.listener),
             );
         tokio::select! {
-            outcome = service => outcome.context("the rack's socket failed"),
-            never = run_sessions(&self.config, &shared) => match never? {},
+            outcome = grpc_server => outcome.context("the rack's socket failed"),
+            never = run_sessions(&self.config, &rack_state) => match never? {},
             never = self.security.maintenance_loop() => match never {},
         }
     }
 }
 
-async fn run_sessions(config: &Config, shared: &RackState) -> anyhow::Result<Infallible> {
+async fn run_sessions(config: &Config, rack_state: &RackState) -> anyhow::Result<Infallible> {
     let mut connection =
         ControllerConnection::new(config.controllers.clone(), config.tls.as_ref(), &[Role::Controller])?;
     loop {
-        let outcome = run_session(config, &mut connection, shared).await;
-        shared.on_controller_disconnected();
-        let pause = connection.record_end(outcome.err().as_ref());
-        tokio::time::sleep(pause).await;
+        let outcome = run_session(config, &mut connection, rack_state).await;
+        rack_state.on_controller_disconnected();
+        let retry_pause = connection.record_stream_end(outcome.err().as_ref());
+        tokio::time::sleep(retry_pause).await;
     }
 }
 
-async fn run_session(config: &Config, connection: &mut ControllerConnection, shared: &RackState) -> anyhow::Result<()> {
+async fn run_session(
+    config: &Config,
+    connection: &mut ControllerConnection,
+    rack_state: &RackState,
+) -> anyhow::Result<()> {
     let mut client = ControlClient::new(connection.connect().await?);
-    let (messages, receiver) = mpsc::channel(CONTROLLER_QUEUE_LENGTH);
+    let (message_sender, message_receiver) = mpsc::channel(CONTROLLER_QUEUE_LENGTH);
     let registration =
         v1::RackRegistration { name: config.name.clone(), version: env!("CARGO_PKG_VERSION").to_owned() };
-    messages.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
-    let begun = client.rack(ReceiverStream::new(receiver)).await?;
-    let mut updates = connection.accept_stream(begun)?;
-    let mut due = Instant::now();
+    message_sender.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
+    let stream_response = client.rack(ReceiverStream::new(message_receiver)).await?;
+    let mut updates = connection.accept_stream(stream_response)?;
+    let mut next_summaries_at = Instant::now();
     loop {
         tokio::select! {
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
-                if shared.report_interval().is_none() && !shared.counts().is_connected {
+                if rack_state.report_interval().is_none() && !rack_state.connection_status().is_connected {
                     // The first update shows that the controller has accepted this rack.
-                    let controller = connection.controller();
+                    let controller = connection.next_controller();
                     tracing::info!(
                         event = "controller-connected",
                         %controller,
@@ -191,17 +207,17 @@ async fn run_session(config: &Config, connection: &mut ControllerConnection, sha
                         "the controller has accepted this rack controller"
                     );
                     let reducer = Reducer::new(config.detail_interval, config.candidates);
-                    shared.on_controller_connected(messages.clone(), reducer);
+                    rack_state.on_controller_connected(message_sender.clone(), reducer);
                 }
-                shared.apply_update(update)?;
+                rack_state.apply_update(update)?;
             }
-            () = tokio::time::sleep_until(due) => {
-                let interval = shared.report_interval().unwrap_or(std::time::Duration::from_millis(10));
-                due = (due + interval).max(Instant::now());
-                if messages.capacity() > 0 {
-                    for message in shared.summaries() {
+            () = tokio::time::sleep_until(next_summaries_at) => {
+                let interval = rack_state.report_interval().unwrap_or(std::time::Duration::from_millis(10));
+                next_summaries_at = (next_summaries_at + interval).max(Instant::now());
+                if message_sender.capacity() > 0 {
+                    for message in rack_state.take_summary_messages() {
                         // Each message waits for room, because otherwise the last summaries would always be dropped.
-                        if messages.send(message).await.is_err() {
+                        if message_sender.send(message).await.is_err() {
                             // The stream has ended. Its status is read below.
                             break;
                         }

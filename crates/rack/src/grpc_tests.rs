@@ -11,7 +11,7 @@ use coreward_api::types::Status;
 use coreward_config::Source;
 use coreward_control_server::server::ControllerServer;
 use coreward_http::client::Client;
-use coreward_http::tokens::token_file;
+use coreward_http::tokens::token_path;
 use coreward_model::placement::PlacementTable;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
@@ -24,11 +24,11 @@ use tonic::{Code, Streaming};
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Awaits `future`, and panics if it does not complete within a generous timeout.
-async fn in_time<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{what} does not come"))
+async fn in_time<T>(result_name: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{result_name} does not come"))
 }
 
-async fn client(address: SocketAddr) -> ControlClient<tonic::transport::Channel> {
+async fn connect_client(address: SocketAddr) -> ControlClient<tonic::transport::Channel> {
     let connect = async || ControlClient::connect(format!("http://{address}")).await;
     in_time("a connection", async {
         loop {
@@ -51,24 +51,28 @@ impl Drop for RunningServer {
 }
 
 /// Starts a controller. Returns its task and the address of its API.
-async fn controller(directory: &Path) -> (RunningServer, SocketAddr) {
-    let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
-    let fleet = (1..=4).map(server).collect::<String>()
+async fn start_controller(directory: &Path) -> (RunningServer, SocketAddr) {
+    let server_section = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {}\n", n * 31);
+    let fleet_text = (1..=4).map(server_section).collect::<String>()
         + "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nbuckets = 128\n";
-    std::fs::write(directory.join("fleet.toml"), format!("report_interval = \"20ms\"\nload_ewma_alpha = 1.0\n{fleet}"))
-        .unwrap();
-    let store = directory.join("store");
-    let own = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\nfleet = \"fleet.toml\"\n");
-    std::fs::write(directory.join("controller.toml"), own).unwrap();
+    std::fs::write(
+        directory.join("fleet.toml"),
+        format!("report_interval = \"20ms\"\nload_ewma_alpha = 1.0\n{fleet_text}"),
+    )
+    .unwrap();
+    let store_path = directory.join("store");
+    let controller_toml =
+        format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store_path:?}\nfleet = \"fleet.toml\"\n");
+    std::fs::write(directory.join("controller.toml"), controller_toml).unwrap();
     let server = ControllerServer::bind(&directory.join("controller.toml")).await.unwrap();
     let (address, api) = (server.address(), server.api_address());
     (RunningServer(tokio::spawn(server.serve()), address), api)
 }
 
-async fn rack(name: &str, listen: &str, controller: &RunningServer) -> RunningServer {
-    let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = \"{}\"\n", controller.1);
-    let text = text + "detail_interval = \"100ms\"\n";
-    let config = Config::parse(&Source::from_text("rack.toml", &text)).unwrap();
+async fn start_rack(name: &str, listen: &str, controller: &RunningServer) -> RunningServer {
+    let rack_text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = \"{}\"\n", controller.1);
+    let rack_text = rack_text + "detail_interval = \"100ms\"\n";
+    let config = Config::parse(&Source::from_text("rack.toml", &rack_text)).unwrap();
     let rack = Rack::bind(config).await.unwrap();
     let address = rack.address();
     RunningServer(tokio::spawn(rack.serve()), address)
@@ -84,14 +88,14 @@ impl Drop for Agent {
 }
 
 /// Opens an agent's stream, and returns it once the peer has accepted the agent.
-async fn begin(
+async fn open_agent_stream(
     server: &str,
-    at: SocketAddr,
+    address: SocketAddr,
 ) -> Result<(mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>, v1::AgentConfiguration), tonic::Status> {
     let (sender, receiver) = mpsc::channel(4);
     let registration = v1::AgentRegistration { server: server.to_owned(), version: "test".into() };
     sender.send(v1::AgentMessage { message: Some(agent_message::Message::Registration(registration)) }).await.unwrap();
-    let mut updates = client(at).await.agent(ReceiverStream::new(receiver)).await?.into_inner();
+    let mut updates = connect_client(address).await.agent(ReceiverStream::new(receiver)).await?.into_inner();
     let update = in_time("a configuration", updates.message()).await?.and_then(|update| update.update);
     let Some(agent_update::Update::Configuration(configuration)) = update else { panic!("{update:?}") };
     Ok((sender, updates, configuration))
@@ -99,12 +103,12 @@ async fn begin(
 
 impl Agent {
     /// Starts an agent, and repeats the connection until a rack or the controller accepts it.
-    async fn start(number: u32, at: SocketAddr, loads: [f64; 2]) -> Self {
-        let name = format!("s{number}");
+    async fn start(number: u32, address: SocketAddr, loads: [f64; 2]) -> Self {
+        let server_name = format!("s{number}");
         let (sender, mut updates, configuration) = in_time("a stream", async {
             loop {
-                match begin(&name, at).await {
-                    Ok(begun) => return begun,
+                match open_agent_stream(&server_name, address).await {
+                    Ok(agent_stream) => return agent_stream,
                     Err(status) if matches!(status.code(), Code::Unavailable | Code::AlreadyExists) => {
                         tokio::time::sleep(Duration::from_millis(20)).await;
                     }
@@ -115,14 +119,14 @@ impl Agent {
         .await;
         assert_eq!(configuration.server_id, number * 31);
         Self(tokio::spawn(async move {
-            let mut due = tokio::time::interval(Duration::from_millis(20));
+            let mut report_timer = tokio::time::interval(Duration::from_millis(20));
             for sequence in 1.. {
                 tokio::select! {
-                    _ = due.tick() => {}
+                    _ = report_timer.tick() => {}
                     update = updates.message() => if !matches!(update, Ok(Some(_))) { return },
                 }
                 let report =
-                    v1::AgentMessage { message: Some(agent_message::Message::Report(report(sequence, loads))) };
+                    v1::AgentMessage { message: Some(agent_message::Message::Report(report_message(sequence, loads))) };
                 if sender.send(report).await.is_err() {
                     return;
                 }
@@ -131,7 +135,7 @@ impl Agent {
     }
 }
 
-fn report(sequence: u64, loads: [f64; 2]) -> v1::Report {
+fn report_message(sequence: u64, loads: [f64; 2]) -> v1::Report {
     v1::Report {
         sequence,
         sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
@@ -167,56 +171,58 @@ impl LoadBalancer {
         };
         let message = Some(load_balancer_message::Message::Registration(registration));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
-        let updates = client(controller.1).await.load_balancer(ReceiverStream::new(receiver)).await.unwrap();
+        let updates = connect_client(controller.1).await.load_balancer(ReceiverStream::new(receiver)).await.unwrap();
         Self { _sender: sender, updates: updates.into_inner() }
     }
 
     /// Returns the first table with the expected candidates (server number and load in percent) for buckets 0 and 1.
     async fn wait_for_table(&mut self, expected: [&[(u32, u32)]; 2]) -> PlacementTable {
-        let mut seen = Vec::new();
-        let found = tokio::time::timeout(TIMEOUT, async {
+        let mut last_candidates = Vec::new();
+        let table_search = tokio::time::timeout(TIMEOUT, async {
             loop {
                 let update = self.updates.message().await.unwrap().expect("the stream goes on").update;
                 let Some(dataplane_update::Update::Table(bytes)) = update else { continue };
                 let table = table::decode(bytes).unwrap().1;
-                let of_bucket = |bucket: u32| -> Vec<(u32, u32)> {
-                    let percent = |load: u32| (f64::from(load) / f64::from(1 << 20) * 100.0).round() as u32;
+                let candidates_of_bucket = |bucket: u32| -> Vec<(u32, u32)> {
+                    let to_percent = |load: u32| (f64::from(load) / f64::from(1 << 20) * 100.0).round() as u32;
                     let candidates = table.candidates_of(0, bucket).iter();
                     candidates
-                        .map(|candidate| (u32::from(candidate.server.get()) / 31, percent(candidate.load)))
+                        .map(|candidate| {
+                            (u32::from(candidate.server.get()) / 31, to_percent(candidate.fixed_point_load))
+                        })
                         .collect()
                 };
-                seen = vec![of_bucket(0), of_bucket(1)];
-                if seen == expected {
+                last_candidates = vec![candidates_of_bucket(0), candidates_of_bucket(1)];
+                if last_candidates == expected {
                     return table;
                 }
             }
         });
-        found.await.unwrap_or_else(|_| panic!("no table of {expected:?}; the last: {seen:?}"))
+        table_search.await.unwrap_or_else(|_| panic!("no table of {expected:?}; the last: {last_candidates:?}"))
     }
 }
 
-async fn status(directory: &Path, api: SocketAddr) -> Status {
-    let client = Client::new(api.into(), &token_file(directory, Role::Viewer)).unwrap();
+async fn controller_status(directory: &Path, api: SocketAddr) -> Status {
+    let client = Client::new(api.into(), &token_path(directory, Role::Viewer)).unwrap();
     client.status(false).await.unwrap()
 }
 
 #[tokio::test]
 async fn agents_of_a_lost_rack_connect_through_another_one() {
     let directory = tempfile::tempdir().unwrap();
-    let (controller, api) = controller(directory.path()).await;
+    let (controller, api) = start_controller(directory.path()).await;
     let mut load_balancer = LoadBalancer::start(&controller).await;
-    let first_rack = rack("r1", "127.0.0.1:0", &controller).await;
-    let second_rack = rack("r2", "127.0.0.1:0", &controller).await;
+    let first_rack = start_rack("r1", "127.0.0.1:0", &controller).await;
+    let second_rack = start_rack("r2", "127.0.0.1:0", &controller).await;
     let loads = [[0.4, 0.1], [0.2, 0.3], [0.3, 0.2], [0.1, 0.4]];
     let mut agents = Vec::new();
-    for (number, at) in [(1, first_rack.1), (2, first_rack.1), (3, second_rack.1), (4, second_rack.1)] {
-        agents.push(Agent::start(number, at, loads[number as usize - 1]).await);
+    for (number, rack_address) in [(1, first_rack.1), (2, first_rack.1), (3, second_rack.1), (4, second_rack.1)] {
+        agents.push(Agent::start(number, rack_address, loads[number as usize - 1]).await);
     }
     let all_candidates: [&[(u32, u32)]; 2] =
         [&[(4, 10), (2, 20), (3, 30), (1, 40)], &[(1, 10), (3, 20), (2, 30), (4, 40)]];
     load_balancer.wait_for_table(all_candidates).await;
-    let fleet_status = status(directory.path(), api).await;
+    let fleet_status = controller_status(directory.path(), api).await;
     let agents_by_rack: Vec<(&str, Vec<&str>)> = fleet_status
         .racks
         .iter()
@@ -226,7 +232,7 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
     // The status shows every core, because the racks forward complete reports.
     let core_loads = in_time("the loads of every core", async {
         loop {
-            let servers = status(directory.path(), api).await.servers;
+            let servers = controller_status(directory.path(), api).await.servers;
             if servers.iter().all(|server| server.core_load.len() == 2) {
                 return servers.into_iter().map(|server| server.core_load).collect::<Vec<_>>();
             }
@@ -234,12 +240,12 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
         }
     })
     .await;
-    for (shown, reported) in core_loads.iter().flatten().zip(loads.iter().flatten()) {
-        assert!((shown - reported).abs() < 0.001, "{core_loads:?}");
+    for (status_load, agent_load) in core_loads.iter().flatten().zip(loads.iter().flatten()) {
+        assert!((status_load - agent_load).abs() < 0.001, "{core_loads:?}");
     }
 
     // When a rack is killed, its servers count with the mean load of the other rack.
-    let at = second_rack.1;
+    let second_rack_address = second_rack.1;
     drop(second_rack);
     agents.truncate(2);
     let candidates_with_mean_loads: [&[(u32, u32)]; 2] =
@@ -249,13 +255,13 @@ async fn agents_of_a_lost_rack_connect_through_another_one() {
     // One agent of the killed rack connects to the controller, and the other one to the restarted rack.
     agents.push(Agent::start(3, controller.1, loads[2]).await);
     let _second_rack = in_time("the address", async {
-        while std::net::TcpListener::bind(at).is_err() {
+        while std::net::TcpListener::bind(second_rack_address).is_err() {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
-        rack("r2", &at.to_string(), &controller).await
+        start_rack("r2", &second_rack_address.to_string(), &controller).await
     })
     .await;
-    agents.push(Agent::start(4, at, loads[3]).await);
+    agents.push(Agent::start(4, second_rack_address, loads[3]).await);
     load_balancer.wait_for_table(all_candidates).await;
 }
 
@@ -267,21 +273,21 @@ async fn rack_without_controller_accepts_no_agent() {
     unconnected_socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let unused_address = unconnected_socket.local_addr().unwrap();
     let unreachable_controller = RunningServer(tokio::spawn(std::future::pending()), unused_address);
-    let rack_without_controller = rack("r1", "127.0.0.1:0", &unreachable_controller).await;
-    let rejection = begin("s1", rack_without_controller.1).await.unwrap_err();
+    let rack_without_controller = start_rack("r1", "127.0.0.1:0", &unreachable_controller).await;
+    let rejection = open_agent_stream("s1", rack_without_controller.1).await.unwrap_err();
     assert_eq!(
         (rejection.code(), rejection.message()),
         (Code::Unavailable, "this rack has no connection to its controller")
     );
-    let rejection = client(rack_without_controller.1).await.fleet(v1::FleetRequest {}).await.unwrap_err();
+    let rejection = connect_client(rack_without_controller.1).await.fleet(v1::FleetRequest {}).await.unwrap_err();
     assert_eq!(rejection.code(), Code::Unimplemented);
 
-    let (controller, _) = controller(directory.path()).await;
-    let connected_rack = rack("r1", "127.0.0.1:0", &controller).await;
+    let (controller, _) = start_controller(directory.path()).await;
+    let connected_rack = start_rack("r1", "127.0.0.1:0", &controller).await;
     // A rack passes on that the controller rejects a server outside the fleet.
     let unknown_server_error = in_time("a refusal", async {
         loop {
-            match begin("s9", connected_rack.1).await {
+            match open_agent_stream("s9", connected_rack.1).await {
                 Err(status) if status.code() != Code::Unavailable => return status,
                 _ => tokio::time::sleep(Duration::from_millis(20)).await,
             }

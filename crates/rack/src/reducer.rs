@@ -10,7 +10,7 @@ use coreward_controller::rejection::Rejection;
 use coreward_model::ServerId;
 use coreward_model::policy::{self, Policy, Pool, PoolServer, RackSummary};
 use coreward_wire::rack::summary_message;
-use coreward_wire::{RackConfiguration, RackMember, RackServer, RackService, Report, ServiceIndex, v1};
+use coreward_wire::{AgentReport, RackConfiguration, RackMember, RackServer, RackService, ServiceIndex, v1};
 
 /// Number of detail intervals after which a forwarded report expires.
 const REPORT_VALIDITY_INTERVALS: u32 = 3;
@@ -66,12 +66,12 @@ impl Reducer {
             // The seed only matters for hash keys, which summaries do not need.
             match policy::policy_by_name(&service.policy, 0) {
                 Ok(policy) => drop(policies.entry(service.index).or_insert(policy)),
-                Err(unknown) => {
+                Err(policy_error) => {
                     tracing::warn!(
                         event = "policy-unknown",
                         service_index = service.index.get(),
                         policy = service.policy,
-                        error = %unknown,
+                        error = %policy_error,
                         "this rack controller does not know the policy and sends no loads for the service: upgrade it"
                     );
                 }
@@ -90,11 +90,11 @@ impl Reducer {
         self.configuration.as_ref().map(|configuration| configuration.report_interval)
     }
 
-    pub fn begin(&mut self, stream: u64) {
+    pub fn begin_stream(&mut self, stream: u64) {
         self.agents_by_stream.insert(stream, AgentState::default());
     }
 
-    pub fn end(&mut self, stream: u64) {
+    pub fn end_stream(&mut self, stream: u64) {
         self.agents_by_stream.remove(&stream);
     }
 
@@ -103,25 +103,31 @@ impl Reducer {
     }
 
     /// Returns how long to wait before the stream's next message may be read. Zero means that it may be read now.
-    pub fn message_wait(&self, stream: u64, now: Now) -> Duration {
+    pub fn time_until_next_message(&self, stream: u64, now: Now) -> Duration {
         let agent_and_configuration = self.agents_by_stream.get(&stream).zip(self.configuration.as_ref());
-        agent_and_configuration.map_or(Duration::ZERO, |(reported, configuration)| {
-            reported.agent.time_until_next_report(configuration.report_interval, now)
+        agent_and_configuration.map_or(Duration::ZERO, |(agent_state, configuration)| {
+            agent_state.agent.time_until_next_report(configuration.report_interval, now)
         })
     }
 
     /// Counts a message that answers no query against the rate limit for reports.
     pub fn count_unsolicited_message(&mut self, stream: u64, now: Now) {
-        if let (Some(reported), Some(configuration)) = (self.agents_by_stream.get_mut(&stream), &self.configuration) {
-            reported.agent.take_report_token(configuration.report_interval, now);
+        if let (Some(agent_state), Some(configuration)) = (self.agents_by_stream.get_mut(&stream), &self.configuration)
+        {
+            agent_state.agent.take_report_token(configuration.report_interval, now);
         }
     }
 
     /// Stores a report. Returns it if it must be forwarded completely, and the reason if it is rejected.
-    pub fn report(&mut self, stream: u64, report: v1::Report, now: Now) -> (Option<v1::Report>, Result<(), Rejection>) {
-        let Some(reported) = self.agents_by_stream.get_mut(&stream) else { return (None, Ok(())) };
-        let Some(configuration) = &self.configuration else { return (Some(report), Ok(())) };
-        if !reported.agent.take_report_token(configuration.report_interval, now) {
+    pub fn report(
+        &mut self,
+        stream: u64,
+        process_report: v1::Report,
+        now: Now,
+    ) -> (Option<v1::Report>, Result<(), Rejection>) {
+        let Some(agent_state) = self.agents_by_stream.get_mut(&stream) else { return (None, Ok(())) };
+        let Some(configuration) = &self.configuration else { return (Some(process_report), Ok(())) };
+        if !agent_state.agent.take_report_token(configuration.report_interval, now) {
             return (None, Err(Rejection::TooManyReports(format!("stream {stream}"))));
         }
         // For a draining server, every report with details is forwarded. Agents send them about once a second.
@@ -129,34 +135,35 @@ impl Reducer {
             if self.draining_streams.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(configured_interval);
         let minimum_age = detail_interval.saturating_sub(configuration.report_interval / 2);
-        let must_forward = reported.last_forwarded.as_ref().is_none_or(|old| {
-            let has_new_details =
-                now.monotonic.saturating_sub(old.forwarded_at) >= minimum_age || old.warnings != report.warnings;
-            let has_new_state = (old.configuration_generation, old.rss_generation)
-                != (report.configuration_generation, report.rss_generation);
-            has_new_state || has_new_details && !report.without_details
+        let must_forward = agent_state.last_forwarded.as_ref().is_none_or(|last_report| {
+            let has_new_details = now.monotonic.saturating_sub(last_report.forwarded_at) >= minimum_age
+                || last_report.warnings != process_report.warnings;
+            let has_new_state = (last_report.configuration_generation, last_report.rss_generation)
+                != (process_report.configuration_generation, process_report.rss_generation);
+            has_new_state || has_new_details && !process_report.without_details
         });
-        let forwarded_report = (must_forward || report.rss.is_some()).then(|| {
-            let (forwarded_at, warnings) = match reported.last_forwarded.take() {
-                Some(old) if report.without_details => (old.forwarded_at, old.warnings),
-                _ => (now.monotonic, report.warnings.clone()),
+        let forwarded_report = (must_forward || process_report.rss.is_some()).then(|| {
+            let (forwarded_at, warnings) = match agent_state.last_forwarded.take() {
+                Some(last_report) if process_report.without_details => (last_report.forwarded_at, last_report.warnings),
+                _ => (now.monotonic, process_report.warnings.clone()),
             };
-            reported.last_forwarded = Some(ForwardedReport {
+            agent_state.last_forwarded = Some(ForwardedReport {
                 forwarded_at,
-                configuration_generation: report.configuration_generation,
-                rss_generation: report.rss_generation,
+                configuration_generation: process_report.configuration_generation,
+                rss_generation: process_report.rss_generation,
                 warnings,
             });
             let validity_ms = (REPORT_VALIDITY_INTERVALS * detail_interval).as_millis() as u32;
-            v1::Report { time_to_live_ms: report.time_to_live_ms.max(validity_ms), ..report.clone() }
+            v1::Report { time_to_live_ms: process_report.time_to_live_ms.max(validity_ms), ..process_report.clone() }
         });
         // The acknowledged generation is 0, because the controller handles acknowledgements.
-        let report_result = reported.agent.record_report(Report::try_from(report), configuration.alpha, 0, now);
+        let report_result =
+            agent_state.agent.record_report(AgentReport::try_from(process_report), configuration.alpha, 0, now);
         (forwarded_report, report_result)
     }
 
     /// Returns the summaries for all services. Called once per report interval.
-    pub fn summaries(&mut self, now: Now) -> Vec<v1::RackSummary> {
+    pub fn compute_summaries(&mut self, now: Now) -> Vec<v1::RackSummary> {
         let Some(configuration) = &self.configuration else { return Vec::new() };
         let servers_by_id: HashMap<ServerId, &RackServer> =
             configuration.servers.iter().map(|server| (server.id, server)).collect();
@@ -181,7 +188,7 @@ fn pool_server(service: &RackService, server: &RackServer, member: &RackMember, 
     PoolServer {
         is_eligible: member.is_eligible,
         loads,
-        rss: agent.rss().cloned(),
+        rss: agent.rss_config().cloned(),
         weight: server.weight,
         // The controller applies slow start, so the summary has each server's full share.
         slow_start_fraction: if member.has_full_share { 1.0 } else { 0.0 },
@@ -200,7 +207,7 @@ mod tests {
     #[test]
     fn excess_reports_are_rejected() {
         let mut reducer = Reducer::new(Duration::from_secs(1), 8);
-        reducer.begin(1);
+        reducer.begin_stream(1);
         reducer.configure(RackConfiguration {
             report_interval: Duration::from_millis(100),
             detail_interval: Duration::ZERO,
@@ -209,14 +216,14 @@ mod tests {
             services: Vec::new(),
         });
         let now = Now { monotonic: Duration::ZERO, wall: Duration::ZERO, record: Duration::ZERO };
-        let (mut forwarded, mut refused) = (0, 0);
+        let (mut forwarded_count, mut rejected_count) = (0, 0);
         for _ in 0..100 {
             // A report with other RSS settings would be forwarded.
             let report = v1::Report { rss: Some(v1::Rss::default()), time_to_live_ms: 1, ..Default::default() };
             let (report, outcome) = reducer.report(1, report, now);
-            forwarded += u32::from(report.is_some());
-            refused += u32::from(matches!(outcome, Err(Rejection::TooManyReports(_))));
+            forwarded_count += u32::from(report.is_some());
+            rejected_count += u32::from(matches!(outcome, Err(Rejection::TooManyReports(_))));
         }
-        assert_eq!((forwarded, refused), (REPORT_BURST, 100 - REPORT_BURST));
+        assert_eq!((forwarded_count, rejected_count), (REPORT_BURST, 100 - REPORT_BURST));
     }
 }

@@ -41,36 +41,44 @@ impl Certificates {
         let identity = Identity { fleet: "test".parse().unwrap(), role, name: name.parse().unwrap() };
         let directory = self.path().join(format!("{role}-{name}"));
         let certificate_and_key = authority.issue(&identity, &[], Validity::from_now(DAY)).unwrap();
-        certificate_and_key.write(&directory, &authority).unwrap();
+        certificate_and_key.write_files(&directory, &authority).unwrap();
         let file_path = |name| directory.join(name);
-        CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
+        CredentialFiles {
+            ca_path: file_path("ca.crt"),
+            certificate_path: file_path("own.crt"),
+            key_path: file_path("own.key"),
+        }
     }
 
-    fn table(&self, role: Role, name: &str) -> String {
-        let CredentialFiles { ca, certificate, key } = self.issue_credentials(role, name);
+    fn tls_section(&self, role: Role, name: &str) -> String {
+        let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
+            self.issue_credentials(role, name);
         format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
     }
 
     /// Starts a controller for the servers s1 and s2. Returns the address at which daemons connect.
-    async fn controller(&self) -> SocketAddr {
-        let file = |name: &str| self.path().join(name);
-        let server = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {n}\n");
-        std::fs::write(file("fleet.toml"), server(1) + &server(2)).unwrap();
-        let own = format!(
+    async fn start_controller(&self) -> SocketAddr {
+        let file_path = |name: &str| self.path().join(name);
+        let server_section = |n: u32| format!("[[server]]\nname = \"s{n}\"\naddress = \"10.2.0.{n}\"\nid = {n}\n");
+        std::fs::write(file_path("fleet.toml"), server_section(1) + &server_section(2)).unwrap();
+        let controller_toml = format!(
             "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {:?}\nfleet = \"fleet.toml\"\n{}",
-            file("store"),
-            self.table(Role::Controller, "c1")
+            file_path("store"),
+            self.tls_section(Role::Controller, "c1")
         );
-        std::fs::write(file("controller.toml"), own).unwrap();
-        let server = ControllerServer::bind(&file("controller.toml")).await.unwrap();
+        std::fs::write(file_path("controller.toml"), controller_toml).unwrap();
+        let server = ControllerServer::bind(&file_path("controller.toml")).await.unwrap();
         let address = server.address();
         tokio::spawn(server.serve());
         address
     }
 
-    async fn rack(&self, controller: SocketAddr, table: &str) -> SocketAddr {
-        let text = format!("name = \"r1\"\nlisten = \"127.0.0.1:0\"\ncontroller = \"{controller}\"\n{table}");
-        let rack = Rack::bind(Config::parse(&Source::from_text("rack.toml", &text)).unwrap()).await.unwrap();
+    async fn start_rack(&self, controller: SocketAddr, tls_section: &str) -> SocketAddr {
+        let rack_text = format!(
+            "name = \"r1\"\nlisten = \"127.0.0.1:0\"\ncontroller = \
+                                 \"{controller}\"\n{tls_section}"
+        );
+        let rack = Rack::bind(Config::parse(&Source::from_text("rack.toml", &rack_text)).unwrap()).await.unwrap();
         let address = rack.address();
         tokio::spawn(rack.serve());
         address
@@ -82,10 +90,10 @@ async fn first_update(
     files: &CredentialFiles,
     expected: &'static [Role],
     server: &str,
-    at: SocketAddr,
+    address: SocketAddr,
 ) -> Result<Option<v1::AgentUpdate>, Status> {
-    let connector = Connector::new(at, Some((Tls::load(files.clone()).unwrap(), expected)));
-    let endpoint = Endpoint::from_shared(format!("http://{at}")).unwrap();
+    let connector = Connector::new(address, Some((Tls::load(files.clone()).unwrap(), expected)));
+    let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap();
     let channel = endpoint.connect_with_connector(connector).await.map_err(|error| Status::from_error(error.into()))?;
     let (sender, receiver) = mpsc::channel(1);
     let registration = v1::AgentRegistration { server: server.to_owned(), version: "test".into() };
@@ -98,11 +106,11 @@ async fn first_update_when_connected(
     files: &CredentialFiles,
     expected: &'static [Role],
     server: &str,
-    at: SocketAddr,
+    address: SocketAddr,
 ) -> Result<Option<v1::AgentUpdate>, Status> {
-    let ask = async {
+    let update_search = async {
         loop {
-            match first_update(files, expected, server, at).await {
+            match first_update(files, expected, server, address).await {
                 Err(status) if status.message().contains("no connection to its controller") => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                 }
@@ -110,7 +118,7 @@ async fn first_update_when_connected(
             }
         }
     };
-    tokio::time::timeout(TIMEOUT, ask).await.expect("an answer in time")
+    tokio::time::timeout(TIMEOUT, update_search).await.expect("an answer in time")
 }
 
 const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];
@@ -118,8 +126,8 @@ const CONTROLLERS_AND_RACKS: &[Role] = &[Role::Controller, Role::Rack];
 #[tokio::test]
 async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
     let certificates = Certificates::new();
-    let controller = certificates.controller().await;
-    let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
+    let controller = certificates.start_controller().await;
+    let rack = certificates.start_rack(controller, &certificates.tls_section(Role::Rack, "r1")).await;
     let s1 = certificates.issue_credentials(Role::Agent, "s1");
     let agent_update = first_update_when_connected(&s1, CONTROLLERS_AND_RACKS, "s1", rack)
         .await
@@ -136,15 +144,15 @@ async fn agent_behind_a_rack_may_report_for_its_own_server_only() {
 #[tokio::test]
 async fn rack_accepts_agents_only() {
     let certificates = Certificates::new();
-    let controller = certificates.controller().await;
-    let rack = certificates.rack(controller, &certificates.table(Role::Rack, "r1")).await;
+    let controller = certificates.start_controller().await;
+    let rack = certificates.start_rack(controller, &certificates.tls_section(Role::Rack, "r1")).await;
     let lb = certificates.issue_credentials(Role::Lb, "lb1");
     // A load balancer neither accepts the rack as a controller nor is accepted by it.
     assert!(first_update(&lb, &[Role::Controller], "s1", rack).await.is_err());
     let rejection = first_update(&lb, CONTROLLERS_AND_RACKS, "s1", rack).await.unwrap_err();
     assert_ne!(rejection.code(), Code::Ok);
     // A rack cannot use an agent's key. The controller rejects it, so it accepts no agents.
-    let false_rack = certificates.rack(controller, &certificates.table(Role::Agent, "s2")).await;
+    let false_rack = certificates.start_rack(controller, &certificates.tls_section(Role::Agent, "s2")).await;
     let s1 = certificates.issue_credentials(Role::Agent, "s1");
     tokio::time::sleep(Duration::from_millis(300)).await;
     assert!(first_update(&s1, CONTROLLERS_AND_RACKS, "s1", false_rack).await.is_err());

@@ -3,7 +3,7 @@
 use comfy_table::{CellAlignment, Table, presets};
 use coreward_api::types::{Explain, ExplainedServer, Explanation};
 
-pub fn format_explanation(reply: &Explanation, question: &Explain) -> String {
+pub fn format_explanation(reply: &Explanation, request: &Explain) -> String {
     let chosen_server_name = reply.chosen_server.as_deref().unwrap_or("(see below)");
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
@@ -19,9 +19,9 @@ pub fn format_explanation(reply: &Explanation, question: &Explain) -> String {
     let server_lines: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     format!(
         "{} -> {}/{} ({}, {}, table {}): {chosen_server_name}\n\n{server_lines}\n{}.\n{}{}{}",
-        question.client,
-        question.vip,
-        question.protocol,
+        request.client,
+        request.vip,
+        request.protocol,
         reply.service,
         reply.policy,
         reply.table_generation,
@@ -56,9 +56,9 @@ fn format_forwarding(reply: &Explanation) -> String {
     }
 }
 
-fn server_row(server: &ExplainedServer, chosen: Option<&str>) -> Vec<String> {
+fn server_row(server: &ExplainedServer, chosen_server_name: Option<&str>) -> Vec<String> {
     let or_dash = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
-    let note = if Some(&*server.name) == chosen {
+    let note = if Some(&*server.name) == chosen_server_name {
         "<- chosen"
     } else if !server.eligible {
         "takes no new connections"

@@ -37,7 +37,7 @@ impl ProposedFleet {
         let (document, preview) = block_on(async {
             let generation = client.fleet().await?.generation;
             let document = NewFleet { name, text, generation, dry_run: true };
-            let preview = client.put_fleet(&document).await?;
+            let preview = client.apply_fleet(&document).await?;
             anyhow::Ok((document, preview))
         })?;
         Ok(Self { client: client.clone(), document, preview })
@@ -76,14 +76,14 @@ impl ProposedFleet {
     /// Applies the document completely or not at all. Fails if another one was applied meanwhile, or the store is full.
     pub fn apply(self) -> anyhow::Result<FleetApplied> {
         let document = NewFleet { dry_run: false, ..self.document };
-        block_on(self.client.put_fleet(&document))
+        block_on(self.client.apply_fleet(&document))
     }
 }
 
 /// Formats the result of `coreward apply`. Fails if it cannot be encoded in JSON.
-pub fn format_apply_result(applied: &FleetApplied, format: OutputFormat) -> anyhow::Result<String> {
+pub fn format_apply_result(reply: &FleetApplied, format: OutputFormat) -> anyhow::Result<String> {
     match format {
-        OutputFormat::Json => to_json(applied),
-        OutputFormat::Text => Ok(format!("generation {} is in force", applied.generation)),
+        OutputFormat::Json => to_json(reply),
+        OutputFormat::Text => Ok(format!("generation {} is in force", reply.generation)),
     }
 }

@@ -11,7 +11,7 @@ use coreward_api::types::{Explain, Keys, RotateKeys};
 use coreward_http::client::Client;
 use serde::Serialize;
 
-use coreward_fleet::clock::wall_clock;
+use coreward_fleet::clock::wall_clock_time;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OutputFormat {
@@ -25,16 +25,16 @@ pub enum OutputFormat {
 pub fn status(client: &Client, rss_keys: bool, format: OutputFormat) -> anyhow::Result<String> {
     let status = block_on(client.status(rss_keys))?;
     match format {
-        OutputFormat::Text => Ok(status::format_status(&status, wall_clock())),
+        OutputFormat::Text => Ok(status::format_status(&status, wall_clock_time())),
         OutputFormat::Json => to_json(&status),
     }
 }
 
 /// Returns the output of `coreward explain`. Fails if the controller cannot be reached, or if the service is unknown.
-pub fn explain(client: &Client, question: &Explain, format: OutputFormat) -> anyhow::Result<String> {
-    let explanation = block_on(client.explain(question))?;
+pub fn explain(client: &Client, request: &Explain, format: OutputFormat) -> anyhow::Result<String> {
+    let explanation = block_on(client.explain(request))?;
     match format {
-        OutputFormat::Text => Ok(explain::format_explanation(&explanation, question)),
+        OutputFormat::Text => Ok(explain::format_explanation(&explanation, request)),
         OutputFormat::Json => to_json(&explanation),
     }
 }
@@ -52,7 +52,7 @@ pub fn rotate_keys(client: &Client, force: bool, format: OutputFormat) -> anyhow
 
 fn render_keys(keys: &Keys, format: OutputFormat) -> anyhow::Result<String> {
     match format {
-        OutputFormat::Text => Ok(keys::format_key_status(keys, wall_clock())),
+        OutputFormat::Text => Ok(keys::format_key_status(keys, wall_clock_time())),
         OutputFormat::Json => to_json(keys),
     }
 }
@@ -62,6 +62,6 @@ fn to_json(document: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(document)?)
 }
 
-pub fn block_on<T>(question: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(question)
+pub fn block_on<T>(future: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(future)
 }

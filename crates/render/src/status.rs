@@ -43,14 +43,14 @@ pub fn format_status(reply: &Status, now: Duration) -> String {
     text
 }
 
-fn rack_text(rack: &Rack, servers: usize) -> String {
-    let Rack { name, version, age_ms, servers: connected, permitted_servers } = rack;
+fn rack_text(rack: &Rack, server_count: usize) -> String {
+    let Rack { name, version, age_ms, servers: connected_servers, permitted_servers } = rack;
     let permitted_text =
-        if *permitted_servers as usize == servers { "all".to_owned() } else { permitted_servers.to_string() };
-    let (last_message, connected) = (format!("last message {age_ms} ms ago"), connected.join(" "));
+        if *permitted_servers as usize == server_count { "all".to_owned() } else { permitted_servers.to_string() };
+    let (last_message, connected_servers) = (format!("last message {age_ms} ms ago"), connected_servers.join(" "));
     format!(
-        "\nrack {name} ({version}), {last_message}, may report for {permitted_text} of {servers} servers\n  \
-         servers    {connected}\n"
+        "\nrack {name} ({version}), {last_message}, may report for {permitted_text} of {server_count} servers\n  \
+         servers    {connected_servers}\n"
     )
 }
 
@@ -161,12 +161,13 @@ fn state_text(server: &Server) -> String {
 
 /// Formats a server's remaining connections, such as "s1: 12 connections as counted 0.7 s ago (api 2, web 10)".
 fn remaining_text(server: &Server) -> String {
-    let Some(counted) = &server.connections else {
+    let Some(connection_counts) = &server.connections else {
         return format!("  {}: how many connections remain is not known\n", server.name);
     };
-    let connection_count: u64 = counted.services.values().copied().map(u64::from).sum();
-    let services: Vec<String> = counted.services.iter().map(|(name, count)| format!("{name} {count}")).collect();
-    let age_seconds = counted.age_ms as f64 / 1000.0;
+    let connection_count: u64 = connection_counts.services.values().copied().map(u64::from).sum();
+    let services: Vec<String> =
+        connection_counts.services.iter().map(|(name, count)| format!("{name} {count}")).collect();
+    let age_seconds = connection_counts.age_ms as f64 / 1000.0;
     format!(
         "  {}: {connection_count} connections as counted {age_seconds:.1} s ago ({})\n",
         server.name,
@@ -181,7 +182,7 @@ fn server_row(server: &Server) -> Vec<String> {
         ReportState::Stale => format!("{} ms, stale", server.report_age_ms),
         ReportState::None => "never".to_owned(),
     };
-    let or_dash = |shown: bool, value: String| if shown { value } else { "-".to_owned() };
+    let or_dash = |is_known: bool, value: String| if is_known { value } else { "-".to_owned() };
     let core_loads = &server.core_load;
     let highest_load = core_loads.iter().copied().fold(0.0, f64::max);
     vec![
@@ -204,10 +205,10 @@ fn address_text(server: &Server) -> String {
 }
 
 /// Formats how many of all SYNs arrived at the predicted queue, such as "97 of 100".
-fn prediction_text(matched: u64, mismatched: u64) -> String {
-    match matched + mismatched {
+fn prediction_text(matched_count: u64, mismatched_count: u64) -> String {
+    match matched_count + mismatched_count {
         0 => "-".to_owned(),
-        all => format!("{matched} of {all}"),
+        all => format!("{matched_count} of {all}"),
     }
 }
 
@@ -309,7 +310,7 @@ fn clocks_text(state: &LoadBalancerState) -> String {
     for (service, clocks) in clocks_by_service {
         let is_known = |clock: &&&ServerClock| ["known", "per-connection"].contains(&clock.state.as_str());
         let known_count = clocks.iter().filter(is_known).count();
-        let packet_counts = state.stamped_services.iter().find(|stamped| stamped.service == service);
+        let packet_counts = state.stamped_services.iter().find(|stamped_service| stamped_service.service == service);
         let cookie_share_text = packet_counts
             .and_then(StampedService::cookie_share)
             .map_or_else(String::new, |share| format!(", {:.2} % of established packets by the cookie", share * 100.0));

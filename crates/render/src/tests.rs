@@ -235,7 +235,7 @@ fn load_balancer_lines(state: LoadBalancerState) -> String {
     let mut status = sample_status();
     status.load_balancers[0].state = Some(state);
     let text = status::format_status(&status, Duration::ZERO);
-    text.split("\n\n").find(|part| part.starts_with("load balancer lb1")).unwrap().to_owned()
+    text.split("\n\n").find(|section| section.starts_with("load balancer lb1")).unwrap().to_owned()
 }
 
 #[test]
@@ -344,8 +344,8 @@ fn unreachable_controller_and_invalid_token_are_reported() {
     let error = Client::new(closed_address.into(), &token_path).unwrap_err().to_string();
     assert!(error.contains("No such file") && error.contains("--token-file"), "{error}");
     // No request is sent if the token is invalid.
-    for wrong in ["", "short", "two\nlines, 32 characters and more of it"] {
-        std::fs::write(&token_path, wrong).unwrap();
+    for invalid_token in ["", "short", "two\nlines, 32 characters and more of it"] {
+        std::fs::write(&token_path, invalid_token).unwrap();
         std::fs::set_permissions(&token_path, std::fs::Permissions::from_mode(0o600)).unwrap();
         let error = Client::new(closed_address.into(), &token_path).unwrap_err().to_string();
         assert!(error.contains("operator.token holds no token: expected at least 32 characters"), "{error}");

@@ -192,27 +192,28 @@ pub unsafe extern "C" fn coreward_serve(
     let options = unsafe { options.as_ref() };
     let allocator = options.map(|options| options.allocator).filter(|allocator| !allocator.is_null());
     // SAFETY: by the interface's contract.
-    let allocator = allocator.and_then(|allocator| unsafe { shared_ref(allocator) }).map(|shared| &shared.allocator);
-    let Worker { worker, shared } = worker;
-    let response_capacity = shared.payload_bytes();
+    let allocator =
+        allocator.and_then(|allocator| unsafe { shared_ref(allocator) }).map(|c_allocator| &c_allocator.allocator);
+    let Worker { worker, shared_runtime } = worker;
+    let response_capacity = shared_runtime.payload_bytes();
     let callbacks = HandlerCallbacks { handler, user_data: UserData(user), allocator, response_capacity };
     let attach_result = allocator.map_or(Ok(()), |allocator| allocator.enable_assigned_services(worker));
     let timer_ns = options.map_or(0, |options| options.timer_ns);
-    let (options, stop) = (options_or_defaults(options), &shared.stop_requested);
+    let (options, stop) = (options_or_defaults(options), &shared_runtime.stop_requested);
     let result = attach_result.and_then(|()| match timer_ns {
         0 => worker.serve(&callbacks, options, stop),
         _ => worker.serve_with_timer(&callbacks, options, Duration::from_nanos(timer_ns), stop),
     });
     match result {
-        Ok(found) => {
+        Ok(serve_counters) => {
             // SAFETY: by the interface's contract.
-            if let Some(place) = unsafe { counters.as_mut() } {
+            if let Some(counters_out) = unsafe { counters.as_mut() } {
                 let serve::ServeCounters {
                     served_requests: served,
                     preempting_requests: preempting,
                     oversized_responses: too_long,
-                } = found;
-                *place = ServeCounters { served, preempting, too_long };
+                } = serve_counters;
+                *counters_out = ServeCounters { served, preempting, too_long };
             }
             0
         }
@@ -231,7 +232,7 @@ fn options_or_defaults(options: Option<&ServeOptions>) -> serve::ServeOptions {
     serve::ServeOptions {
         quantum: duration_or_default(options.quantum_ns, default.quantum),
         spin_time: duration_or_default(options.spin_ns, default.spin_time),
-        sleep: duration_or_default(options.sleep_ns, default.sleep),
+        sleep_time: duration_or_default(options.sleep_ns, default.sleep_time),
         max_feedback_batch: if options.feedback_batch == 0 {
             default.max_feedback_batch
         } else {

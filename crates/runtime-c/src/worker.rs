@@ -19,7 +19,7 @@ use crate::call::{exclusive_ref, free_box, set_last_error, shared_ref, to_status
 /// A process that serves requests. It holds the registrations of its services.
 #[derive(Debug)]
 pub struct Runtime {
-    pub(crate) shared: Arc<SharedRuntime>,
+    pub(crate) shared_runtime: Arc<SharedRuntime>,
 }
 
 #[derive(Debug)]
@@ -36,9 +36,9 @@ impl SharedRuntime {
 
 #[derive(Debug)]
 pub struct Worker {
-    /// Borrows from `shared`, so it is dropped first.
+    /// Borrows from `shared_runtime`, so it is dropped first.
     pub(crate) worker: worker::Worker<'static>,
-    pub(crate) shared: Arc<SharedRuntime>,
+    pub(crate) shared_runtime: Arc<SharedRuntime>,
 }
 
 /// A request that was taken out of its core's queues.
@@ -69,8 +69,8 @@ pub unsafe extern "C" fn coreward_connect(path: *const c_char) -> *mut Runtime {
     let path = Path::new(OsStr::from_bytes(unsafe { CStr::from_ptr(path) }.to_bytes()));
     match worker::Runtime::connect(path) {
         Ok(runtime) => {
-            let shared = Arc::new(SharedRuntime { runtime, stop_requested: AtomicBool::new(false) });
-            Box::into_raw(Box::new(Runtime { shared }))
+            let shared_runtime = Arc::new(SharedRuntime { runtime, stop_requested: AtomicBool::new(false) });
+            Box::into_raw(Box::new(Runtime { shared_runtime }))
         }
         Err(error) => {
             set_last_error(error);
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn coreward_runtime_free(runtime: *mut Runtime) {
 pub unsafe extern "C" fn coreward_stop(runtime: *const Runtime) {
     // SAFETY: by the interface's contract.
     if let Some(runtime) = unsafe { runtime.as_ref() } {
-        runtime.shared.stop_requested.store(true, Relaxed);
+        runtime.shared_runtime.stop_requested.store(true, Relaxed);
     }
 }
 
@@ -99,21 +99,21 @@ pub unsafe extern "C" fn coreward_stop(runtime: *const Runtime) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_cores(runtime: *const Runtime) -> u16 {
     // SAFETY: by the interface's contract.
-    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.cores())
+    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared_runtime.runtime.core_count())
 }
 
 /// Returns the maximum length of requests and responses in bytes, or 0 if `runtime` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_payload_bytes(runtime: *const Runtime) -> usize {
     // SAFETY: by the interface's contract.
-    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.max_payload_bytes())
+    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared_runtime.runtime.max_payload_bytes())
 }
 
 /// Returns how many services the orchestrator has, or 0 if `runtime` is null.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_services(runtime: *const Runtime) -> u8 {
     // SAFETY: by the interface's contract.
-    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared.runtime.services().len() as u8)
+    unsafe { shared_ref(runtime) }.map_or(0, |runtime| runtime.shared_runtime.runtime.service_entries().len() as u8)
 }
 
 /// Registers this process as the one that serves a service (RegisterService). Address (in host byte order), port and
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn coreward_register_service(
     // SAFETY: by the interface's contract.
     let Some(runtime) = (unsafe { shared_ref(runtime) }) else { return -1 };
     let address = SocketAddrV4::new(Ipv4Addr::from_bits(address), port);
-    to_status_code(runtime.shared.runtime.register_service(service, address, priority))
+    to_status_code(runtime.shared_runtime.runtime.register_service(service, address, priority))
 }
 
 /// Attaches a worker to a core, on which no service is enabled at first. Returns null on an error.
@@ -137,11 +137,11 @@ pub unsafe extern "C" fn coreward_register_service(
 pub unsafe extern "C" fn coreward_worker_new(runtime: *const Runtime, core: u16) -> *mut Worker {
     // SAFETY: by the interface's contract.
     let Some(runtime) = (unsafe { shared_ref(runtime) }) else { return null_mut() };
-    let shared = runtime.shared.clone();
+    let shared_runtime = runtime.shared_runtime.clone();
     // SAFETY: the reference counter keeps the runtime in its place until the worker has been dropped.
-    let runtime: &'static SharedRuntime = unsafe { &*Arc::as_ptr(&shared) };
+    let runtime: &'static SharedRuntime = unsafe { &*Arc::as_ptr(&shared_runtime) };
     match runtime.runtime.attach_worker(core) {
-        Ok(worker) => Box::into_raw(Box::new(Worker { worker, shared })),
+        Ok(worker) => Box::into_raw(Box::new(Worker { worker, shared_runtime })),
         Err(error) => {
             set_last_error(error);
             null_mut()
@@ -239,12 +239,12 @@ pub unsafe extern "C" fn coreward_rearm_load_monitor(worker: *mut Worker, servic
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn coreward_next_hint(worker: *mut Worker, hint: *mut Hint) -> c_int {
     // SAFETY: by the interface's contract.
-    let (Some(worker), Some(place)) = (unsafe { exclusive_ref(worker) }, unsafe { exclusive_ref(hint) }) else {
+    let (Some(worker), Some(hint_out)) = (unsafe { exclusive_ref(worker) }, unsafe { exclusive_ref(hint) }) else {
         return -1;
     };
-    let Some(found) = worker.worker.next_hint() else { return 0 };
-    let scale_up = u8::from(found.hint == LoadHint::ScaleUp);
-    *place = Hint { waiting: found.waiting_services, service: found.service, scale_up };
+    let Some(hint_message) = worker.worker.next_hint() else { return 0 };
+    let scale_up = u8::from(hint_message.hint == LoadHint::ScaleUp);
+    *hint_out = Hint { waiting: hint_message.waiting_services, service: hint_message.service, scale_up };
     1
 }
 
@@ -263,16 +263,16 @@ pub unsafe extern "C" fn coreward_take_request(
     // SAFETY: by the interface's contract.
     let Some(worker) = (unsafe { exclusive_ref(worker) }) else { return null_mut() };
     match worker.worker.take_request() {
-        Ok(found) => {
+        Ok(taken_request) => {
             *error = 0;
-            let Some(request) = found else { return null_mut() };
+            let Some(request) = taken_request else { return null_mut() };
             let owned_request = Box::new(OwnedRequest { request });
             (*service, *payload) = (owned_request.request.service(), owned_request.request.payload.as_ptr());
             *length = owned_request.request.payload.len();
             Box::into_raw(owned_request)
         }
-        Err(found) => {
-            set_last_error(found);
+        Err(take_error) => {
+            set_last_error(take_error);
             null_mut()
         }
     }
@@ -287,7 +287,7 @@ pub unsafe extern "C" fn coreward_respond(
     length: usize,
 ) -> c_int {
     // SAFETY: by the interface's contract.
-    let (Some(worker), Some(taken)) = (unsafe { exclusive_ref(worker) }, unsafe { shared_ref(request) }) else {
+    let (Some(worker), Some(owned_request)) = (unsafe { exclusive_ref(worker) }, unsafe { shared_ref(request) }) else {
         return -1;
     };
     let response = match length {
@@ -295,7 +295,7 @@ pub unsafe extern "C" fn coreward_respond(
         // SAFETY: by the interface's contract.
         _ => unsafe { std::slice::from_raw_parts(response, length) },
     };
-    to_status_code(worker.worker.respond(&taken.request, response))
+    to_status_code(worker.worker.respond(&owned_request.request, response))
 }
 
 /// Frees a request from `coreward_take_request`, unless it is null.

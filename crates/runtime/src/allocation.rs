@@ -19,8 +19,8 @@ pub struct SharedCoreAllocator {
 }
 
 impl SharedCoreAllocator {
-    pub fn new(assignment: CoreAssignmentMode, cores: u16, reserved: ReservedCores) -> Self {
-        Self { allocation: Mutex::new(CoreAllocator::new(assignment, cores, reserved)) }
+    pub fn new(assignment: CoreAssignmentMode, core_count: u16, reserved_cores: ReservedCores) -> Self {
+        Self { allocation: Mutex::new(CoreAllocator::new(assignment, core_count, reserved_cores)) }
     }
 
     fn lock_allocation(&self) -> MutexGuard<'_, CoreAllocator> {
@@ -42,7 +42,7 @@ impl SharedCoreAllocator {
             let mut allocation = self.lock_allocation();
             for change in
                 allocation.apply_load_hint(hint.service, hint.hint, has_other_waiting_requests, |service, core| {
-                    worker.load(service, core)
+                    worker.queued_request_count(service, core)
                 })
             {
                 if change.is_running {

@@ -28,7 +28,7 @@ pub struct ResponseHeader {
 }
 
 pub(crate) fn client_of_slot(slot: &SlotHeader) -> SocketAddrV4 {
-    SocketAddrV4::new(Ipv4Addr::from(slot.address), slot.client_port)
+    SocketAddrV4::new(Ipv4Addr::from(slot.client_address), slot.client_port)
 }
 
 /// Returns the free slot in a core's ring, or an error if the ring is full or damaged.
@@ -96,9 +96,9 @@ impl CoreQueues {
         let core_cursors = self.segment.core_cursors(core);
         let core_rings = &mut self.rings_by_core[usize::from(core)];
         let geometry = &self.segment.geometry;
-        let adopt_position = |own: &AtomicU32, other: &AtomicU32| {
-            let position = other.load(Acquire);
-            own.store(position, Release);
+        let adopt_position = |own_cursor: &AtomicU32, other_cursor: &AtomicU32| {
+            let position = other_cursor.load(Acquire);
+            own_cursor.store(position, Release);
             position
         };
         let (tails, heads) = (&core_cursors.orchestrator_tails, &core_cursors.orchestrator_heads);
@@ -111,15 +111,21 @@ impl CoreQueues {
                     &core_cursors.worker_heads.data_heads[priority_index],
                 ),
             );
-            producer.clear(|slot| self.segment.sequence(geometry.request_offset(core, priority, slot)));
+            producer.clear_sequences(|slot| self.segment.sequence_at(geometry.request_offset(core, priority, slot)));
         }
-        core_rings.hint_producer =
-            Producer::new(MESSAGE_RING_SLOTS, adopt_position(&tails.messages, &core_cursors.worker_heads.messages));
-        core_rings.hint_producer.clear(|slot| self.segment.sequence(geometry.downlink_message_offset(core, slot)));
+        core_rings.hint_producer = Producer::new(
+            MESSAGE_RING_SLOTS,
+            adopt_position(&tails.message_tail, &core_cursors.worker_heads.message_head),
+        );
+        core_rings
+            .hint_producer
+            .clear_sequences(|slot| self.segment.sequence_at(geometry.downlink_message_offset(core, slot)));
         let response_position = adopt_position(&heads.data_heads[0], &core_cursors.worker_tails.data_tails[0]);
         core_rings.response_consumer = Consumer::new(geometry.response_slot_count(), response_position);
-        core_rings.message_consumer =
-            Consumer::new(MESSAGE_RING_SLOTS, adopt_position(&heads.messages, &core_cursors.worker_tails.messages));
+        core_rings.message_consumer = Consumer::new(
+            MESSAGE_RING_SLOTS,
+            adopt_position(&heads.message_head, &core_cursors.worker_tails.message_tail),
+        );
         core_rings.accepted_worker_number = core_cursors.worker_tails.worker_number.load(Acquire);
         tails.worker_number.store(core_rings.accepted_worker_number, Release);
     }
@@ -132,7 +138,7 @@ impl CoreQueues {
     /// Puts a request into one of the core's queues. Fails without sending it when the payload is too long, the
     /// priority has no queue, or the queue is full or damaged.
     #[inline]
-    pub fn send(
+    pub fn send_request(
         &mut self,
         core: u16,
         priority: u8,
@@ -155,17 +161,19 @@ impl CoreQueues {
             "requests",
         )?;
         let header = SlotHeader {
-            address: (*header.client.ip()).into(),
+            client_address: (*header.client.ip()).into(),
             client_port: header.client.port(),
-            service: header.service.into(),
-            length: length as u32,
+            service_number: header.service.into(),
+            payload_length: length as u32,
             completed_count: 0,
             arrived_ns: header.arrived_ns,
         };
         let slot_offset = geometry.request_offset(core, priority, free_slot);
         segment.write_slot(slot_offset, header, payload);
-        producer
-            .publish(segment.sequence(slot_offset), &core_cursors.orchestrator_tails.data_tails[usize::from(priority)]);
+        producer.publish(
+            segment.sequence_at(slot_offset),
+            &core_cursors.orchestrator_tails.data_tails[usize::from(priority)],
+        );
         Ok(())
     }
 
@@ -173,10 +181,11 @@ impl CoreQueues {
     pub fn send_hint(&mut self, core: u16, hint: HintMessage) -> Result<(), RuntimeError> {
         let core_cursors = self.segment.core_cursors(core);
         let hint_producer = &mut self.rings_by_core[usize::from(core)].hint_producer;
-        let free_slot = require_free_slot(hint_producer.free_slot(&core_cursors.worker_heads.messages), core, "hints")?;
+        let free_slot =
+            require_free_slot(hint_producer.free_slot(&core_cursors.worker_heads.message_head), core, "hints")?;
         let message_offset = self.segment.geometry.downlink_message_offset(core, free_slot);
         self.segment.write_message(message_offset, hint.into());
-        hint_producer.publish(self.segment.sequence(message_offset), &core_cursors.orchestrator_tails.messages);
+        hint_producer.publish(self.segment.sequence_at(message_offset), &core_cursors.orchestrator_tails.message_tail);
         Ok(())
     }
 
@@ -190,14 +199,14 @@ impl CoreQueues {
         mut receive: impl FnMut(ResponseHeader, Option<&[u8]>),
     ) -> usize {
         let Self { segment, rings_by_core: rings } = self;
-        let (lines, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].response_consumer);
+        let (core_cursors, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].response_consumer);
         let mut received_count = 0;
         while received_count < limit
             && let Some(slot) =
-                consumer.oldest_slot(|slot| segment.sequence(segment.geometry.response_offset(core, slot)))
+                consumer.oldest_slot(|slot| segment.sequence_at(segment.geometry.response_offset(core, slot)))
         {
             let (header, payload) = segment.read_slot(segment.geometry.response_offset(core, slot));
-            let service_number = u8::try_from(header.service).unwrap_or(u8::MAX);
+            let service_number = u8::try_from(header.service_number).unwrap_or(u8::MAX);
             receive(
                 ResponseHeader {
                     client: client_of_slot(&header),
@@ -207,7 +216,7 @@ impl CoreQueues {
                 payload,
             );
             consumer.advance();
-            consumer.publish(&lines.orchestrator_heads.data_heads[0]);
+            consumer.publish(&core_cursors.orchestrator_heads.data_heads[0]);
             received_count += 1;
         }
         received_count
@@ -218,18 +227,18 @@ impl CoreQueues {
     #[inline]
     pub fn receive_messages(&mut self, core: u16, limit: usize, mut receive: impl FnMut(Option<Message>)) -> usize {
         let Self { segment, rings_by_core: rings } = self;
-        let (lines, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].message_consumer);
+        let (core_cursors, consumer) = (segment.core_cursors(core), &mut rings[usize::from(core)].message_consumer);
         let mut received_count = 0;
         while received_count < limit
             && let Some(slot) =
-                consumer.oldest_slot(|slot| segment.sequence(segment.geometry.uplink_message_offset(core, slot)))
+                consumer.oldest_slot(|slot| segment.sequence_at(segment.geometry.uplink_message_offset(core, slot)))
         {
-            receive(segment.read_message(segment.geometry.uplink_message_offset(core, slot)).message());
+            receive(segment.read_message(segment.geometry.uplink_message_offset(core, slot)).to_message());
             consumer.advance();
             received_count += 1;
         }
         if received_count > 0 {
-            consumer.publish(&lines.orchestrator_heads.messages);
+            consumer.publish(&core_cursors.orchestrator_heads.message_head);
         }
         received_count
     }
@@ -256,7 +265,7 @@ impl SharedSegment {
         let header_pointer: *mut SlotHeader = self.slot_pointer(offset + SEQUENCE_BYTES, accessible_bytes);
         // SAFETY: inside the mapping and aligned (`Segment::slot`); any bit pattern is a header.
         let header = unsafe { header_pointer.read() };
-        let payload_length = header.length as usize;
+        let payload_length = header.payload_length as usize;
         let is_in_range = payload_length <= self.geometry.max_payload_bytes();
         // SAFETY: inside the slot, which no other side writes until it is returned.
         let payload = is_in_range

@@ -42,8 +42,8 @@ pub(crate) struct SegmentHeader {
     /// User id as which the orchestrator and all workers run.
     pub owner_user_id: AtomicU32,
     pub segment_bytes: AtomicU64,
-    pub cores: AtomicU32,
-    pub services: AtomicU32,
+    pub core_count: AtomicU32,
+    pub service_count: AtomicU32,
     pub priority_count: AtomicU32,
     pub slots_per_queue: AtomicU32,
     pub slot_bytes: AtomicU32,
@@ -63,7 +63,7 @@ pub(crate) struct ServiceRecord {
 pub(crate) struct RingTails {
     /// Tails of the request rings, by priority. In the worker's cache line, the first is the response ring's tail.
     pub data_tails: [AtomicU32; MAX_PRIORITIES as usize],
-    pub messages: AtomicU32,
+    pub message_tail: AtomicU32,
     /// In the worker's cache line, the number of this core's worker, counted from 1. In the orchestrator's cache line,
     /// the number of the last accepted worker. A worker's cursors continue from those of the previous one.
     pub worker_number: AtomicU32,
@@ -74,7 +74,7 @@ pub(crate) struct RingTails {
 #[repr(C, align(64))]
 pub(crate) struct RingHeads {
     pub data_heads: [AtomicU32; MAX_PRIORITIES as usize],
-    pub messages: AtomicU32,
+    pub message_head: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -90,10 +90,10 @@ pub(crate) struct CoreCursors {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct SlotHeader {
-    pub address: u32,
+    pub client_address: u32,
     pub client_port: u16,
-    pub service: u16,
-    pub length: u32,
+    pub service_number: u16,
+    pub payload_length: u32,
     /// Number of the service's requests that a response completes.
     pub completed_count: u32,
     /// Time at which a request arrived, in nanoseconds on the orchestrator's clock.
@@ -103,7 +103,7 @@ pub(crate) struct SlotHeader {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct RawMessage {
-    pub kind: u8,
+    pub message_kind: u8,
     pub service: u8,
     pub core: u16,
     pub count: u32,

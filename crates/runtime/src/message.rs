@@ -52,7 +52,7 @@ const KIND_REARM_MONITOR: u8 = 6;
 
 impl From<Message> for RawMessage {
     fn from(message: Message) -> Self {
-        let new_message = |kind, service, core| Self { kind, service, core, ..Self::default() };
+        let new_message = |kind, service, core| Self { message_kind: kind, service, core, ..Self::default() };
         match message {
             Message::EnableService { service, core } => new_message(KIND_ENABLE_SERVICE, service, core),
             Message::DisableService { service, core } => new_message(KIND_DISABLE_SERVICE, service, core),
@@ -76,8 +76,8 @@ impl From<Message> for RawMessage {
 impl RawMessage {
     /// Decodes a message from a worker. Returns `None` if no worker of this version would send it.
     #[inline]
-    pub fn message(self) -> Option<Message> {
-        let Self { kind, service, core, count, threshold, .. } = self;
+    pub fn to_message(self) -> Option<Message> {
+        let Self { message_kind: kind, service, core, count, threshold, .. } = self;
         let epoch = NonZeroU64::new(self.epoch).map(Epoch::new);
         Some(match kind {
             KIND_ENABLE_SERVICE => Message::EnableService { service, core },
@@ -99,7 +99,7 @@ impl RawMessage {
 
     /// Decodes a hint from the orchestrator. Returns `None` if no orchestrator of this version would send it.
     pub fn to_hint(self) -> Option<HintMessage> {
-        let load_hint = match self.kind {
+        let load_hint = match self.message_kind {
             KIND_SCALE_UP_MONITOR => LoadHint::ScaleUp,
             KIND_SCALE_DOWN_MONITOR => LoadHint::ScaleDown,
             _ => return None,
@@ -114,7 +114,7 @@ impl From<HintMessage> for RawMessage {
             LoadHint::ScaleUp => KIND_SCALE_UP_MONITOR,
             LoadHint::ScaleDown => KIND_SCALE_DOWN_MONITOR,
         };
-        Self { kind: message_kind, service, threshold: waiting_services, ..Self::default() }
+        Self { message_kind, service, threshold: waiting_services, ..Self::default() }
     }
 }
 
@@ -134,15 +134,15 @@ mod tests {
             Message::EnableLoadMonitor { service: 5, trigger: HintTrigger::ScaleDown(scale_down_condition) },
             Message::RearmLoadMonitor { service: 9 },
         ] {
-            assert_eq!(RawMessage::from(message).message(), Some(message));
+            assert_eq!(RawMessage::from(message).to_message(), Some(message));
         }
         for hint in [LoadHint::ScaleUp, LoadHint::ScaleDown] {
             let message = HintMessage { service: 3, hint, waiting_services: 1 << 63 };
             assert_eq!(RawMessage::from(message).to_hint(), Some(message));
         }
-        let message_without_epoch = RawMessage { kind: KIND_SCALE_UP_MONITOR, ..RawMessage::default() };
+        let message_without_epoch = RawMessage { message_kind: KIND_SCALE_UP_MONITOR, ..RawMessage::default() };
         assert_eq!(
-            (message_without_epoch.message(), RawMessage::default().message(), RawMessage::default().to_hint()),
+            (message_without_epoch.to_message(), RawMessage::default().to_message(), RawMessage::default().to_hint()),
             (None, None, None)
         );
     }

@@ -84,7 +84,7 @@ impl Producer {
     }
 
     /// Hides all slots that a predecessor may have published from the consumer. Must be called when this side starts.
-    pub fn clear<'a, C: Cursor + 'a>(&self, sequence: impl Fn(u32) -> &'a C) {
+    pub fn clear_sequences<'a, C: Cursor + 'a>(&self, sequence: impl Fn(u32) -> &'a C) {
         for position in (0..self.slot_count).map(|offset| self.own_tail.wrapping_add(offset)) {
             sequence(position & (self.slot_count - 1)).store(position);
         }
@@ -144,7 +144,7 @@ mod tests {
             let (head, tail) = (AtomicU32::new(start), AtomicU32::new(start));
             let sequences: Vec<AtomicU32> = (0..slots).map(|_| AtomicU32::new(start.wrapping_add(1))).collect();
             let mut producer = Producer::new(slots, start);
-            producer.clear(|slot| &sequences[slot as usize]);
+            producer.clear_sequences(|slot| &sequences[slot as usize]);
             let mut consumer = Consumer::new(slots, start);
             let (mut memory, mut expected) = (vec![0; slots as usize], VecDeque::new());
             for (value, produces) in steps.into_iter().enumerate() {
@@ -193,7 +193,7 @@ mod tests {
             producer.publish(sequence_of_slot(slot), &tail);
         }
         assert_eq!(Consumer::new(4, 1).oldest_slot(sequence_of_slot), Some(1), "published and not consumed");
-        Producer::new(4, 1).clear(sequence_of_slot);
+        Producer::new(4, 1).clear_sequences(sequence_of_slot);
         assert_eq!(Consumer::new(4, 1).oldest_slot(sequence_of_slot), None);
     }
 }

@@ -97,8 +97,8 @@ impl SharedSegment {
                 last: geometry.priority_count - 1,
             });
         }
-        if let Ok(previous) = OpenOptions::new().read(true).write(true).open(path)
-            && is_locked_by_other(&previous, LivenessLock::Orchestrator).unwrap_or(false)
+        if let Ok(previous_file) = OpenOptions::new().read(true).write(true).open(path)
+            && is_locked_by_other(&previous_file, LivenessLock::Orchestrator).unwrap_or(false)
         {
             return Err(RuntimeError::OrchestratorRunning);
         }
@@ -125,8 +125,8 @@ impl SharedSegment {
         header.layout_version.store(LAYOUT_VERSION, Relaxed);
         header.owner_user_id.store(nix::unistd::geteuid().as_raw(), Relaxed);
         header.segment_bytes.store(geometry.segment_bytes() as u64, Relaxed);
-        header.cores.store(geometry.core_count.into(), Relaxed);
-        header.services.store(services.len() as u32, Relaxed);
+        header.core_count.store(geometry.core_count.into(), Relaxed);
+        header.service_count.store(services.len() as u32, Relaxed);
         header.priority_count.store(geometry.priority_count.into(), Relaxed);
         header.slots_per_queue.store(geometry.slots_per_queue, Relaxed);
         header.slot_bytes.store(geometry.slot_bytes, Relaxed);
@@ -177,7 +177,7 @@ impl SharedSegment {
             return Err(RuntimeError::OtherUser { owner: owner_user_id, user });
         }
         let geometry = Geometry {
-            core_count: u16::try_from(header.cores.load(Relaxed)).unwrap_or(u16::MAX),
+            core_count: u16::try_from(header.core_count.load(Relaxed)).unwrap_or(u16::MAX),
             priority_count: u8::try_from(header.priority_count.load(Relaxed)).unwrap_or(u8::MAX),
             slots_per_queue: header.slots_per_queue.load(Relaxed),
             slot_bytes: header.slot_bytes.load(Relaxed),
@@ -191,8 +191,8 @@ impl SharedSegment {
     }
 
     /// Locks a byte for this open file. Returns false if another open file has locked it.
-    pub fn try_lock(&self, byte: LivenessLock) -> nix::Result<bool> {
-        match fcntl(self.memory_file.as_fd(), FcntlArg::F_OFD_SETLK(&byte.flock_request(libc::F_WRLCK))) {
+    pub fn try_lock(&self, lock: LivenessLock) -> nix::Result<bool> {
+        match fcntl(self.memory_file.as_fd(), FcntlArg::F_OFD_SETLK(&lock.flock_request(libc::F_WRLCK))) {
             Ok(_) => Ok(true),
             Err(Errno::EAGAIN | Errno::EACCES) => Ok(false),
             Err(error) => Err(error),
@@ -200,8 +200,8 @@ impl SharedSegment {
     }
 
     /// Returns whether another open file has locked the byte.
-    pub fn is_locked(&self, byte: LivenessLock) -> nix::Result<bool> {
-        is_locked_by_other(&self.memory_file, byte)
+    pub fn is_locked(&self, lock: LivenessLock) -> nix::Result<bool> {
+        is_locked_by_other(&self.memory_file, lock)
     }
 
     /// Returns whether the orchestrator that created the memory is alive. Only workers may call this.
@@ -210,7 +210,7 @@ impl SharedSegment {
     }
 
     pub fn service(&self, service: u8) -> Result<ServiceEntry, RuntimeError> {
-        let service_count = self.header().services.load(Relaxed);
+        let service_count = self.header().service_count.load(Relaxed);
         if u32::from(service) >= service_count {
             return Err(RuntimeError::UnknownService { service, services: service_count });
         }
@@ -243,7 +243,7 @@ impl SharedSegment {
 
     /// Returns the sequence number of the slot or message at `offset`.
     #[inline]
-    pub fn sequence(&self, offset: usize) -> &AtomicU32 {
+    pub fn sequence_at(&self, offset: usize) -> &AtomicU32 {
         self.ref_at(offset)
     }
 
@@ -265,8 +265,8 @@ impl SharedSegment {
     }
 }
 
-fn is_locked_by_other(file: &File, byte: LivenessLock) -> nix::Result<bool> {
-    let mut lock_request = byte.flock_request(libc::F_WRLCK);
+fn is_locked_by_other(file: &File, lock: LivenessLock) -> nix::Result<bool> {
+    let mut lock_request = lock.flock_request(libc::F_WRLCK);
     fcntl(file.as_fd(), FcntlArg::F_OFD_GETLK(&mut lock_request))?;
     Ok(lock_request.l_type != libc::F_UNLCK as i16)
 }

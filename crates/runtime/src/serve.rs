@@ -57,7 +57,7 @@ pub struct ServeOptions {
     /// Time for which an idle worker polls before it sleeps.
     pub spin_time: Duration,
     /// Time for which an idle worker sleeps between two polls. With 0 it always polls.
-    pub sleep: Duration,
+    pub sleep_time: Duration,
     /// Maximum number of requests without a response in one LoadFeedback, which is sent earlier if no request waits.
     pub max_feedback_batch: u32,
 }
@@ -65,7 +65,7 @@ pub struct ServeOptions {
 impl Default for ServeOptions {
     fn default() -> Self {
         let (spin_time, sleep_time) = (Duration::from_micros(20), Duration::from_micros(50));
-        Self { quantum: DEFAULT_QUANTUM, spin_time, sleep: sleep_time, max_feedback_batch: 4 }
+        Self { quantum: DEFAULT_QUANTUM, spin_time, sleep_time, max_feedback_batch: 4 }
     }
 }
 
@@ -146,16 +146,17 @@ impl Context<'_> {
 }
 
 impl Worker<'_> {
-    /// Serves requests until `stop` is set. Then disables all services on this core and serves the remaining requests.
-    /// Fails when the orchestrator has ended or the memory is damaged. In this case, the worker must connect again.
+    /// Serves requests until `stop_flag` is set. Then disables all services on this core and serves the remaining
+    /// requests. Fails when the orchestrator has ended or the memory is damaged. In this case, the worker must connect
+    /// again.
     pub fn serve(
         &mut self,
         handler: &dyn Handler,
         options: ServeOptions,
-        stop: &AtomicBool,
+        stop_flag: &AtomicBool,
     ) -> Result<ServeCounters, RuntimeError> {
         let mut server = RequestServer::new(self, handler, options);
-        serve_until_stopped(&mut server, options, stop)?;
+        serve_until_stopped(&mut server, options, stop_flag)?;
         server.serve_rest_and_detach()?;
         Ok(server.counters)
     }
@@ -178,11 +179,11 @@ fn try_yield<'w, 'r: 'w>(server: &mut impl ServerAccess<'w, 'r>) -> Result<(), R
 fn serve_until_stopped<'w, 'r: 'w>(
     server: &mut impl ServerAccess<'w, 'r>,
     options: ServeOptions,
-    stop: &AtomicBool,
+    stop_flag: &AtomicBool,
 ) -> Result<(), RuntimeError> {
     let mut idle_since = Instant::now();
     let mut orchestrator_checked_at = idle_since;
-    while !stop.load(Relaxed) {
+    while !stop_flag.load(Relaxed) {
         if serve_one(server)? {
             idle_since = Instant::now();
             continue;
@@ -192,10 +193,10 @@ fn serve_until_stopped<'w, 'r: 'w>(
             server.with_server(|server| server.worker.check_orchestrator())?;
             orchestrator_checked_at = Instant::now();
         }
-        if idle_since.elapsed() < options.spin_time || options.sleep.is_zero() {
+        if idle_since.elapsed() < options.spin_time || options.sleep_time.is_zero() {
             std::hint::spin_loop();
         } else {
-            std::thread::sleep(options.sleep);
+            std::thread::sleep(options.sleep_time);
         }
     }
     Ok(())
@@ -215,9 +216,11 @@ fn serve_higher_priorities<'w, 'r: 'w>(
     server: &mut impl ServerAccess<'w, 'r>,
     priority: u8,
 ) -> Result<(), RuntimeError> {
-    while let Some((higher, slot)) = server.with_server(|server| server.handle_hint_and_find_request(priority))? {
+    while let Some((higher_priority, slot)) =
+        server.with_server(|server| server.handle_hint_and_find_request(priority))?
+    {
         server.with_server(|server| server.counters.preempting_requests += 1);
-        serve_request(server, higher, slot)?;
+        serve_request(server, higher_priority, slot)?;
     }
     Ok(())
 }
@@ -235,7 +238,7 @@ fn serve_request<'w, 'r: 'w>(
         core,
         interrupted_slice: interrupted,
     } = server.with_server(|server| server.start_request(priority, slot))?;
-    let request = Request { client: client_of_slot(&header), service: header.service as u8, payload };
+    let request = Request { client: client_of_slot(&header), service: header.service_number as u8, payload };
     let mut context = Context { server, core, first_error: None };
     let reply = handler.handle(&request, &mut response, &mut context);
     if let Some(error) = context.first_error {
@@ -300,23 +303,24 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
         self.counters.served_requests += 1;
         let is_sent = reply == Reply::Send && self.send_response(header, &response)?;
         self.response_buffers[usize::from(priority)] = response;
-        if is_sent { Ok(()) } else { self.record_unreported_completion(header.service as u8) }
+        if is_sent { Ok(()) } else { self.record_unreported_completion(header.service_number as u8) }
     }
 
-    /// Acts on a waiting hint. Returns priority and slot of the next request with a higher priority than `limit`.
+    /// Acts on a waiting hint. Returns priority and slot of the next request with a higher priority than
+    /// `priority_limit`.
     #[inline]
-    fn handle_hint_and_find_request(&mut self, limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
+    fn handle_hint_and_find_request(&mut self, priority_limit: u8) -> Result<Option<(u8, u32)>, RuntimeError> {
         // Hints are handled before each request, because requests of higher priority may never stop arriving. A service
         // gets no further core until its hint is handled, because only one hint is sent at a time.
         if let Some(hint) = self.worker.next_hint() {
             self.handler.load_hint(hint, self.worker)?;
         }
-        Ok(self.worker.highest_priority_request(limit))
+        Ok(self.worker.highest_priority_request(priority_limit))
     }
 
     fn serve_rest_and_detach(&mut self) -> Result<(), RuntimeError> {
         let core = self.worker.core;
-        for service in 0..self.worker.runtime.services().len() as u8 {
+        for service in 0..self.worker.runtime.service_entries().len() as u8 {
             self.worker.disable_service(service, core)?;
         }
         self.worker.wait_until_messages_are_read()?;
@@ -334,18 +338,24 @@ impl<'w, 'r: 'w, H: Handler + ?Sized> RequestServer<'w, 'r, H> {
             self.counters.oversized_responses += 1;
             return Ok(false);
         }
-        let unreported_count = self.unreported_counts.get_mut(usize::from(header.service)).map_or(0, std::mem::take);
-        self.unreported_services &= !(1 << (header.service % MAX_SERVICES as u16));
-        let header = SlotHeader { length: response.len() as u32, completed_count: 1 + unreported_count, ..header };
+        let unreported_count =
+            self.unreported_counts.get_mut(usize::from(header.service_number)).map_or(0, std::mem::take);
+        self.unreported_services &= !(1 << (header.service_number % MAX_SERVICES as u16));
+        let header =
+            SlotHeader { payload_length: response.len() as u32, completed_count: 1 + unreported_count, ..header };
         self.worker.send_response(header, response)?;
         Ok(true)
     }
 
     fn record_unreported_completion(&mut self, service: u8) -> Result<(), RuntimeError> {
-        let Some(unreported) = self.unreported_counts.get_mut(usize::from(service)) else { return Ok(()) };
-        *unreported += 1;
+        let Some(unreported_count) = self.unreported_counts.get_mut(usize::from(service)) else { return Ok(()) };
+        *unreported_count += 1;
         self.unreported_services |= 1 << service;
-        if *unreported >= self.serve_options.max_feedback_batch { self.report_completions(service) } else { Ok(()) }
+        if *unreported_count >= self.serve_options.max_feedback_batch {
+            self.report_completions(service)
+        } else {
+            Ok(())
+        }
     }
 
     fn report_completions(&mut self, service: u8) -> Result<(), RuntimeError> {

@@ -37,7 +37,7 @@ impl Runtime {
         })
     }
 
-    pub fn cores(&self) -> u16 {
+    pub fn core_count(&self) -> u16 {
         self.segment.geometry.core_count
     }
 
@@ -66,8 +66,8 @@ impl Runtime {
         Ok(())
     }
 
-    fn try_lock(&self, byte: LivenessLock) -> Result<bool, RuntimeError> {
-        try_lock_byte(&self.segment, &self.memory_path, byte)
+    fn try_lock(&self, lock: LivenessLock) -> Result<bool, RuntimeError> {
+        try_lock_byte(&self.segment, &self.memory_path, lock)
     }
 
     /// Attaches a worker to a core, on which no service is enabled at first. Fails when the core is out of range or has
@@ -90,12 +90,12 @@ impl Runtime {
         };
         let worker_rings = WorkerRings {
             request_consumers: (0..geometry.priority_count).map(request_consumers).collect(),
-            hint_consumer: Consumer::new(MESSAGE_RING_SLOTS, core_cursors.worker_heads.messages.load(Relaxed)),
+            hint_consumer: Consumer::new(MESSAGE_RING_SLOTS, core_cursors.worker_heads.message_head.load(Relaxed)),
             response_producer: Producer::new(
                 geometry.response_slot_count(),
                 core_cursors.worker_tails.data_tails[0].load(Relaxed),
             ),
-            messages: Producer::new(MESSAGE_RING_SLOTS, core_cursors.worker_tails.messages.load(Relaxed)),
+            message_producer: Producer::new(MESSAGE_RING_SLOTS, core_cursors.worker_tails.message_tail.load(Relaxed)),
         };
         core_cursors.worker_tails.worker_number.store(worker_number, Release);
         let timeout = ORCHESTRATOR_TIMEOUT;
@@ -105,7 +105,7 @@ impl Runtime {
         Ok(Worker { runtime: self, core, worker_number, rings: worker_rings, segment })
     }
 
-    pub fn services(&self) -> Vec<ServiceEntry> {
+    pub fn service_entries(&self) -> Vec<ServiceEntry> {
         (0..=u8::MAX).map_while(|service| self.segment.service(service).ok()).collect()
     }
 
@@ -114,9 +114,10 @@ impl Runtime {
     }
 }
 
-fn try_lock_byte(segment: &SharedSegment, path: &Path, byte: LivenessLock) -> Result<bool, RuntimeError> {
-    let io = |error: nix::Error| RuntimeError::Io { action: "lock", path: path.to_owned(), error: error.into() };
-    segment.try_lock(byte).map_err(io)
+fn try_lock_byte(segment: &SharedSegment, path: &Path, lock: LivenessLock) -> Result<bool, RuntimeError> {
+    let to_runtime_error =
+        |error: nix::Error| RuntimeError::Io { action: "lock", path: path.to_owned(), error: error.into() };
+    segment.try_lock(lock).map_err(to_runtime_error)
 }
 
 /// Waits until the condition holds. Returns `false` after [`ORCHESTRATOR_TIMEOUT`].
@@ -149,7 +150,7 @@ pub(crate) struct WorkerRings {
     pub request_consumers: Vec<Consumer>,
     pub hint_consumer: Consumer,
     pub response_producer: Producer,
-    pub messages: Producer,
+    pub message_producer: Producer,
 }
 
 /// Request that a server has taken out of its core's queues.
@@ -161,7 +162,7 @@ pub struct TakenRequest {
 
 impl TakenRequest {
     pub fn service(&self) -> u8 {
-        self.slot_header.service as u8
+        self.slot_header.service_number as u8
     }
 }
 
@@ -216,7 +217,7 @@ impl Worker<'_> {
         let Self { segment, core, rings, .. } = self;
         let message = segment.read_message(segment.geometry.downlink_message_offset(*core, hint_slot));
         rings.hint_consumer.advance();
-        rings.hint_consumer.publish(&segment.core_cursors(*core).worker_heads.messages);
+        rings.hint_consumer.publish(&segment.core_cursors(*core).worker_heads.message_head);
         message.to_hint()
     }
 
@@ -227,7 +228,7 @@ impl Worker<'_> {
     #[inline]
     fn oldest_hint_slot(&self) -> Option<u32> {
         let sequence_of_slot =
-            |slot| self.segment.sequence(self.segment.geometry.downlink_message_offset(self.core, slot));
+            |slot| self.segment.sequence_at(self.segment.geometry.downlink_message_offset(self.core, slot));
         self.rings.hint_consumer.oldest_slot(sequence_of_slot)
     }
 
@@ -248,15 +249,18 @@ impl Worker<'_> {
         if length > limit {
             return Err(RuntimeError::TooLong { length, limit });
         }
-        self.send_response(SlotHeader { length: length as u32, completed_count: 1, ..request.slot_header }, response)
+        self.send_response(
+            SlotHeader { payload_length: length as u32, completed_count: 1, ..request.slot_header },
+            response,
+        )
     }
 
-    /// Returns priority and slot of the oldest request with the highest priority above `limit`.
+    /// Returns priority and slot of the oldest request with the highest priority above `priority_limit`.
     #[inline]
-    pub(crate) fn highest_priority_request(&self, limit: u8) -> Option<(u8, u32)> {
+    pub(crate) fn highest_priority_request(&self, priority_limit: u8) -> Option<(u8, u32)> {
         let sequence_of_slot =
-            |priority, slot| self.segment.sequence(self.segment.geometry.request_offset(self.core, priority, slot));
-        (0..limit).zip(&self.rings.request_consumers).find_map(|(priority, consumer)| {
+            |priority, slot| self.segment.sequence_at(self.segment.geometry.request_offset(self.core, priority, slot));
+        (0..priority_limit).zip(&self.rings.request_consumers).find_map(|(priority, consumer)| {
             let oldest_slot = consumer.oldest_slot(|slot| sequence_of_slot(priority, slot))?;
             Some((priority, oldest_slot))
         })
@@ -267,8 +271,8 @@ impl Worker<'_> {
         let geometry = &self.segment.geometry;
         let (header, payload) = self.segment.read_slot(geometry.request_offset(self.core, priority, slot));
         let max_payload_bytes = geometry.max_payload_bytes();
-        let payload =
-            payload.ok_or(RuntimeError::TooLong { length: header.length as usize, limit: max_payload_bytes })?;
+        let payload = payload
+            .ok_or(RuntimeError::TooLong { length: header.payload_length as usize, limit: max_payload_bytes })?;
         Ok((header, payload))
     }
 
@@ -281,7 +285,7 @@ impl Worker<'_> {
 
     /// Returns how many requests wait or are served at a core, in the queue for the priority of `service`. Returns 0 if
     /// the service is out of range. Panics if the core is out of range.
-    pub fn load(&self, service: u8, core: u16) -> u32 {
+    pub fn queued_request_count(&self, service: u8, core: u16) -> u32 {
         let core_cursors = self.segment.core_cursors(core);
         let Ok(ServiceEntry { priority, .. }) = self.segment.service(service) else { return 0 };
         let (tails, heads) = (&core_cursors.orchestrator_tails.data_tails, &core_cursors.worker_heads.data_heads);
@@ -305,20 +309,23 @@ impl Worker<'_> {
     }
 
     pub(crate) fn send_response(&mut self, header: SlotHeader, payload: &[u8]) -> Result<(), RuntimeError> {
-        let (core, lines) = (self.core, self.segment.core_cursors(self.core));
+        let (core, core_cursors) = (self.core, self.segment.core_cursors(self.core));
         let response_producer = &mut self.rings.response_producer;
         // The ring is not full, because it has a slot for each request that the core can have.
-        let free_slot =
-            require_free_slot(response_producer.free_slot(&lines.orchestrator_heads.data_heads[0]), core, "responses")?;
+        let free_slot = require_free_slot(
+            response_producer.free_slot(&core_cursors.orchestrator_heads.data_heads[0]),
+            core,
+            "responses",
+        )?;
         let slot_offset = self.segment.geometry.response_offset(core, free_slot);
         self.segment.write_slot(slot_offset, header, payload);
-        response_producer.publish(self.segment.sequence(slot_offset), &lines.worker_tails.data_tails[0]);
+        response_producer.publish(self.segment.sequence_at(slot_offset), &core_cursors.worker_tails.data_tails[0]);
         Ok(())
     }
 
     pub(crate) fn wait_until_messages_are_read(&self) -> Result<(), RuntimeError> {
         let orchestrator_heads = &self.segment.core_cursors(self.core).orchestrator_heads;
-        self.wait_until_read("messages", || self.rings.messages.is_empty(&orchestrator_heads.messages))
+        self.wait_until_read("messages", || self.rings.message_producer.is_empty(&orchestrator_heads.message_head))
     }
 
     pub(crate) fn wait_until_responses_are_read(&self) -> Result<(), RuntimeError> {
@@ -335,17 +342,17 @@ impl Worker<'_> {
     }
 
     pub(crate) fn send_message(&mut self, message: Message) -> Result<(), RuntimeError> {
-        let (core, lines) = (self.core, self.segment.core_cursors(self.core));
-        let message_producer = &mut self.rings.messages;
+        let (core, core_cursors) = (self.core, self.segment.core_cursors(self.core));
+        let message_producer = &mut self.rings.message_producer;
         let mut free_slot_result = Ok(None);
         wait_until(&self.segment, || {
-            free_slot_result = message_producer.free_slot(&lines.orchestrator_heads.messages);
+            free_slot_result = message_producer.free_slot(&core_cursors.orchestrator_heads.message_head);
             free_slot_result != Ok(None)
         })?;
         let free_slot = require_free_slot(free_slot_result, core, "messages")?;
         let message_offset = self.segment.geometry.uplink_message_offset(core, free_slot);
         self.segment.write_message(message_offset, message.into());
-        message_producer.publish(self.segment.sequence(message_offset), &lines.worker_tails.messages);
+        message_producer.publish(self.segment.sequence_at(message_offset), &core_cursors.worker_tails.message_tail);
         Ok(())
     }
 }

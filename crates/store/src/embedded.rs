@@ -114,9 +114,9 @@ impl EmbeddedStore {
             servers: decode_rows(&transaction, SERVERS_TABLE, |id| id)?,
             load_balancers: decode_rows(&transaction, LOAD_BALANCERS_TABLE, str::to_owned)?,
             document,
-            audit: Arc::new(decode_rows(&transaction, AUDIT_TABLE, |id| id)?.into_values().collect()),
+            audit_log: Arc::new(decode_rows(&transaction, AUDIT_TABLE, |id| id)?.into_values().collect()),
         };
-        rows.parse().map(Some)
+        rows.into_records().map(Some)
     }
 
     fn try_save_rows(&mut self, rows: &Rows) -> anyhow::Result<()> {
@@ -138,11 +138,11 @@ impl EmbeddedStore {
                 servers_table.insert(id, encode_row(server)?.as_slice())?;
             }
             let mut load_balancers_table = transaction.open_table(LOAD_BALANCERS_TABLE)?;
-            for (name, known) in &rows.load_balancers {
-                load_balancers_table.insert(name.as_str(), encode_row(known)?.as_slice())?;
+            for (name, record) in &rows.load_balancers {
+                load_balancers_table.insert(name.as_str(), encode_row(record)?.as_slice())?;
             }
             transaction.open_table(DOCUMENT_TABLE)?.insert(rows.document.generation, &*rows.document.text)?;
-            sync_rows(&transaction, AUDIT_TABLE, rows.audit.iter().map(|entry| (entry.id, entry)))?;
+            sync_rows(&transaction, AUDIT_TABLE, rows.audit_log.iter().map(|entry| (entry.id, entry)))?;
         }
         transaction.commit()?;
         Ok(())
@@ -187,13 +187,13 @@ fn open_table_if_present<K: Key + 'static, V: Value + 'static>(
 fn decode_rows<K: Key + 'static, Owned: Ord, Row: DeserializeOwned>(
     transaction: &ReadTransaction,
     definition: TableDefinition<'_, K, &'static [u8]>,
-    own: impl Fn(K::SelfType<'_>) -> Owned,
+    to_owned_key: impl Fn(K::SelfType<'_>) -> Owned,
 ) -> anyhow::Result<BTreeMap<Owned, Row>> {
     let mut decoded_rows = BTreeMap::new();
     let Some(table) = open_table_if_present(transaction, definition)? else { return Ok(decoded_rows) };
     for row in table.iter()? {
         let (key, row) = row?;
-        decoded_rows.insert(own(key.value()), serde_json::from_slice(row.value())?);
+        decoded_rows.insert(to_owned_key(key.value()), serde_json::from_slice(row.value())?);
     }
     Ok(decoded_rows)
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use coreward_api::types::AuditEntry;
 use coreward_etcd::EtcdError;
-use coreward_etcd::chunked_store::{ChunkedStore, Chunks};
+use coreward_etcd::chunked_store::{ChunkedStore, StateParts};
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use serde::Serialize;
@@ -58,9 +58,9 @@ impl EtcdStore {
         if parts.is_empty() {
             return Ok(None);
         }
-        let decode_result = decode_rows(parts).and_then(Rows::parse);
+        let decode_result = decode_rows(parts).and_then(Rows::into_records);
         decode_result.map(Some).map_err(|problem| StoreError::Content {
-            store: format!("etcd at {}", self.cluster.endpoints()),
+            store: format!("etcd at {}", self.cluster.endpoint_list()),
             problem: format!("{problem:#}"),
         })
     }
@@ -73,8 +73,8 @@ impl EtcdStore {
     }
 }
 
-fn encode_parts(rows: &Rows) -> anyhow::Result<Chunks> {
-    let mut parts = Chunks::new();
+fn encode_parts(rows: &Rows) -> anyhow::Result<StateParts> {
+    let mut parts = StateParts::new();
     add_row(&mut parts, FLEET_PART.to_owned(), &rows.fleet)?;
     add_row(&mut parts, LOAD_BALANCERS_PART.to_owned(), &rows.load_balancers)?;
     add_row(&mut parts, DOCUMENT_GENERATION_PART.to_owned(), &rows.document.generation)?;
@@ -88,36 +88,36 @@ fn encode_parts(rows: &Rows) -> anyhow::Result<Chunks> {
     for (group, servers) in &servers_by_part {
         add_row(&mut parts, format!("{SERVERS_PART_PREFIX}{group:04}"), servers)?;
     }
-    for (number, piece) in split_into_pieces(&rows.document.text).enumerate() {
-        add_row(&mut parts, format!("{DOCUMENT_PART_PREFIX}{number:06}"), &piece)?;
+    for (number, text_piece) in split_into_pieces(&rows.document.text).enumerate() {
+        add_row(&mut parts, format!("{DOCUMENT_PART_PREFIX}{number:06}"), &text_piece)?;
     }
-    for entries in rows.audit.chunk_by(|a, b| a.id / AUDIT_ENTRIES_PER_PART == b.id / AUDIT_ENTRIES_PER_PART) {
+    for entries in rows.audit_log.chunk_by(|a, b| a.id / AUDIT_ENTRIES_PER_PART == b.id / AUDIT_ENTRIES_PER_PART) {
         add_row(&mut parts, format!("{AUDIT_PART_PREFIX}{:012}", entries[0].id / AUDIT_ENTRIES_PER_PART), &entries)?;
     }
     Ok(parts)
 }
 
-fn add_row(parts: &mut Chunks, name: String, row: &impl Serialize) -> anyhow::Result<()> {
-    for (number, piece) in serde_json::to_vec(row)?.chunks(MAX_VALUE_BYTES).enumerate() {
+fn add_row(parts: &mut StateParts, name: String, row: &impl Serialize) -> anyhow::Result<()> {
+    for (number, chunk) in serde_json::to_vec(row)?.chunks(MAX_VALUE_BYTES).enumerate() {
         let part_name = if number == 0 { name.clone() } else { format!("{name} {number:06}") };
-        parts.insert(part_name, piece.to_vec());
+        parts.insert(part_name, chunk.to_vec());
     }
     Ok(())
 }
 
 /// Returns the content of each row by its name, joined from the pieces.
-fn join_rows(parts: &Chunks) -> BTreeMap<&str, Cow<'_, [u8]>> {
+fn join_rows(parts: &StateParts) -> BTreeMap<&str, Cow<'_, [u8]>> {
     let mut rows_by_name: BTreeMap<&str, Cow<'_, [u8]>> = BTreeMap::new();
-    for (name, piece) in parts {
+    for (name, chunk) in parts {
         match name.split_once(' ') {
-            Some((row, _)) => rows_by_name.entry(row).or_default().to_mut().extend_from_slice(piece),
-            None => drop(rows_by_name.insert(name, Cow::Borrowed(piece))),
+            Some((row, _)) => rows_by_name.entry(row).or_default().to_mut().extend_from_slice(chunk),
+            None => drop(rows_by_name.insert(name, Cow::Borrowed(chunk))),
         }
     }
     rows_by_name
 }
 
-fn decode_rows(parts: &Chunks) -> anyhow::Result<Rows> {
+fn decode_rows(parts: &StateParts) -> anyhow::Result<Rows> {
     let rows_by_name = join_rows(parts);
     let mut rows = Rows {
         fleet: decode_part(&rows_by_name, FLEET_PART)?,
@@ -125,7 +125,7 @@ fn decode_rows(parts: &Chunks) -> anyhow::Result<Rows> {
         servers: BTreeMap::new(),
         load_balancers: decode_part(&rows_by_name, LOAD_BALANCERS_PART)?,
         document: Document::default(),
-        audit: Arc::default(),
+        audit_log: Arc::default(),
     };
     let (mut text, mut audit) = (String::new(), Vec::new());
     // Pieces follow each other, because their names sort in this order.
@@ -141,7 +141,7 @@ fn decode_rows(parts: &Chunks) -> anyhow::Result<Rows> {
             audit.extend(serde_json::from_slice::<Vec<AuditEntry>>(value).with_context(row_description)?);
         }
     }
-    rows.audit = Arc::new(audit);
+    rows.audit_log = Arc::new(audit);
     rows.document = Document { generation: decode_part(&rows_by_name, DOCUMENT_GENERATION_PART)?, text: text.into() };
     Ok(rows)
 }
@@ -156,9 +156,9 @@ fn split_into_pieces(mut text: &str) -> impl Iterator<Item = &str> {
     std::iter::from_fn(move || {
         let piece_end =
             (0..=MAX_DOCUMENT_PIECE_BYTES.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
-        let (piece, rest) = text.split_at(piece_end);
+        let (text_piece, rest) = text.split_at(piece_end);
         text = rest;
-        (!piece.is_empty()).then_some(piece)
+        (!text_piece.is_empty()).then_some(text_piece)
     })
 }
 
@@ -171,7 +171,7 @@ mod tests {
     use super::super::tests::complete_records;
     use super::*;
     use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
-    use coreward_fleet::config::difference;
+    use coreward_fleet::config::list_changes;
 
     #[test]
     fn parts_contain_all_records() {
@@ -180,13 +180,13 @@ mod tests {
         records.document.text = text.into();
         let parts = encode_parts(&(&records).into()).unwrap();
         assert!(parts.keys().filter(|name| name.starts_with(DOCUMENT_PART_PREFIX)).count() > 2);
-        assert_eq!(decode_rows(&parts).and_then(Rows::parse).unwrap(), records);
+        assert_eq!(decode_rows(&parts).and_then(Rows::into_records).unwrap(), records);
     }
 
     /// Maximum size of a request to etcd, in bytes.
     const MAX_REQUEST_BYTES: usize = 3 << 19;
 
-    fn largest_value_bytes(parts: &Chunks) -> usize {
+    fn largest_value_bytes(parts: &StateParts) -> usize {
         parts.values().map(Vec::len).max().unwrap_or_default()
     }
 
@@ -203,12 +203,16 @@ mod tests {
         let mut records = complete_records();
         for edit in 0..60 {
             let change_texts: Vec<String> =
-                difference(&fleet_without(edit), &fleet_without(edit + 1)).iter().map(ToString::to_string).collect();
+                list_changes(&fleet_without(edit), &fleet_without(edit + 1)).iter().map(ToString::to_string).collect();
             assert_eq!(change_texts.len(), 2);
             let description = describe_changes(&change_texts);
-            let change_description =
-                ChangeDescription { action: "apply", target: String::new(), before: String::new(), after: description };
-            records.record_change(&Author::signal(), change_description, Duration::from_secs(1));
+            let change_description = ChangeDescription {
+                action: "apply",
+                target: String::new(),
+                state_before: String::new(),
+                state_after: description,
+            };
+            records.record_change(&Author::of_signal(), change_description, Duration::from_secs(1));
             let parts = encode_parts(&(&records).into()).unwrap();
             assert!(
                 largest_value_bytes(&parts) < MAX_REQUEST_BYTES,
@@ -227,16 +231,20 @@ mod tests {
         let parts = encode_parts(&(&records).into()).unwrap();
         assert!(largest_value_bytes(&parts) < MAX_REQUEST_BYTES, "{} bytes", largest_value_bytes(&parts));
         assert!(parts.contains_key("load_balancers 000003"), "{:?}", parts.keys());
-        assert_eq!(decode_rows(&parts).and_then(Rows::parse).unwrap(), records);
+        assert_eq!(decode_rows(&parts).and_then(Rows::into_records).unwrap(), records);
     }
 
     #[test]
     fn change_of_one_server_changes_one_part_only() {
-        let (before, mut after) = (complete_records(), complete_records());
-        after.servers.last_entry().unwrap().get_mut().address = [10, 2, 0, 99].into();
-        let [before, after] = [before, after].map(|records| encode_parts(&(&records).into()).unwrap());
-        let changed_parts: Vec<&String> =
-            after.iter().filter(|(name, value)| before.get(*name) != Some(*value)).map(|(name, _)| name).collect();
+        let (old_records, mut new_records) = (complete_records(), complete_records());
+        new_records.servers.last_entry().unwrap().get_mut().address = [10, 2, 0, 99].into();
+        let [old_parts, new_parts] =
+            [old_records, new_records].map(|records| encode_parts(&(&records).into()).unwrap());
+        let changed_parts: Vec<&String> = new_parts
+            .iter()
+            .filter(|(name, value)| old_parts.get(*name) != Some(*value))
+            .map(|(name, _)| name)
+            .collect();
         assert_eq!(changed_parts, ["servers/1023"]);
     }
 

@@ -85,20 +85,20 @@ mod tests {
         let service_record =
             ServiceRecord { index: ServiceIndex::new(63).unwrap(), hash_seed: u64::MAX, bucket_history };
         records.services.insert("web".into(), service_record);
-        for (id, left) in [(0u64, None), (16_383, Some(1_700_000_000))] {
-            let membership = left.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
+        for (id, left_at_s) in [(0u64, None), (16_383, Some(1_700_000_000))] {
+            let membership = left_at_s.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
             let server_record = ServerRecord {
                 name: format!("s{id}"),
                 address: [10, 2, 0, 11].into(),
-                is_in_document: left.is_none(),
-                services: [("web".to_owned(), membership)].into(),
-                drain: left.is_none().then(|| DrainRecord {
+                is_in_document: left_at_s.is_none(),
+                memberships: [("web".to_owned(), membership)].into(),
+                drain: left_at_s.is_none().then(|| DrainRecord {
                     changed_at: Duration::from_secs(1_700_000_000),
                     generation: 16,
                     services: Some(["web".to_owned()].into()),
                 }),
-                racks: left.is_some().then(|| ["r1".to_owned()].into()),
-                vlan: if left.is_some() { Vlan::new(4094).unwrap() } else { Vlan::UNTAGGED },
+                allowed_racks: left_at_s.is_some().then(|| ["r1".to_owned()].into()),
+                vlan: if left_at_s.is_some() { Vlan::new(4094).unwrap() } else { Vlan::UNTAGGED },
             };
             records.servers.insert(id.try_into().unwrap(), server_record);
         }
@@ -106,10 +106,10 @@ mod tests {
             let change_description = ChangeDescription {
                 action: "drain",
                 target: format!("s{n}"),
-                before: "active".into(),
-                after: "drained".into(),
+                state_before: "active".into(),
+                state_after: "drained".into(),
             };
-            records.record_change(&Author::signal(), change_description, Duration::from_secs(n));
+            records.record_change(&Author::of_signal(), change_description, Duration::from_secs(n));
         }
         records
     }

@@ -29,28 +29,28 @@ pub struct Rows {
     pub servers: BTreeMap<u16, ServerRow>,
     pub load_balancers: BTreeMap<String, LoadBalancerRow>,
     pub document: Document,
-    pub audit: Arc<Vec<AuditEntry>>,
+    pub audit_log: Arc<Vec<AuditEntry>>,
 }
 
 impl From<&Records> for Rows {
     fn from(records: &Records) -> Self {
         let service_rows = records.services.iter().map(|(name, service)| (name.clone(), service.into()));
         let server_rows = records.servers.iter().map(|(id, server)| (id.get(), server.into()));
-        let load_balancer_rows = records.load_balancers.iter().map(|(name, known)| (name.clone(), known.into()));
+        let load_balancer_rows = records.load_balancers.iter().map(|(name, record)| (name.clone(), record.into()));
         Self {
             fleet: records.into(),
             services: service_rows.collect(),
             servers: server_rows.collect(),
             load_balancers: load_balancer_rows.collect(),
             document: records.document.clone(),
-            audit: records.audit.clone(),
+            audit_log: records.audit_log.clone(),
         }
     }
 }
 
 impl Rows {
     /// Converts the rows to records. Fails if a value is invalid or the rows have another version of the format.
-    pub fn parse(self) -> anyhow::Result<Records> {
+    pub fn into_records(self) -> anyhow::Result<Records> {
         let mut records = self.fleet.into_records()?;
         for (name, row) in self.services {
             records.services.insert(name, row.into_record()?);
@@ -62,7 +62,7 @@ impl Rows {
             records.load_balancers.insert(name, row.into_record()?);
         }
         records.document = self.document;
-        records.audit = self.audit;
+        records.audit_log = self.audit_log;
         Ok(records)
     }
 }
@@ -138,10 +138,10 @@ impl From<&Records> for FleetRow {
             current_key_since: records.key_ring.current_since.as_secs(),
             announced: match records.key_ring.phase {
                 KeyPhase::Steady => None,
-                KeyPhase::Announced { forced } => Some(forced),
+                KeyPhase::Announced { is_forced } => Some(is_forced),
             },
             rss_key: records.rss_key.to_string(),
-            clock: records.last_write_at.map(|moment| moment.as_secs()),
+            clock: records.last_write_at.map(|time| time.as_secs()),
         }
     }
 }
@@ -159,14 +159,14 @@ impl FleetRow {
                 },
                 generation: self.keys_generation,
                 current_since: Duration::from_secs(self.current_key_since),
-                phase: self.announced.map_or(KeyPhase::Steady, |forced| KeyPhase::Announced { forced }),
+                phase: self.announced.map_or(KeyPhase::Steady, |is_forced| KeyPhase::Announced { is_forced }),
             },
             rss_key: self.rss_key.parse::<RssKey>()?,
             services: BTreeMap::new(),
             servers: BTreeMap::new(),
             load_balancers: BTreeMap::new(),
             document: Document::default(),
-            audit: Arc::default(),
+            audit_log: Arc::default(),
             last_write_at: self.clock.map(Duration::from_secs),
         })
     }
@@ -176,7 +176,9 @@ impl From<&ServiceRecord> for ServiceRow {
     fn from(service: &ServiceRecord) -> Self {
         let server_pairs =
             service.bucket_history.current_servers().iter().zip(service.bucket_history.previous_servers());
-        let bucket_servers = server_pairs.map(|(now, before)| (now.get(), before.map(ServerId::get))).collect();
+        let bucket_servers = server_pairs
+            .map(|(current_server, previous_server)| (current_server.get(), previous_server.map(ServerId::get)))
+            .collect();
         Self { index: service.index.get(), seed: service.hash_seed, buckets: bucket_servers }
     }
 }
@@ -185,8 +187,11 @@ impl ServiceRow {
     fn into_record(self) -> anyhow::Result<ServiceRecord> {
         let id = |number: u16| ServerId::try_from(u64::from(number));
         let current_servers = self.buckets.iter().map(|(now, _)| id(*now)).collect::<Result<_, _>>()?;
-        let previous_servers =
-            self.buckets.iter().map(|(_, before)| before.map(id).transpose()).collect::<Result<_, _>>()?;
+        let previous_servers = self
+            .buckets
+            .iter()
+            .map(|(_, previous_number)| previous_number.map(id).transpose())
+            .collect::<Result<_, _>>()?;
         Ok(ServiceRecord {
             index: ServiceIndex::parse("index", self.index.into())?,
             hash_seed: self.seed,
@@ -196,11 +201,11 @@ impl ServiceRow {
 }
 
 impl From<&LoadBalancerRecord> for LoadBalancerRow {
-    fn from(known: &LoadBalancerRecord) -> Self {
+    fn from(record: &LoadBalancerRecord) -> Self {
         Self {
-            owner: known.owner.map(TableOwnerNumber::get),
-            address: known.address,
-            left_at: known.disconnected_at.map(|moment| moment.as_secs()),
+            owner: record.owner.map(TableOwnerNumber::get),
+            address: record.address,
+            left_at: record.disconnected_at.map(|time| time.as_secs()),
         }
     }
 }
@@ -226,7 +231,7 @@ impl From<&ServerRecord> for ServerRow {
             address: server.address,
             in_file: server.is_in_document,
             services: server
-                .services
+                .memberships
                 .iter()
                 .map(|(name, membership)| (name.clone(), left_at_seconds(membership)))
                 .collect(),
@@ -235,7 +240,7 @@ impl From<&ServerRecord> for ServerRow {
                 generation: drain.generation,
                 services: drain.services.clone(),
             }),
-            racks: server.racks.clone(),
+            racks: server.allowed_racks.clone(),
             vlan: server.vlan.is_tagged().then(|| server.vlan.get()),
         }
     }
@@ -243,20 +248,20 @@ impl From<&ServerRecord> for ServerRow {
 
 impl ServerRow {
     fn into_record(self) -> anyhow::Result<ServerRecord> {
-        let to_membership = |left: Option<u64>| {
-            left.map_or(Membership::Present, |seconds| Membership::LeftAt(Duration::from_secs(seconds)))
+        let to_membership = |left_at_s: Option<u64>| {
+            left_at_s.map_or(Membership::Present, |seconds| Membership::LeftAt(Duration::from_secs(seconds)))
         };
         Ok(ServerRecord {
             name: self.name,
             address: self.address,
             is_in_document: self.in_file,
-            services: self.services.into_iter().map(|(name, left)| (name, to_membership(left))).collect(),
+            memberships: self.services.into_iter().map(|(name, left_at_s)| (name, to_membership(left_at_s))).collect(),
             drain: self.drain.map(|drain| DrainRecord {
                 changed_at: Duration::from_secs(drain.since),
                 generation: drain.generation,
                 services: drain.services,
             }),
-            racks: self.racks,
+            allowed_racks: self.racks,
             vlan: Vlan::from_id_or_untagged(self.vlan.unwrap_or(0).into())?,
         })
     }

@@ -29,7 +29,7 @@ use crate::failure::{Failure, FailureCounters, FailureReason};
 use crate::identity::{Identity, Role};
 use crate::io::Io;
 use crate::tls::Tls;
-use crate::verify::ClientCertificates;
+use crate::verify::ClientCertificatePolicy;
 use crate::verify::{ClientVerifier, RevocationList};
 
 /// Interval between checks whether the certificates of open connections are still valid.
@@ -62,9 +62,9 @@ impl Default for AcceptorLimits {
 
 #[derive(Debug)]
 pub struct ConnectionAcceptor {
-    protection: Option<TlsSettings>,
+    tls_settings: Option<TlsSettings>,
     limits: AcceptorLimits,
-    failures: Arc<FailureCounters>,
+    failure_counters: Arc<FailureCounters>,
     connections: Mutex<ConnectionRegistry>,
 }
 
@@ -72,12 +72,12 @@ pub struct ConnectionAcceptor {
 struct TlsSettings {
     tls: Arc<Tls>,
     accepted_roles: Vec<Role>,
-    client_certificates: ClientCertificates,
+    client_certificates: ClientCertificatePolicy,
     protocols: &'static [&'static str],
     revocation_list: RevocationList,
     /// Credentials against which the open connections were checked most recently.
     checked_credentials: Mutex<Arc<Credentials>>,
-    config: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
+    server_config_cache: Mutex<Option<(Arc<Credentials>, Arc<ServerConfig>)>>,
 }
 
 #[derive(Debug, Default)]
@@ -93,7 +93,7 @@ struct ConnectionRegistry {
 struct TrackedConnection {
     identity: Identity,
     fingerprint: Fingerprint,
-    chain: Vec<CertificateDer<'static>>,
+    certificate_chain: Vec<CertificateDer<'static>>,
     not_after: Duration,
     is_closed: AtomicBool,
     reader_waker: Mutex<Option<Waker>>,
@@ -102,8 +102,8 @@ struct TrackedConnection {
 impl TrackedConnection {
     /// Closes the connection if the verifier does not accept its peer's certificate.
     fn close_if_untrusted(&self, verifier: &ClientVerifier) {
-        let Some((own, others)) = self.chain.split_first() else { return };
-        if let Err(error) = verifier.verify_client_cert(own, others, UnixTime::now())
+        let Some((end_entity, intermediates)) = self.certificate_chain.split_first() else { return };
+        if let Err(error) = verifier.verify_client_cert(end_entity, intermediates, UnixTime::now())
             && !self.is_closed()
         {
             tracing::warn!(
@@ -130,7 +130,7 @@ impl TrackedConnection {
 
 impl ConnectionAcceptor {
     pub fn without_tls(limits: AcceptorLimits, failures: Arc<FailureCounters>) -> Arc<Self> {
-        Arc::new(Self { protection: None, limits, failures, connections: Mutex::default() })
+        Arc::new(Self { tls_settings: None, limits, failure_counters: failures, connections: Mutex::default() })
     }
 
     /// Creates an acceptor that requires a valid certificate with one of these roles. `protocols` are the names that
@@ -138,13 +138,13 @@ impl ConnectionAcceptor {
     pub fn with_tls(
         tls: Arc<Tls>,
         accepted_roles: &[Role],
-        client_certificates: ClientCertificates,
+        client_certificates: ClientCertificatePolicy,
         protocols: &'static [&'static str],
         revocation_list: RevocationList,
         limits: AcceptorLimits,
         failures: Arc<FailureCounters>,
     ) -> Arc<Self> {
-        let (accepted_roles, config, believed) =
+        let (accepted_roles, config, checked_credentials) =
             (accepted_roles.to_vec(), Mutex::default(), Mutex::new(tls.credentials()));
         let tls_settings = Some(TlsSettings {
             tls,
@@ -152,10 +152,10 @@ impl ConnectionAcceptor {
             client_certificates,
             protocols,
             revocation_list,
-            checked_credentials: believed,
-            config,
+            checked_credentials,
+            server_config_cache: config,
         });
-        Arc::new(Self { protection: tls_settings, limits, failures, connections: Mutex::default() })
+        Arc::new(Self { tls_settings, limits, failure_counters: failures, connections: Mutex::default() })
     }
 
     fn connections(&self) -> MutexGuard<'_, ConnectionRegistry> {
@@ -163,7 +163,10 @@ impl ConnectionAcceptor {
     }
 
     /// Returns a stream of accepted connections. Dropping the stream stops the acceptance of further ones.
-    pub fn admit(self: Arc<Self>, listener: TcpListener) -> impl Stream<Item = io::Result<AcceptedConnection>> {
+    pub fn accepted_connections(
+        self: Arc<Self>,
+        listener: TcpListener,
+    ) -> impl Stream<Item = io::Result<AcceptedConnection>> {
         let (sender, receiver) = mpsc::channel(ACCEPT_QUEUE_LENGTH);
         tokio::spawn(async move {
             tokio::select! {
@@ -174,39 +177,44 @@ impl ConnectionAcceptor {
         tokio_stream::wrappers::ReceiverStream::new(receiver)
     }
 
-    async fn accept(self: &Arc<Self>, listener: &TcpListener, admitted: &mpsc::Sender<io::Result<AcceptedConnection>>) {
-        let mut look = tokio::time::interval(POLL_INTERVAL);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    async fn accept(
+        self: &Arc<Self>,
+        listener: &TcpListener,
+        connection_sender: &mpsc::Sender<io::Result<AcceptedConnection>>,
+    ) {
+        let mut check_ticks = tokio::time::interval(POLL_INTERVAL);
+        check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            let accepted = tokio::select! {
-                accepted = listener.accept() => accepted,
-                _ = look.tick() => {
+            let accept_result = tokio::select! {
+                accept_result = listener.accept() => accept_result,
+                _ = check_ticks.tick() => {
                     self.close_invalid_connections();
                     continue;
                 }
             };
-            let (stream, address) = match accepted {
-                Ok(accepted) => accepted,
+            let (stream, address) = match accept_result {
+                Ok(connection) => connection,
                 Err(error) => {
-                    self.failures.count(&"a connection", &Failure::of(&error));
+                    self.failure_counters.count_and_log(&"a connection", &Failure::of(&error));
                     tokio::time::sleep(RETRY_DELAY).await;
                     continue;
                 }
             };
             // Limits are checked before a task is spawned, so that a flood costs little.
-            let Ok(place) = self.reserve_slot(address) else { continue };
-            let (acceptor, admitted) = (self.clone(), admitted.clone());
+            let Ok(handshake_slot) = self.reserve_handshake_slot(address) else { continue };
+            let (acceptor, connection_sender) = (self.clone(), connection_sender.clone());
             tokio::spawn(async move {
-                if let Ok(connection) = acceptor.accept_peer(stream, address, place).await {
+                if let Ok(connection) = acceptor.accept_peer(stream, address, handshake_slot).await {
                     // Sending fails if the receiver has been dropped. The connection is then closed.
-                    drop(admitted.send(Ok(connection)).await);
+                    drop(connection_sender.send(Ok(connection)).await);
                 }
             });
         }
     }
 
-    fn reserve_slot(self: &Arc<Self>, address: SocketAddr) -> Result<HandshakeSlot, Failure> {
-        HandshakeSlot::reserve(self, address.ip()).inspect_err(|failure| self.failures.count(&address, failure))
+    fn reserve_handshake_slot(self: &Arc<Self>, address: SocketAddr) -> Result<HandshakeSlot, Failure> {
+        HandshakeSlot::reserve(self, address.ip())
+            .inspect_err(|failure| self.failure_counters.count_and_log(&address, failure))
     }
 
     /// Completes the handshake of a connection that another listener has accepted. A rejection is counted and logged.
@@ -215,19 +223,19 @@ impl ConnectionAcceptor {
         stream: TcpStream,
         address: SocketAddr,
     ) -> Result<AcceptedConnection, Failure> {
-        let place = self.reserve_slot(address)?;
-        self.accept_peer(stream, address, place).await
+        let handshake_slot = self.reserve_handshake_slot(address)?;
+        self.accept_peer(stream, address, handshake_slot).await
     }
 
     async fn accept_peer(
         self: &Arc<Self>,
         stream: TcpStream,
         address: SocketAddr,
-        place: HandshakeSlot,
+        handshake_slot: HandshakeSlot,
     ) -> Result<AcceptedConnection, Failure> {
         let outcome = self.complete_handshake(stream, address).await;
-        drop(place);
-        outcome.inspect_err(|failure| self.failures.count(&address, failure))
+        drop(handshake_slot);
+        outcome.inspect_err(|failure| self.failure_counters.count_and_log(&address, failure))
     }
 
     async fn complete_handshake(
@@ -236,13 +244,13 @@ impl ConnectionAcceptor {
         address: SocketAddr,
     ) -> Result<AcceptedConnection, Failure> {
         stream.set_nodelay(true).map_err(|error| Failure::of(&error))?;
-        let Some(protection) = &self.protection else {
+        let Some(tls_settings) = &self.tls_settings else {
             let caller = Caller { address, identity: None, is_encrypted: false };
             return Ok(AcceptedConnection { io: Io::Plain(stream), caller, guard: None });
         };
-        let acceptor = TlsAcceptor::from(protection.config()?);
-        let handshake = tokio::time::timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await;
-        let stream = handshake
+        let acceptor = TlsAcceptor::from(tls_settings.server_config()?);
+        let result = tokio::time::timeout(self.limits.handshake_timeout, acceptor.accept(stream)).await;
+        let stream = result
             .map_err(|_| {
                 let message = format!("no handshake within {:?}", self.limits.handshake_timeout);
                 Failure { reason: FailureReason::Timeout, message }
@@ -280,7 +288,7 @@ impl ConnectionAcceptor {
         let connection = Arc::new(TrackedConnection {
             identity,
             fingerprint: certificate.fingerprint,
-            chain,
+            certificate_chain: chain,
             not_after: certificate.not_after,
             is_closed: AtomicBool::new(false),
             reader_waker: Mutex::default(),
@@ -292,10 +300,10 @@ impl ConnectionAcceptor {
     /// Closes connections when their certificates expire or are revoked. Users of [`Self::admit_connection`] must run
     /// this loop.
     pub async fn maintenance_loop(&self) -> std::convert::Infallible {
-        let mut look = tokio::time::interval(POLL_INTERVAL);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut check_ticks = tokio::time::interval(POLL_INTERVAL);
+        check_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            look.tick().await;
+            check_ticks.tick().await;
             self.close_invalid_connections();
         }
     }
@@ -305,8 +313,8 @@ impl ConnectionAcceptor {
     }
 
     pub(crate) fn close_invalid_connections_at(&self, now: Duration) {
-        let Some(protection) = &self.protection else { return };
-        if let Some(verifier) = protection.verifier_if_authority_removed() {
+        let Some(tls_settings) = &self.tls_settings else { return };
+        if let Some(verifier) = tls_settings.verifier_if_authority_removed() {
             let tracked_connections: Vec<Arc<TrackedConnection>> =
                 self.connections().connections_by_number.values().cloned().collect();
             // Verifying thousands of certificates takes as long as thousands of handshakes, so another thread does it.
@@ -316,14 +324,14 @@ impl ConnectionAcceptor {
         }
         for connection in self.connections().connections_by_number.values().filter(|connection| !connection.is_closed())
         {
-            let is_revoked = protection.revocation_list.contains(&connection.fingerprint);
+            let is_revoked = tls_settings.revocation_list.contains(&connection.fingerprint);
             if is_revoked || connection.not_after < now {
-                let why = if is_revoked { "is revoked" } else { "has expired" };
+                let problem = if is_revoked { "is revoked" } else { "has expired" };
                 let peer = &connection.identity;
                 tracing::warn!(
                     event = "connection-closed",
                     %peer,
-                    "the daemon closes the connection: the peer's certificate {why}"
+                    "the daemon closes the connection: the peer's certificate {problem}"
                 );
                 connection.close();
             }
@@ -356,11 +364,11 @@ impl TlsSettings {
         verifier.ok()
     }
 
-    fn config(&self) -> Result<Arc<ServerConfig>, Failure> {
+    fn server_config(&self) -> Result<Arc<ServerConfig>, Failure> {
         let credentials = self.tls.credentials();
-        let mut config = self.config.lock();
-        if let Some((of, config)) = &*config
-            && Arc::ptr_eq(of, &credentials)
+        let mut config = self.server_config_cache.lock();
+        if let Some((config_credentials, config)) = &*config
+            && Arc::ptr_eq(config_credentials, &credentials)
         {
             return Ok(config.clone());
         }
@@ -386,10 +394,12 @@ struct HandshakeSlot {
 impl HandshakeSlot {
     fn reserve(acceptor: &Arc<ConnectionAcceptor>, address: IpAddr) -> Result<Self, Failure> {
         let mut connections = acceptor.connections();
-        let (all, limits) = (connections.handshake_count, &acceptor.limits);
+        let (handshake_count, limits) = (connections.handshake_count, &acceptor.limits);
         let count = connections.handshakes_by_address.get(&address).copied().unwrap_or(0);
-        if all >= limits.max_handshakes || count >= limits.max_handshakes_per_address {
-            let message = format!("{count} handshakes of its address, {all} in all, are not done, which is the limit");
+        if handshake_count >= limits.max_handshakes || count >= limits.max_handshakes_per_address {
+            let message = format!(
+                "{count} handshakes of its address, {handshake_count} in all, are not done, which is the limit"
+            );
             return Err(Failure { reason: FailureReason::TooManyConnections, message });
         }
         connections.handshakes_by_address.insert(address, count + 1);

@@ -24,7 +24,7 @@ use rustls::pki_types::pem::PemObject as _;
 use time::OffsetDateTime;
 
 use crate::certificate::{Certificate, unix_now};
-use crate::disk::{self, write, write_secret};
+use crate::disk::{self, write_public_file, write_secret};
 use crate::identity::{Identity, Name, Role};
 
 /// Tolerated difference between the clocks of two machines. Certificates become valid this long before they are issued.
@@ -107,13 +107,13 @@ impl Authority {
         fs::read_to_string(&path).with_context(|| path.display().to_string())
     }
 
-    /// Creates an authority's key and certificate, and writes the certificates named in `published` to ca.crt.
+    /// Creates an authority's key and certificate, and writes the certificates named in `authority_names` to ca.crt.
     fn create_authority_files(
         &self,
         name: &str,
         fleet: &Name,
         validity: Validity,
-        published: &[&str],
+        authority_names: &[&str],
     ) -> anyhow::Result<()> {
         let key_pair = KeyPair::generate()?;
         let mut params = CertificateParams::default();
@@ -123,8 +123,8 @@ impl Authority {
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         (params.not_before, params.not_after) = (to_date_time(validity.not_before)?, to_date_time(validity.not_after)?);
         let certificate = params.self_signed(&key_pair)?;
-        write(&self.file_path(&format!("{name}.crt")), &certificate.pem())?;
-        self.write_ca_file(published)?;
+        write_public_file(&self.file_path(&format!("{name}.crt")), &certificate.pem())?;
+        self.write_ca_file(authority_names)?;
         write_secret(&self.file_path(&format!("{name}.key")), key_pair.serialize_pem())
     }
 
@@ -132,13 +132,13 @@ impl Authority {
     fn write_ca_file(&self, names: &[&str]) -> anyhow::Result<()> {
         let certificates: anyhow::Result<Vec<String>> =
             names.iter().map(|name| self.read_file(&format!("{name}.crt"))).collect();
-        write(&self.ca_path(), &certificates?.concat())
+        write_public_file(&self.ca_path(), &certificates?.concat())
     }
 
-    pub fn fleet(&self) -> anyhow::Result<Name> {
+    pub fn fleet_name(&self) -> anyhow::Result<Name> {
         let certificate_der = CertificateDer::from_pem_slice(self.read_file("authority.crt")?.as_bytes())?;
-        let (_, parsed) = x509_parser::parse_x509_certificate(&certificate_der)?;
-        let organization = parsed.subject().iter_organization().next().and_then(|name| name.as_str().ok());
+        let (_, x509_certificate) = x509_parser::parse_x509_certificate(&certificate_der)?;
+        let organization = x509_certificate.subject().iter_organization().next().and_then(|name| name.as_str().ok());
         let name =
             organization.context("authority.crt names no fleet (O): expected one that `coreward certs init` made")?;
         name.parse().map_err(anyhow::Error::msg)
@@ -192,7 +192,12 @@ impl Authority {
                     !exists("previous.crt"),
                     "previous.crt exists: expected `finish`, the last step of the roll-over before"
                 );
-                self.create_authority_files("next", &self.fleet()?, Validity::from_now(length), &["authority", "next"])
+                self.create_authority_files(
+                    "next",
+                    &self.fleet_name()?,
+                    Validity::from_now(length),
+                    &["authority", "next"],
+                )
             }
             RolloverStep::Switch => {
                 ensure!(
@@ -221,7 +226,7 @@ impl Authority {
                 "next.crt is no certificate of next.key: expected those of `begin`, the first step: remove both, and \
                  begin again"
             );
-            write(&self.file_path("previous.crt"), &self.read_file("authority.crt")?)?;
+            write_public_file(&self.file_path("previous.crt"), &self.read_file("authority.crt")?)?;
             disk::rename(&self.file_path("next.crt"), &self.file_path("authority.crt"))?;
         }
         self.write_ca_file(&["authority", "previous"])?;
@@ -235,8 +240,8 @@ impl Authority {
 
     fn is_signed_by(&self, key: &KeyPair, certificate: &str) -> anyhow::Result<bool> {
         let certificate_der = CertificateDer::from_pem_slice(self.read_file(certificate)?.as_bytes())?;
-        let (_, parsed) = x509_parser::parse_x509_certificate(&certificate_der)?;
-        Ok(parsed.public_key().raw == key.subject_public_key_info())
+        let (_, x509_certificate) = x509_parser::parse_x509_certificate(&certificate_der)?;
+        Ok(x509_certificate.public_key().raw == key.subject_public_key_info())
     }
 }
 
@@ -246,10 +251,10 @@ fn to_date_time(since_1970: Duration) -> anyhow::Result<OffsetDateTime> {
 
 impl IssuedCertificate {
     /// Writes the files ca.crt, own.crt and own.key to a directory.
-    pub fn write(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
+    pub fn write_files(&self, directory: &Path, authority: &Authority) -> anyhow::Result<()> {
         fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
-        write(&directory.join("ca.crt"), &authority.read_file("ca.crt")?)?;
+        write_public_file(&directory.join("ca.crt"), &authority.read_file("ca.crt")?)?;
         write_secret(&directory.join("own.key"), &self.key_pem)?;
-        write(&directory.join("own.crt"), &self.certificate_pem)
+        write_public_file(&directory.join("own.crt"), &self.certificate_pem)
     }
 }

@@ -47,7 +47,7 @@ impl Caller {
     }
 
     /// Fails with PERMISSION_DENIED unless the peer's certificate has this role and name.
-    pub fn require_name(&self, role: Role, name: &str) -> Result<(), Status> {
+    pub fn require_role_and_name(&self, role: Role, name: &str) -> Result<(), Status> {
         self.require_role(&[role])?;
         match &self.identity {
             Some(identity) if identity.name.as_str() != name => {
@@ -80,18 +80,18 @@ mod tests {
     #[test]
     fn agent_reports_for_its_own_server_only() {
         let agent = test_caller(Some("coreward://prod/agent/s1"), true);
-        assert!(agent.require_name(Role::Agent, "s1").is_ok());
-        let error = agent.require_name(Role::Agent, "s2").unwrap_err();
+        assert!(agent.require_role_and_name(Role::Agent, "s1").is_ok());
+        let error = agent.require_role_and_name(Role::Agent, "s2").unwrap_err();
         assert_eq!(error.code(), Code::PermissionDenied);
         assert_eq!(error.message(), "the certificate is for agent s1, not for agent s2: expected its own name");
-        let error = agent.require_name(Role::Lb, "s1").unwrap_err();
+        let error = agent.require_role_and_name(Role::Lb, "s1").unwrap_err();
         assert_eq!(error.message(), "the certificate is for agent s1: expected lb");
         assert!(agent.require_role(&[Role::Operator, Role::Viewer]).is_err());
     }
 
     #[test]
     fn plain_connection_has_every_permission() {
-        assert!(test_caller(None, false).require_name(Role::Lb, "lb1").is_ok());
+        assert!(test_caller(None, false).require_role_and_name(Role::Lb, "lb1").is_ok());
         let error = test_caller(None, true).require_role(&[Role::Viewer]).unwrap_err();
         assert_eq!(error.message(), "the certificate is for no identity: expected viewer");
     }

@@ -16,7 +16,7 @@ pub struct Certificate {
     /// Owner's identity, or `None` for an authority or if the certificate was not issued for coreward.
     pub identity: Option<Identity>,
     /// Host names and IP addresses that the certificate lists as subject alternative names.
-    pub addresses: Vec<String>,
+    pub hosts: Vec<String>,
     pub is_authority: bool,
     /// Begin of the validity, as time since 1970.
     pub not_before: Duration,
@@ -28,9 +28,11 @@ pub struct Certificate {
 impl Certificate {
     /// Parses a certificate in DER. Fails if it is malformed or contains several identities.
     pub fn read(der: &CertificateDer<'_>) -> Result<Self, String> {
-        let (_, parsed) =
+        let (_, x509_certificate) =
             X509Certificate::from_der(der).map_err(|error| format!("not an X.509 certificate: {error}"))?;
-        let names = parsed.subject_alternative_name().map_err(|error| format!("its names cannot be read: {error}"))?;
+        let names = x509_certificate
+            .subject_alternative_name()
+            .map_err(|error| format!("its names cannot be read: {error}"))?;
         let names = names.map(|names| names.value.general_names.as_slice()).unwrap_or_default();
         let uris = names.iter().filter_map(|name| match name {
             GeneralName::URI(uri) if uri.starts_with(URI_SCHEME) => Some(*uri),
@@ -44,12 +46,12 @@ impl Certificate {
         let to_duration =
             |time: x509_parser::time::ASN1Time| Duration::from_secs(time.timestamp().max(0).unsigned_abs());
         Ok(Self {
-            subject: parsed.subject().to_string(),
+            subject: x509_certificate.subject().to_string(),
             identity,
-            addresses: names.iter().filter_map(host_name_or_address).collect(),
-            is_authority: parsed.is_ca(),
-            not_before: to_duration(parsed.validity().not_before),
-            not_after: to_duration(parsed.validity().not_after),
+            hosts: names.iter().filter_map(host_name_or_address).collect(),
+            is_authority: x509_certificate.is_ca(),
+            not_before: to_duration(x509_certificate.validity().not_before),
+            not_after: to_duration(x509_certificate.validity().not_after),
             fingerprint: Fingerprint::of(der),
         })
     }
@@ -98,8 +100,8 @@ impl Fingerprint {
 impl std::fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let mut text = String::with_capacity(95);
-        for (place, byte) in self.0.iter().enumerate() {
-            write!(text, "{}{byte:02X}", if place == 0 { "" } else { ":" })?;
+        for (index, byte) in self.0.iter().enumerate() {
+            write!(text, "{}{byte:02X}", if index == 0 { "" } else { ":" })?;
         }
         f.write_str(&text)
     }
@@ -110,7 +112,7 @@ impl std::str::FromStr for Fingerprint {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let hex_digits: Vec<u8> = text.bytes().filter(|byte| *byte != b':').collect();
-        let parse_byte = |pair: &[u8]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
+        let parse_byte = |digit_pair: &[u8]| u8::from_str_radix(std::str::from_utf8(digit_pair).ok()?, 16).ok();
         let bytes: Option<Vec<u8>> = hex_digits.chunks(2).map(parse_byte).collect();
         let bytes =
             bytes.filter(|_| hex_digits.iter().all(u8::is_ascii_hexdigit)).and_then(|bytes| bytes.try_into().ok());

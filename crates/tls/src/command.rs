@@ -30,7 +30,7 @@ enum Command {
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
         #[command(flatten)]
-        folder: AuthorityArgs,
+        authority_args: AuthorityArgs,
     },
     /// Issue a certificate: write certificate, key and ca.crt into a directory to copy to the machine
     Issue {
@@ -51,7 +51,7 @@ enum Command {
         #[arg(long, value_name = "DIRECTORY")]
         out: Option<PathBuf>,
         #[command(flatten)]
-        folder: AuthorityArgs,
+        authority_args: AuthorityArgs,
     },
     /// Renew certificates and keys
     Renew {
@@ -62,7 +62,7 @@ enum Command {
         #[arg(long, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: Option<u32>,
         #[command(flatten)]
-        folder: AuthorityArgs,
+        authority_args: AuthorityArgs,
     },
     /// Show owner, validity and fingerprint of each certificate
     Show {
@@ -78,7 +78,7 @@ enum Command {
         #[arg(long, default_value_t = 3650, value_parser = clap::value_parser!(u32).range(1..=36_500))]
         days: u32,
         #[command(flatten)]
-        folder: AuthorityArgs,
+        authority_args: AuthorityArgs,
     },
 }
 
@@ -96,7 +96,7 @@ fn days_to_duration(days: u32) -> Duration {
 /// Runs `coreward certs` and returns its output. Fails when files cannot be read or written, or are invalid.
 pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
     match &args.command {
-        Command::Init { fleet, days: length, folder } => {
+        Command::Init { fleet, days: length, authority_args: folder } => {
             let authority = Authority::init(&folder.directory, fleet, days_to_duration(*length))?;
             let directory = folder.directory.display();
             Ok(format!(
@@ -105,9 +105,9 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
                 authority.ca_path().display()
             ))
         }
-        Command::Issue { role, name, address, days: length, out, folder } => {
+        Command::Issue { role, name, address, days: length, out, authority_args: folder } => {
             let authority = Authority::open(&folder.directory)?;
-            let identity = Identity { fleet: authority.fleet()?, role: *role, name: name.clone() };
+            let identity = Identity { fleet: authority.fleet_name()?, role: *role, name: name.clone() };
             let default_directory = || folder.directory.join(format!("{role}-{name}").replace('/', "_"));
             let output_directory = out.clone().unwrap_or_else(default_directory);
             ensure_same_owner(&output_directory, &identity)?;
@@ -119,14 +119,14 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
                 output_directory.display()
             ))
         }
-        Command::Renew { bundles, days: length, folder } => {
+        Command::Renew { bundles, days: length, authority_args: folder } => {
             let authority = Authority::open(&folder.directory)?;
             let lines: anyhow::Result<Vec<String>> =
                 bundles.iter().map(|bundle| renew(&authority, bundle, length.map(days_to_duration))).collect();
             Ok(lines?.join("\n"))
         }
         Command::Show { files } => format_certificate_table(files),
-        Command::RollOver { step, days: length, folder } => {
+        Command::RollOver { step, days: length, authority_args: folder } => {
             let authority = Authority::open(&folder.directory)?;
             authority.roll_over(*step, days_to_duration(*length))?;
             let next_step = match step {
@@ -151,11 +151,13 @@ fn host(text: &str) -> Result<String, String> {
 fn ensure_same_owner(bundle: &Path, identity: &Identity) -> anyhow::Result<()> {
     let certificate_path = bundle.join("own.crt");
     let Ok(certificates) = read_certificates(&certificate_path) else { return Ok(()) };
-    if let Some(other) = certificates.first().and_then(|own| own.identity.as_ref()).filter(|other| *other != identity) {
+    if let Some(other_identity) =
+        certificates.first().and_then(|certificate| certificate.identity.as_ref()).filter(|other| *other != identity)
+    {
         anyhow::bail!(
-            "{} is for {other} of fleet {}: expected another --out for {identity}",
+            "{} is for {other_identity} of fleet {}: expected another --out for {identity}",
             certificate_path.display(),
-            other.fleet
+            other_identity.fleet
         );
     }
     Ok(())
@@ -166,9 +168,9 @@ fn issue_and_write(
     identity: &Identity,
     addresses: &[String],
     length: Duration,
-    out: &Path,
+    output_directory: &Path,
 ) -> anyhow::Result<()> {
-    authority.issue(identity, addresses, Validity::from_now(length))?.write(out, authority)
+    authority.issue(identity, addresses, Validity::from_now(length))?.write_files(output_directory, authority)
 }
 
 fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyhow::Result<String> {
@@ -177,7 +179,7 @@ fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyh
     let identity = old_certificate
         .identity
         .with_context(|| format!("{} has no identity of a fleet", certificate_path.display()))?;
-    let fleet = authority.fleet()?;
+    let fleet = authority.fleet_name()?;
     anyhow::ensure!(
         identity.fleet == fleet,
         "{}: it is of fleet {}, the authority of {fleet}",
@@ -186,7 +188,7 @@ fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyh
     );
     let validity_length =
         length.unwrap_or(old_certificate.not_after.saturating_sub(old_certificate.not_before + CLOCK_TOLERANCE));
-    issue_and_write(authority, &identity, &old_certificate.addresses, validity_length, bundle)?;
+    issue_and_write(authority, &identity, &old_certificate.hosts, validity_length, bundle)?;
     Ok(format!("{}: for {identity}, until {}", bundle.display(), format_date(unix_now() + validity_length)))
 }
 
@@ -216,7 +218,7 @@ fn certificate_row(file: &Path, certificate: &Certificate) -> [String; 6] {
         Duration::ZERO => format!("{} (expired)", format_date(certificate.not_after)),
         _ => format_date(certificate.not_after),
     };
-    let addresses = certificate.addresses.join(", ");
+    let addresses = certificate.hosts.join(", ");
     [
         file.display().to_string(),
         owner_and_fleet.0,
@@ -249,11 +251,12 @@ mod tests {
             run(&cli.certs).map_err(|error| error.to_string())
         };
         run_certs(&["init", "--fleet", "prod"]).unwrap();
-        for good in ["c1.example", "10.1.0.1", "fd00::1", "localhost"] {
-            run_certs(&["issue", "--role", "controller", "--name", "c1", "--address", good]).unwrap();
+        for valid_host in ["c1.example", "10.1.0.1", "fd00::1", "localhost"] {
+            run_certs(&["issue", "--role", "controller", "--name", "c1", "--address", valid_host]).unwrap();
         }
-        for bad in ["bad host", "", "https://c1.example", "10.1.0.1:7401"] {
-            let error = run_certs(&["issue", "--role", "controller", "--name", "c1", "--address", bad]).unwrap_err();
+        for invalid_host in ["bad host", "", "https://c1.example", "10.1.0.1:7401"] {
+            let error =
+                run_certs(&["issue", "--role", "controller", "--name", "c1", "--address", invalid_host]).unwrap_err();
             assert!(error.contains("expected a host name or an IP address"), "{error}");
         }
         // Both names would be mapped to the same directory.

@@ -48,9 +48,9 @@ impl Connector {
 }
 
 async fn complete_handshake(config: Arc<ClientConfig>, host: ServerName<'static>, stream: TcpStream) -> io::Result<Io> {
-    let connected = TlsConnector::from(config).connect(host, stream).await;
+    let connect_result = TlsConnector::from(config).connect(host, stream).await;
     // This error describes the failure for the operator, unlike that of the library.
-    let stream = connected.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
+    let stream = connect_result.map_err(|error| io::Error::new(error.kind(), Failure::of(&error)))?;
     Ok(Io::Tls(Box::new(stream.into())))
 }
 
@@ -74,8 +74,8 @@ impl HttpsConnector {
 
     /// Connects to `address`, to which the user's `host` was resolved, and verifies the controller.
     pub async fn connect(&self, host: &str, address: SocketAddr) -> io::Result<Io> {
-        let wrong = |_| io::Error::other(format!("{host:?}: expected a host name or an address"));
-        let host = ServerName::try_from(host.to_owned()).map_err(wrong)?;
+        let invalid_host_error = |_| io::Error::other(format!("{host:?}: expected a host name or an address"));
+        let host = ServerName::try_from(host.to_owned()).map_err(invalid_host_error)?;
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         complete_handshake(self.0.clone(), host, stream).await

@@ -13,16 +13,16 @@ use rustls::{ClientConfig, ConfigBuilder, RootCertStore, ServerConfig};
 
 use crate::certificate::Certificate;
 use crate::identity::{Identity, Name, Role};
-use crate::verify::{ClientCertificates, ClientVerifier, ExpectedHost, RevocationList, ServerVerifier};
+use crate::verify::{ClientCertificatePolicy, ClientVerifier, ExpectedHost, RevocationList, ServerVerifier};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CredentialFiles {
     /// Path of the file with the trusted authorities' certificates (PEM).
-    pub ca: PathBuf,
+    pub ca_path: PathBuf,
     /// Path of the file with the daemon's own certificate and its chain (PEM).
-    pub certificate: PathBuf,
+    pub certificate_path: PathBuf,
     /// Path of the private key (PEM), which only its owner may be able to read.
-    pub key: PathBuf,
+    pub key_path: PathBuf,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -51,9 +51,9 @@ pub struct Credentials {
 impl Credentials {
     pub fn find_problems(files: &CredentialFiles) -> Vec<CredentialError> {
         let problems = [
-            read_authorities(&files.ca).err(),
-            read_chain("certificate", &files.certificate).err(),
-            read_private_key(&files.key).err(),
+            read_authorities(&files.ca_path).err(),
+            read_chain("certificate", &files.certificate_path).err(),
+            read_private_key(&files.key_path).err(),
         ];
         let problems: Vec<CredentialError> = problems.into_iter().flatten().collect();
         match problems.is_empty() {
@@ -63,8 +63,8 @@ impl Credentials {
     }
 
     pub fn load(files: &CredentialFiles) -> Result<Self, CredentialError> {
-        let (roots, authorities) = read_authorities(&files.ca)?;
-        let path = &files.certificate;
+        let (roots, authorities) = read_authorities(&files.ca_path)?;
+        let path = &files.certificate_path;
         let chain = read_chain("certificate", path)?;
         let own_certificate =
             Certificate::read(&chain[0]).map_err(|problem| credential_error("certificate", path, problem))?;
@@ -73,7 +73,7 @@ impl Credentials {
             credential_error("certificate", path, format!("the first certificate has no identity: {expected}"))
         };
         let identity = own_certificate.identity.clone().ok_or_else(no_identity_error)?;
-        let private_key = read_private_key(&files.key)?;
+        let private_key = read_private_key(&files.key_path)?;
         let credentials = Self {
             identity,
             own_certificate,
@@ -84,7 +84,7 @@ impl Credentials {
         };
         // This fails unless key and certificate belong together.
         credentials.client_config(&[Role::Controller], ExpectedHost::Any, "h2").map_err(|error| {
-            credential_error("key", &files.key, format!("{error}: expected the key of {}", path.display()))
+            credential_error("key", &files.key_path, format!("{error}: expected the key of {}", path.display()))
         })?;
         Ok(credentials)
     }
@@ -92,35 +92,42 @@ impl Credentials {
     /// Returns the TLS configuration for connecting to peers of these roles. `protocol` is the name that ALPN offers.
     pub fn client_config(
         &self,
-        expected: &[Role],
+        expected_roles: &[Role],
         host: ExpectedHost,
         protocol: &str,
     ) -> Result<ClientConfig, rustls::Error> {
         let fleet = Some(self.identity.fleet.clone());
-        let builder = client_builder(self.roots.clone(), fleet, expected, host)?;
+        let builder = client_builder(self.roots.clone(), fleet, expected_roles, host)?;
         let config = builder.with_client_auth_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
         Ok(finish_client_config(config, protocol))
     }
 
     pub fn client_verifier(
         &self,
-        accepted: &[Role],
-        certificates: ClientCertificates,
-        revoked: RevocationList,
+        accepted_roles: &[Role],
+        certificates: ClientCertificatePolicy,
+        revocation_list: RevocationList,
     ) -> anyhow::Result<ClientVerifier> {
         let fleet = self.identity.fleet.clone();
-        ClientVerifier::new(self.roots.clone(), &crypto_provider(), fleet, accepted, certificates, revoked)
+        ClientVerifier::new(
+            self.roots.clone(),
+            &crypto_provider(),
+            fleet,
+            accepted_roles,
+            certificates,
+            revocation_list,
+        )
     }
 
     /// Returns the TLS configuration for accepting connections from peers of these roles.
     pub fn server_config(
         &self,
-        accepted: &[Role],
-        certificates: ClientCertificates,
-        revoked: RevocationList,
+        accepted_roles: &[Role],
+        certificates: ClientCertificatePolicy,
+        revocation_list: RevocationList,
         protocols: &[&str],
     ) -> anyhow::Result<ServerConfig> {
-        let verifier = self.client_verifier(accepted, certificates, revoked)?;
+        let verifier = self.client_verifier(accepted_roles, certificates, revocation_list)?;
         let builder = ServerConfig::builder_with_provider(crypto_provider()).with_protocol_versions(&[&TLS13])?;
         let builder = builder.with_client_cert_verifier(Arc::new(verifier));
         let mut config = builder.with_single_cert(self.certificate_chain.clone(), self.private_key.clone_key())?;
@@ -140,24 +147,24 @@ fn read_private_key(path: &Path) -> Result<PrivateKeyDer<'static>, CredentialErr
 /// Returns the TLS configuration for connecting to peers of these roles in any fleet, without a certificate of its own.
 pub fn client_without_certificate(
     ca: &Path,
-    expected: &[Role],
+    expected_roles: &[Role],
     host: ExpectedHost,
     protocol: &str,
 ) -> Result<ClientConfig, CredentialError> {
     let (roots, _) = read_authorities(ca)?;
-    let builder =
-        client_builder(Arc::new(roots), None, expected, host).map_err(|error| credential_error("ca", ca, error))?;
+    let builder = client_builder(Arc::new(roots), None, expected_roles, host)
+        .map_err(|error| credential_error("ca", ca, error))?;
     Ok(finish_client_config(builder.with_no_client_auth(), protocol))
 }
 
 fn client_builder(
     roots: Arc<RootCertStore>,
     fleet: Option<Name>,
-    expected: &[Role],
+    expected_roles: &[Role],
     host: ExpectedHost,
 ) -> Result<ConfigBuilder<ClientConfig, WantsClientCert>, rustls::Error> {
     let provider = crypto_provider();
-    let verifier = ServerVerifier::new(roots, &provider, fleet, expected, host);
+    let verifier = ServerVerifier::new(roots, &provider, fleet, expected_roles, host);
     let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(&[&TLS13])?;
     Ok(builder.dangerous().with_custom_certificate_verifier(Arc::new(verifier)))
 }
@@ -186,7 +193,7 @@ fn read_chain(key: &'static str, path: &Path) -> Result<Vec<CertificateDer<'stat
 }
 
 fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), CredentialError> {
-    let (mut roots, mut read) = (RootCertStore::empty(), Vec::new());
+    let (mut roots, mut authorities) = (RootCertStore::empty(), Vec::new());
     for der in read_chain("ca", path)? {
         let certificate = Certificate::read(&der).map_err(|problem| credential_error("ca", path, problem))?;
         if !certificate.is_authority {
@@ -195,9 +202,9 @@ fn read_authorities(path: &Path) -> Result<(RootCertStore, Vec<Certificate>), Cr
             return Err(credential_error("ca", path, problem));
         }
         roots.add(der).map_err(|error| credential_error("ca", path, error))?;
-        read.push(certificate);
+        authorities.push(certificate);
     }
-    Ok((roots, read))
+    Ok((roots, authorities))
 }
 
 pub fn read_certificates(path: &Path) -> anyhow::Result<Vec<Certificate>> {

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::Context as _;
 
-pub(crate) fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+pub(crate) fn write_public_file(path: &Path, text: &str) -> anyhow::Result<()> {
     write_with_mode(path, text.as_bytes(), 0o644)
 }
 
@@ -71,8 +71,8 @@ pub(crate) mod interruption {
     pub(super) fn fail_if_interrupted() -> io::Result<()> {
         match CHANGES_BEFORE_FAILURE.get() {
             Some(0) => Err(io::Error::new(io::ErrorKind::Interrupted, "interrupted")),
-            left => {
-                CHANGES_BEFORE_FAILURE.set(left.map(|left| left - 1));
+            remaining_changes => {
+                CHANGES_BEFORE_FAILURE.set(remaining_changes.map(|change_count| change_count - 1));
                 Ok(())
             }
         }

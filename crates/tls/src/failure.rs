@@ -143,7 +143,7 @@ impl Failure {
         use CertificateError as Wrong;
         let (reason, message) = match error {
             Error::InvalidCertificate(Wrong::Other(other)) => match other.0.downcast_ref::<AcceptError>() {
-                Some(not_accepted) => (not_accepted.reason(), not_accepted.to_string()),
+                Some(accept_error) => (accept_error.reason(), accept_error.to_string()),
                 None => (FailureReason::Broken, error.to_string()),
             },
             Error::InvalidCertificate(Wrong::ExpiredContext { time, not_after }) => (
@@ -177,10 +177,14 @@ impl Failure {
     }
 }
 
-fn describe_clocks(word: &str, bound: UnixTime, now: UnixTime) -> String {
+fn describe_clocks(preposition: &str, validity_bound: UnixTime, now: UnixTime) -> String {
     let format_date =
         |time: UnixTime| humantime::format_rfc3339_seconds(UNIX_EPOCH + Duration::from_secs(time.as_secs()));
-    format!("valid {word} {}, and this machine's clock is at {} (timedatectl)", format_date(bound), format_date(now))
+    format!(
+        "valid {preposition} {}, and this machine's clock is at {} (timedatectl)",
+        format_date(validity_bound),
+        format_date(now)
+    )
 }
 
 /// Describes a TLS alert that the peer has sent, for the operator.
@@ -218,11 +222,11 @@ impl FailureCounters {
     }
 
     /// Counts a failure, and logs it unless a failure with the same reason was logged within the last second.
-    pub fn count(&self, peer: &dyn fmt::Display, failure: &Failure) {
+    pub fn count_and_log(&self, peer: &dyn fmt::Display, failure: &Failure) {
         let mut counters = self.lock_counters();
         let counter = counters.entry(failure.reason).or_default();
         counter.count += 1;
-        if counter.last_logged_at.is_some_and(|logged| logged.elapsed() < LOG_INTERVAL) {
+        if counter.last_logged_at.is_some_and(|log_time| log_time.elapsed() < LOG_INTERVAL) {
             counter.suppressed_count += 1;
             return;
         }
@@ -244,7 +248,7 @@ impl FailureCounters {
         let counters = self.lock_counters();
         FailureReason::ALL
             .into_iter()
-            .map(|reason| (reason, counters.get(&reason).map_or(0, |counted| counted.count)))
+            .map(|reason| (reason, counters.get(&reason).map_or(0, |counter| counter.count)))
             .collect()
     }
 }

@@ -119,8 +119,8 @@ impl FromStr for Identity {
             return Err(invalid("not three parts"));
         };
         let decode_name = |text: &str| {
-            let decoded = percent_decode_str(text).decode_utf8().map_err(|_| invalid("not UTF-8"))?;
-            decoded.parse::<Name>().map_err(|reason| invalid(&reason))
+            let name_text = percent_decode_str(text).decode_utf8().map_err(|_| invalid("not UTF-8"))?;
+            name_text.parse::<Name>().map_err(|reason| invalid(&reason))
         };
         let role = role.parse().map_err(|reason: String| invalid(&reason))?;
         Ok(Self { fleet: decode_name(fleet)?, role, name: decode_name(name)? })
@@ -133,11 +133,12 @@ mod tests {
 
     #[test]
     fn identities_with_any_name_round_trip() {
-        for (name, written) in [("s1", "s1"), ("server.one_2-a~", "server.one_2-a~"), ("a/b", "a%2Fb"), ("ä", "%C3%A4")]
+        for (name, escaped_name) in
+            [("s1", "s1"), ("server.one_2-a~", "server.one_2-a~"), ("a/b", "a%2Fb"), ("ä", "%C3%A4")]
         {
             for role in Role::ALL {
                 let identity = Identity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
-                assert_eq!(identity.uri(), format!("coreward://prod/{role}/{written}"));
+                assert_eq!(identity.uri(), format!("coreward://prod/{role}/{escaped_name}"));
                 assert_eq!(identity.uri().parse(), Ok(identity));
             }
         }

@@ -34,4 +34,4 @@ pub use disk::write_secret;
 pub use file_watcher::FileWatcher;
 pub use identity::{Identity, Name, Role};
 pub use tls::Tls;
-pub use verify::ClientCertificates;
+pub use verify::ClientCertificatePolicy;

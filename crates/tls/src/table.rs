@@ -28,9 +28,9 @@ impl FromToml for CredentialFiles {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
         let TlsTable { ca, certificate, key } = TlsTable::read(value, reader)?;
         let files = Self {
-            ca: reader.resolve_path(ca.get_ref()),
-            certificate: reader.resolve_path(certificate.get_ref()),
-            key: reader.resolve_path(key.get_ref()),
+            ca_path: reader.resolve_path(ca.get_ref()),
+            certificate_path: reader.resolve_path(certificate.get_ref()),
+            key_path: reader.resolve_path(key.get_ref()),
         };
         let problems = Credentials::find_problems(&files);
         let is_usable = problems.is_empty();

@@ -18,19 +18,21 @@ use crate::failure::{FailureCounters, FailureReason};
 use crate::identity::{Identity, Name, Role};
 use crate::io::Io;
 use crate::verify::RevocationList;
-use crate::{AcceptorLimits, Caller, ClientCertificates, ConnectionAcceptor, CredentialFiles, Tls, read_certificates};
+use crate::{
+    AcceptorLimits, Caller, ClientCertificatePolicy, ConnectionAcceptor, CredentialFiles, Tls, read_certificates,
+};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-const PARTS: &[Role] = &[Role::Agent, Role::Lb];
+const ACCEPTED_ROLES: &[Role] = &[Role::Agent, Role::Lb];
 
 /// Fleet with an authority that issues certificates.
-struct Fleet {
+struct TestFleet {
     directory: tempfile::TempDir,
     name: Name,
     authority: Authority,
 }
 
-impl Fleet {
+impl TestFleet {
     fn new(name: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let name: Name = name.parse().unwrap();
@@ -42,23 +44,23 @@ impl Fleet {
         self.directory.path().join(name)
     }
 
-    fn write(&self, role: Role, name: &str, validity: Validity) -> CredentialFiles {
+    fn write_bundle(&self, role: Role, name: &str, validity: Validity) -> CredentialFiles {
         self.try_write_bundle(role, name, validity).unwrap()
     }
 
     fn try_write_bundle(&self, role: Role, name: &str, validity: Validity) -> anyhow::Result<CredentialFiles> {
         let identity = Identity { fleet: self.name.clone(), role, name: name.parse().unwrap() };
         let bundle = self.bundle_path(name);
-        self.authority.issue(&identity, &[], validity)?.write(&bundle, &self.authority)?;
+        self.authority.issue(&identity, &[], validity)?.write_files(&bundle, &self.authority)?;
         Ok(CredentialFiles {
-            ca: bundle.join("ca.crt"),
-            certificate: bundle.join("own.crt"),
-            key: bundle.join("own.key"),
+            ca_path: bundle.join("ca.crt"),
+            certificate_path: bundle.join("own.crt"),
+            key_path: bundle.join("own.key"),
         })
     }
 
-    fn issue(&self, role: Role, name: &str) -> Arc<Tls> {
-        Tls::load(self.write(role, name, Validity::from_now(DAY))).unwrap()
+    fn issue_tls(&self, role: Role, name: &str) -> Arc<Tls> {
+        Tls::load(self.write_bundle(role, name, Validity::from_now(DAY))).unwrap()
     }
 }
 
@@ -66,8 +68,8 @@ impl Fleet {
 struct TestListener {
     address: SocketAddr,
     acceptor: Arc<ConnectionAcceptor>,
-    failures: Arc<FailureCounters>,
-    revoked: RevocationList,
+    failure_counters: Arc<FailureCounters>,
+    revocation_list: RevocationList,
 }
 
 impl TestListener {
@@ -77,53 +79,61 @@ impl TestListener {
         let (failures, revoked) = (Arc::new(FailureCounters::default()), RevocationList::default());
         let acceptor = match tls {
             Some(tls) => {
-                let (required, revoked) = (ClientCertificates::Required, revoked.clone());
-                ConnectionAcceptor::with_tls(tls, PARTS, required, &["h2"], revoked, limits, failures.clone())
+                let (client_certificates, revoked) = (ClientCertificatePolicy::Required, revoked.clone());
+                ConnectionAcceptor::with_tls(
+                    tls,
+                    ACCEPTED_ROLES,
+                    client_certificates,
+                    &["h2"],
+                    revoked,
+                    limits,
+                    failures.clone(),
+                )
             }
             None => ConnectionAcceptor::without_tls(limits, failures.clone()),
         };
-        let mut admitted = Box::pin(acceptor.clone().admit(listener));
+        let mut connections = Box::pin(acceptor.clone().accepted_connections(listener));
         tokio::spawn(async move {
-            while let Some(Ok(connection)) = admitted.next().await {
-                tokio::spawn(answer(connection));
+            while let Some(Ok(connection)) = connections.next().await {
+                tokio::spawn(answer_with_identity(connection));
             }
         });
-        Self { address, acceptor, failures, revoked }
+        Self { address, acceptor, failure_counters: failures, revocation_list: revoked }
     }
 
     /// Connects with the credentials `tls`, and returns the listener's answer or the error.
     async fn connect(&self, tls: &Arc<Tls>) -> Result<String, String> {
         let connector = Connector::new(self.address, Some((tls.clone(), &[Role::Controller])));
         let mut stream = connector.connect().await.map_err(|error| error.to_string())?;
-        ask(&mut stream).await
+        ask_identity(&mut stream).await
     }
 
     fn has_failed(&self, reason: FailureReason) -> bool {
-        self.failures.counts().iter().any(|(counted, count)| *counted == reason && *count > 0)
+        self.failure_counters.counts().iter().any(|(failure_reason, count)| *failure_reason == reason && *count > 0)
     }
 
     async fn wait_for_failure(&self, reason: FailureReason) {
-        let counted = async {
+        let failure_wait = async {
             while !self.has_failed(reason) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        let counted = tokio::time::timeout(TIMEOUT, counted).await;
-        assert!(counted.is_ok(), "{reason:?} was not counted: {:?}", self.failures.counts());
+        let wait_result = tokio::time::timeout(TIMEOUT, failure_wait).await;
+        assert!(wait_result.is_ok(), "{reason:?} was not counted: {:?}", self.failure_counters.counts());
     }
 }
 
-async fn answer(mut connection: AcceptedConnection) {
+async fn answer_with_identity(mut connection: AcceptedConnection) {
     let caller: Caller = connection.caller().clone();
-    let who = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
+    let caller_name = caller.identity.map_or_else(|| "somebody".to_owned(), |identity| identity.to_string());
     while connection.read_u8().await.is_ok() {
-        connection.write_all(format!("{who}\n").as_bytes()).await.unwrap();
+        connection.write_all(format!("{caller_name}\n").as_bytes()).await.unwrap();
         connection.flush().await.unwrap();
     }
 }
 
-async fn ask(stream: &mut Io) -> Result<String, String> {
-    let asked = async {
+async fn ask_identity(stream: &mut Io) -> Result<String, String> {
+    let exchange = async {
         stream.write_all(b"?").await?;
         stream.flush().await?;
         let mut answer = Vec::new();
@@ -134,63 +144,67 @@ async fn ask(stream: &mut Io) -> Result<String, String> {
             }
         }
     };
-    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(TIMEOUT, asked).await;
+    let answer: Result<std::io::Result<String>, _> = tokio::time::timeout(TIMEOUT, exchange).await;
     answer.expect("an answer in time").map_err(|error| error.to_string())
 }
 
 #[test]
 fn connection_survives_the_end_of_its_first_runtime() {
-    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    let (accepting, serving, asking) = (runtime(), runtime(), runtime());
-    let fleet = Fleet::new("prod");
-    let (controller, balancer) = (fleet.issue(Role::Controller, "c1"), fleet.issue(Role::Lb, "lb1"));
-    let (required, failures) = (ClientCertificates::Required, Arc::default());
+    let start_runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (accept_runtime, serve_runtime, client_runtime) = (start_runtime(), start_runtime(), start_runtime());
+    let fleet = TestFleet::new("prod");
+    let (controller, balancer) = (fleet.issue_tls(Role::Controller, "c1"), fleet.issue_tls(Role::Lb, "lb1"));
+    let (client_certificates, failures) = (ClientCertificatePolicy::Required, Arc::default());
     let acceptor = ConnectionAcceptor::with_tls(
         controller,
-        PARTS,
-        required,
+        ACCEPTED_ROLES,
+        client_certificates,
         &["h2"],
         RevocationList::default(),
         AcceptorLimits::default(),
         failures,
     );
-    let (connection, client) = accepting.block_on(async {
+    let (connection, client) = accept_runtime.block_on(async {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let connector = Connector::new(listener.local_addr().unwrap(), Some((balancer, &[Role::Controller])));
-        let client = asking.spawn(async move { connector.connect().await.unwrap() });
-        let connection = Box::pin(acceptor.admit(listener)).next().await.unwrap().unwrap();
-        (connection.move_to_runtime(serving.handle()).unwrap(), client)
+        let client = client_runtime.spawn(async move { connector.connect().await.unwrap() });
+        let connection = Box::pin(acceptor.accepted_connections(listener)).next().await.unwrap().unwrap();
+        (connection.move_to_runtime(serve_runtime.handle()).unwrap(), client)
     });
-    drop(accepting);
-    serving.spawn(answer(connection));
-    let printed = asking.block_on(async { ask(&mut client.await.unwrap()).await });
-    assert_eq!(printed.unwrap(), "lb lb1");
+    drop(accept_runtime);
+    serve_runtime.spawn(answer_with_identity(connection));
+    let answer_text = client_runtime.block_on(async { ask_identity(&mut client.await.unwrap()).await });
+    assert_eq!(answer_text.unwrap(), "lb lb1");
 }
 
 #[tokio::test]
 async fn certificate_of_the_fleet_identifies_the_peer() {
-    let fleet = Fleet::new("prod");
-    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    assert_eq!(listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap(), "agent s1");
-    assert_eq!(listener.connect(&fleet.issue(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
-    assert!(listener.failures.counts().iter().all(|(_, count)| *count == 0), "{:?}", listener.failures.counts());
+    let fleet = TestFleet::new("prod");
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    assert_eq!(listener.connect(&fleet.issue_tls(Role::Agent, "s1")).await.unwrap(), "agent s1");
+    assert_eq!(listener.connect(&fleet.issue_tls(Role::Lb, "lb1")).await.unwrap(), "lb lb1");
+    assert!(
+        listener.failure_counters.counts().iter().all(|(_, count)| *count == 0),
+        "{:?}",
+        listener.failure_counters.counts()
+    );
 }
 
 /// Both sides report the reason if the protocol has an alert for it.
 #[tokio::test]
 async fn foreign_certificates_are_rejected() {
-    let (fleet, other) = (Fleet::new("prod"), Fleet::new("test"));
+    let (fleet, other) = (TestFleet::new("prod"), TestFleet::new("test"));
     // Signed by the same authority, but for another fleet.
-    let foreign_fleet = Fleet {
+    let foreign_fleet = TestFleet {
         directory: tempfile::tempdir().unwrap(),
         name: "test".parse().unwrap(),
         authority: Authority::open(&fleet.bundle_path("authority")).unwrap(),
     };
-    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let now = unix_now();
     let expired_validity = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
     let future_validity = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
-    let issue_valid_for = |role, name, validity| Tls::load(fleet.write(role, name, validity)).unwrap();
+    let issue_valid_for = |role, name, validity| Tls::load(fleet.write_bundle(role, name, validity)).unwrap();
     let refusal_prefix = "the peer refuses our certificate: ";
     let cases = [
         (
@@ -199,7 +213,7 @@ async fn foreign_certificates_are_rejected() {
             "wrong fleet, role or name",
         ),
         (
-            foreign_fleet.issue(Role::Agent, "s1"),
+            foreign_fleet.issue_tls(Role::Agent, "s1"),
             FailureReason::OtherFleet,
             "its certificate is for controller c1 of fleet prod",
         ),
@@ -214,9 +228,9 @@ async fn foreign_certificates_are_rejected() {
             "by the peer's clock it has expired or is not valid yet",
         ),
     ];
-    for (tls, reason, words) in cases {
+    for (tls, reason, expected_text) in cases {
         let error = listener.connect(&tls).await.unwrap_err();
-        assert!(error.contains(words), "{reason:?}: {error}");
+        assert!(error.contains(expected_text), "{reason:?}: {error}");
         if reason == FailureReason::OtherFleet {
             // The client detected the mismatch first, and sent an alert.
             listener.wait_for_failure(FailureReason::RefusedByPeer).await;
@@ -226,12 +240,12 @@ async fn foreign_certificates_are_rejected() {
         }
     }
     // The authorities differ, so each side would reject the other. The client is the first to reject.
-    let error = listener.connect(&other.issue(Role::Agent, "s1")).await.unwrap_err();
+    let error = listener.connect(&other.issue_tls(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");
     // The client's authority has the same name as the fleet's, and the client trusts the controller.
-    let impostor_fleet = Fleet::new("prod");
-    let impostor_files = impostor_fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
-    let impostor_files = CredentialFiles { ca: fleet.authority.ca_path(), ..impostor_files };
+    let impostor_fleet = TestFleet::new("prod");
+    let impostor_files = impostor_fleet.write_bundle(Role::Agent, "s1", Validity::from_now(DAY));
+    let impostor_files = CredentialFiles { ca_path: fleet.authority.ca_path(), ..impostor_files };
     let error = listener.connect(&Tls::load(impostor_files).unwrap()).await.unwrap_err();
     assert!(error.contains("its signer is not in the peer's `ca`"), "{error}");
     listener.wait_for_failure(FailureReason::UnknownAuthority).await;
@@ -239,40 +253,40 @@ async fn foreign_certificates_are_rejected() {
 
 #[tokio::test]
 async fn server_certificate_must_be_a_controllers() {
-    let fleet = Fleet::new("prod");
+    let fleet = TestFleet::new("prod");
     // An agent's certificate does not permit it to act as a server.
-    let listener = TestListener::start(Some(fleet.issue(Role::Agent, "s9")), AcceptorLimits::default()).await;
-    let error = listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Agent, "s9")), AcceptorLimits::default()).await;
+    let error = listener.connect(&fleet.issue_tls(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.starts_with("its certificate is wrong: InvalidPurpose"), "{error}");
     // A rack controller's certificate permits it to act as a server, but not as a controller.
-    let listener = TestListener::start(Some(fleet.issue(Role::Rack, "r1")), AcceptorLimits::default()).await;
-    let error = listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Rack, "r1")), AcceptorLimits::default()).await;
+    let error = listener.connect(&fleet.issue_tls(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is for rack r1: expected controller");
 }
 
 #[tokio::test]
 async fn other_protocols_are_rejected() {
-    let fleet = Fleet::new("prod");
-    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let fleet = TestFleet::new("prod");
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
     let mut plain_stream = TcpStream::connect(listener.address).await.unwrap();
     plain_stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
     listener.wait_for_failure(FailureReason::NotTls).await;
     // The client uses TLS, and the listener does not.
     let plain_listener = TestListener::start(None, AcceptorLimits::default()).await;
-    let error = plain_listener.connect(&fleet.issue(Role::Agent, "s1")).await.unwrap_err();
+    let error = plain_listener.connect(&fleet.issue_tls(Role::Agent, "s1")).await.unwrap_err();
     assert!(error.contains("does not speak TLS 1.3"), "{error}");
 }
 
 #[tokio::test]
 async fn silent_connections_take_few_slots_for_a_short_time() {
-    let fleet = Fleet::new("prod");
+    let fleet = TestFleet::new("prod");
     let limits = AcceptorLimits {
         handshake_timeout: Duration::from_secs(1),
         max_handshakes_per_address: 3,
         ..AcceptorLimits::default()
     };
-    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
-    let agent = fleet.issue(Role::Agent, "s1");
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), limits).await;
+    let agent = fleet.issue_tls(Role::Agent, "s1");
     let mut silent_streams = Vec::new();
     let rejection = async {
         while !listener.has_failed(FailureReason::TooManyConnections) {
@@ -291,20 +305,20 @@ async fn silent_connections_take_few_slots_for_a_short_time() {
 
 #[tokio::test]
 async fn connections_per_certificate_are_limited() {
-    let fleet = Fleet::new("prod");
+    let fleet = TestFleet::new("prod");
     let limits = AcceptorLimits { max_connections_per_identity: 2, ..AcceptorLimits::default() };
-    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), limits).await;
-    let agent = fleet.issue(Role::Agent, "s1");
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), limits).await;
+    let agent = fleet.issue_tls(Role::Agent, "s1");
     let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
     let mut open_streams = Vec::new();
     for _ in 0..2 {
         let mut stream = connector.connect().await.unwrap();
-        ask(&mut stream).await.unwrap();
+        ask_identity(&mut stream).await.unwrap();
         open_streams.push(stream);
     }
     assert!(listener.connect(&agent).await.is_err());
     listener.wait_for_failure(FailureReason::TooManyConnections).await;
-    assert!(listener.connect(&fleet.issue(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
+    assert!(listener.connect(&fleet.issue_tls(Role::Agent, "s2")).await.is_ok(), "others are not concerned");
     drop(open_streams);
     let reconnection = async {
         while listener.connect(&agent).await.is_err() {
@@ -317,14 +331,14 @@ async fn connections_per_certificate_are_limited() {
 /// When a key is lost, revoking its certificate closes the open connection and rejects new ones.
 #[tokio::test]
 async fn revocation_ends_open_connections() {
-    let fleet = Fleet::new("prod");
-    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    let agent = fleet.issue(Role::Agent, "s1");
+    let fleet = TestFleet::new("prod");
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let agent = fleet.issue_tls(Role::Agent, "s1");
     let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
-    ask(&mut stream).await.unwrap();
+    ask_identity(&mut stream).await.unwrap();
     let fingerprint: Fingerprint = agent.certificates()[0].1.fingerprint.to_string().parse().unwrap();
-    listener.revoked.set([fingerprint]);
+    listener.revocation_list.set([fingerprint]);
     let result = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
     let error = listener.connect(&agent).await.unwrap_err();
@@ -334,13 +348,13 @@ async fn revocation_ends_open_connections() {
 
 #[tokio::test]
 async fn connection_ends_with_its_certificate() {
-    let fleet = Fleet::new("prod");
-    let listener = TestListener::start(Some(fleet.issue(Role::Controller, "c1")), AcceptorLimits::default()).await;
-    let agent = fleet.issue(Role::Agent, "s1");
+    let fleet = TestFleet::new("prod");
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
+    let agent = fleet.issue_tls(Role::Agent, "s1");
     let connector = Connector::new(listener.address, Some((agent, &[Role::Controller])));
     let mut stream = connector.connect().await.unwrap();
     listener.acceptor.close_invalid_connections_at(unix_now() + DAY / 2);
-    ask(&mut stream).await.expect("the certificate is still valid");
+    ask_identity(&mut stream).await.expect("the certificate is still valid");
     listener.acceptor.close_invalid_connections_at(unix_now() + 2 * DAY);
     let result = tokio::time::timeout(TIMEOUT, stream.read_u8()).await.expect("an end in time");
     assert!(result.is_err());
@@ -350,14 +364,14 @@ async fn connection_ends_with_its_certificate() {
 /// its authority is trusted.
 #[tokio::test]
 async fn authorities_are_replaced_without_rejections() {
-    let fleet = Fleet::new("prod");
-    let controller = fleet.issue(Role::Controller, "c1");
-    let agent = fleet.issue(Role::Agent, "s1");
+    let fleet = TestFleet::new("prod");
+    let controller = fleet.issue_tls(Role::Controller, "c1");
+    let agent = fleet.issue_tls(Role::Agent, "s1");
     let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
     let connector = Connector::new(listener.address, Some((agent.clone(), &[Role::Controller])));
     let mut open_stream = connector.connect().await.unwrap();
     let renew = |role, name, tls: &Arc<Tls>| {
-        fleet.write(role, name, Validity::from_now(DAY));
+        fleet.write_bundle(role, name, Validity::from_now(DAY));
         tls.reload().unwrap();
     };
     let old_certificates = controller.certificates();
@@ -369,7 +383,7 @@ async fn authorities_are_replaced_without_rejections() {
         renew(Role::Controller, "c1", &controller);
         assert_eq!(listener.connect(&agent).await.unwrap(), "agent s1", "{step:?}: both");
         if step != RolloverStep::Finish {
-            assert_eq!(ask(&mut open_stream).await.unwrap(), "agent s1");
+            assert_eq!(ask_identity(&mut open_stream).await.unwrap(), "agent s1");
         }
     }
     // The old authority is no longer trusted, so only a client with a new certificate can reconnect.
@@ -383,19 +397,19 @@ async fn authorities_are_replaced_without_rejections() {
 
 #[tokio::test]
 async fn unusable_files_keep_the_old_credentials() {
-    let fleet = Fleet::new("prod");
-    let files = fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
+    let fleet = TestFleet::new("prod");
+    let files = fleet.write_bundle(Role::Agent, "s1", Validity::from_now(DAY));
     let agent = Tls::load(files.clone()).unwrap();
-    let other_files = fleet.write(Role::Agent, "s2", Validity::from_now(DAY));
+    let other_files = fleet.write_bundle(Role::Agent, "s2", Validity::from_now(DAY));
     let reload_error = |tls: &Tls| tls.reload().unwrap_err().to_string();
 
-    std::fs::copy(&other_files.key, &files.key).unwrap();
+    std::fs::copy(&other_files.key_path, &files.key_path).unwrap();
     assert!(reload_error(&agent).contains("expected the key of"), "{}", reload_error(&agent));
-    std::fs::copy(&other_files.certificate, &files.certificate).unwrap();
+    std::fs::copy(&other_files.certificate_path, &files.certificate_path).unwrap();
     assert!(reload_error(&agent).ends_with("it is for agent s2, and this process is agent s1: expected a restart"));
-    std::fs::write(&files.ca, "").unwrap();
+    std::fs::write(&files.ca_path, "").unwrap();
     assert!(reload_error(&agent).ends_with("ca.crt: no certificate in it: expected at least one, in PEM"));
-    std::fs::copy(&other_files.certificate, &files.ca).unwrap();
+    std::fs::copy(&other_files.certificate_path, &files.ca_path).unwrap();
     assert!(reload_error(&agent).contains("cannot sign certificates: expected certificates of authorities"));
     assert_eq!(agent.identity().to_string(), "agent s1");
 }
@@ -403,18 +417,18 @@ async fn unusable_files_keep_the_old_credentials() {
 #[test]
 fn keys_are_private_and_expiry_is_reported() {
     use std::os::unix::fs::PermissionsExt as _;
-    let fleet = Fleet::new("prod");
+    let fleet = TestFleet::new("prod");
     let now = unix_now();
     let expiring_validity = Validity { not_before: now - 9 * DAY, not_after: now + DAY + Duration::from_secs(5) };
-    let files = fleet.write(Role::Agent, "s1", expiring_validity);
+    let files = fleet.write_bundle(Role::Agent, "s1", expiring_validity);
     let file_mode = |path: &PathBuf| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
-    assert_eq!((file_mode(&files.key), file_mode(&files.certificate)), (0o600, 0o644));
+    assert_eq!((file_mode(&files.key_path), file_mode(&files.certificate_path)), (0o600, 0o644));
     assert_eq!(file_mode(&fleet.bundle_path("authority").join("authority.key")), 0o600);
     assert_eq!(Tls::load(files.clone()).unwrap().warnings(), ["our certificate ends in 1day: `coreward certs renew`"]);
-    std::fs::set_permissions(&files.key, std::fs::Permissions::from_mode(0o640)).unwrap();
+    std::fs::set_permissions(&files.key_path, std::fs::Permissions::from_mode(0o640)).unwrap();
     assert!(Tls::load(files.clone()).unwrap_err().to_string().contains("expected `chmod 600"));
     assert_eq!(
-        read_certificates(&files.certificate).unwrap()[0].identity.as_ref().unwrap().uri(),
+        read_certificates(&files.certificate_path).unwrap()[0].identity.as_ref().unwrap().uri(),
         "coreward://prod/agent/s1"
     );
     // No certificate may outlive the authority that signs it.
@@ -436,7 +450,7 @@ async fn interrupted_step_is_completed_by_the_same_command() {
         loop {
             let roll_over_test = RollOverTest::start().await;
             for step in &STEPS[..position] {
-                roll_over_test.step(*step).await;
+                roll_over_test.make_step(*step).await;
             }
             let outcome = interruption::interrupt_after(changes, || {
                 roll_over_test.fleet.authority.roll_over(interrupted, 30 * DAY)
@@ -457,7 +471,7 @@ async fn interrupted_step_is_completed_by_the_same_command() {
                 );
             }
             for step in &STEPS[position..] {
-                roll_over_test.step(*step).await;
+                roll_over_test.make_step(*step).await;
             }
             changes += 1;
         }
@@ -481,26 +495,26 @@ fn interrupted_authority_is_completed_by_the_same_command() {
 
 /// Controller and agent during a roll-over from one authority to the next.
 struct RollOverTest {
-    fleet: Fleet,
+    fleet: TestFleet,
     controller: Arc<Tls>,
     agent: Arc<Tls>,
-    listening: TestListener,
+    listener: TestListener,
 }
 
 impl RollOverTest {
     async fn start() -> Self {
-        let fleet = Fleet::new("prod");
-        let (controller, agent) = (fleet.issue(Role::Controller, "c1"), fleet.issue(Role::Agent, "s1"));
-        let listening = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
-        Self { fleet, controller, agent, listening }
+        let fleet = TestFleet::new("prod");
+        let (controller, agent) = (fleet.issue_tls(Role::Controller, "c1"), fleet.issue_tls(Role::Agent, "s1"));
+        let listener = TestListener::start(Some(controller.clone()), AcceptorLimits::default()).await;
+        Self { fleet, controller, agent, listener }
     }
 
     /// Executes a step of the roll-over, and distributes the files that it wrote.
-    async fn step(&self, step: RolloverStep) {
+    async fn make_step(&self, step: RolloverStep) {
         self.fleet.authority.roll_over(step, 30 * DAY).unwrap_or_else(|error| panic!("{step:?}: {error:#}"));
-        self.fleet.write(Role::Agent, "s1", Validity::from_now(DAY));
+        self.fleet.write_bundle(Role::Agent, "s1", Validity::from_now(DAY));
         self.assert_mutual_trust(&format!("{step:?}: the agent first")).await;
-        self.fleet.write(Role::Controller, "c1", Validity::from_now(DAY));
+        self.fleet.write_bundle(Role::Controller, "c1", Validity::from_now(DAY));
         self.controller.reload().unwrap();
         self.assert_mutual_trust(&format!("{step:?}: both")).await;
     }
@@ -508,6 +522,6 @@ impl RollOverTest {
     /// Asserts that agent and controller trust each other after the agent has read its newest files.
     async fn assert_mutual_trust(&self, when: &str) {
         self.agent.reload().unwrap();
-        assert_eq!(self.listening.connect(&self.agent).await.as_deref(), Ok("agent s1"), "{when}");
+        assert_eq!(self.listener.connect(&self.agent).await.as_deref(), Ok("agent s1"), "{when}");
     }
 }

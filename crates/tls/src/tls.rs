@@ -16,23 +16,23 @@ const REMINDER_INTERVAL: Duration = Duration::from_secs(24 * 3600);
 
 #[derive(Debug)]
 pub struct Tls {
-    files: CredentialFiles,
+    credential_files: CredentialFiles,
     credentials: watch::Sender<Arc<Credentials>>,
-    watcher: FileWatcher,
+    file_watcher: FileWatcher,
 }
 
 impl Tls {
     pub fn load(files: CredentialFiles) -> Result<Arc<Self>, CredentialError> {
-        let file_watcher = FileWatcher::of([&files.ca, &files.certificate, &files.key]);
+        let file_watcher = FileWatcher::of([&files.ca_path, &files.certificate_path, &files.key_path]);
         let credentials = Arc::new(Credentials::load(&files)?);
         tracing::info!(
             event = "certificate-loaded",
-            file = %files.certificate.display(),
+            file = %files.certificate_path.display(),
             identity = %credentials.identity,
             validity = %format_remaining_validity(&credentials.own_certificate),
             "the daemon has loaded its certificate"
         );
-        Ok(Arc::new(Self { files, credentials: watch::Sender::new(credentials), watcher: file_watcher }))
+        Ok(Arc::new(Self { credential_files: files, credentials: watch::Sender::new(credentials), file_watcher }))
     }
 
     pub(crate) fn credentials(&self) -> Arc<Credentials> {
@@ -56,7 +56,7 @@ impl Tls {
         let expiring_certificates =
             self.certificates().into_iter().filter(|(_, certificate)| certificate.is_renewal_due(now));
         expiring_certificates
-            .map(|(which, certificate)| match which {
+            .map(|(usage, certificate)| match usage {
                 "own" => {
                     format!(
                         "our certificate ends in {}: `coreward certs renew`",
@@ -74,13 +74,13 @@ impl Tls {
 
     /// Reads the files again. Fails and keeps the previous credentials if a file is unusable or the identity changed.
     pub fn reload(&self) -> Result<(), CredentialError> {
-        self.watcher.record_modification_times();
-        let new_credentials = Credentials::load(&self.files)?;
+        self.file_watcher.record_modification_times();
+        let new_credentials = Credentials::load(&self.credential_files)?;
         let old_credentials = self.credentials();
         if new_credentials.identity != old_credentials.identity {
             let message = format!(
                 "{}: it is for {}, and this process is {}: expected a restart",
-                self.files.certificate.display(),
+                self.credential_files.certificate_path.display(),
                 new_credentials.identity,
                 old_credentials.identity
             );
@@ -89,7 +89,7 @@ impl Tls {
         let validity = format_remaining_validity(&new_credentials.own_certificate);
         tracing::info!(
             event = "certificates-reloaded",
-            file = %self.files.certificate.display(),
+            file = %self.credential_files.certificate_path.display(),
             identity = %new_credentials.identity,
             %validity,
             "the daemon has reloaded its certificate and authorities"
@@ -103,15 +103,15 @@ impl Tls {
         let mut hangup = signal(SignalKind::hangup()).ok();
         let mut reminder = tokio::time::interval(REMINDER_INTERVAL);
         loop {
-            let reported = async {
+            let next_hangup = async {
                 match &mut hangup {
                     Some(hangup) => hangup.recv().await,
                     None => std::future::pending().await,
                 }
             };
-            let read = tokio::select! {
-                _ = reported => true,
-                () = self.watcher.wait_for_change() => true,
+            let is_reload_due = tokio::select! {
+                _ = next_hangup => true,
+                () = self.file_watcher.wait_for_change() => true,
                 _ = reminder.tick() => {
                     for problem in self.warnings() {
                         tracing::warn!(
@@ -124,10 +124,10 @@ impl Tls {
                     false
                 }
             };
-            if read && let Err(error) = self.reload() {
+            if is_reload_due && let Err(error) = self.reload() {
                 tracing::warn!(
                     event = "certificates-not-reloaded",
-                    file = %self.files.certificate.display(),
+                    file = %self.credential_files.certificate_path.display(),
                     %error,
                     "the daemon cannot use the changed certificate files and keeps the previous certificates"
                 );
@@ -138,8 +138,8 @@ impl Tls {
 
 /// Formats the remaining validity as text, in days or smaller units.
 fn format_remaining_validity(certificate: &Certificate) -> String {
-    let remaining = certificate.remaining_validity(unix_now());
-    let rounded_seconds = match remaining.as_secs() {
+    let remaining_validity = certificate.remaining_validity(unix_now());
+    let rounded_seconds = match remaining_validity.as_secs() {
         0 => return "0s (it has expired)".to_owned(),
         seconds @ 0..3600 => seconds,
         seconds @ 3600..172_800 => seconds - seconds % 60,

@@ -48,28 +48,28 @@ pub enum ExpectedHost {
 impl ExpectedHost {
     fn check_host(
         &self,
-        asked: &ServerName<'_>,
-        parsed: &ParsedCertificate<'_>,
-        read: &Certificate,
+        requested_host: &ServerName<'_>,
+        webpki_certificate: &ParsedCertificate<'_>,
+        peer_certificate: &Certificate,
         identity: &Identity,
     ) -> Result<(), AcceptError> {
-        let is_valid_for = |host: &ServerName<'_>| verify_server_name(parsed, host).is_ok();
+        let is_valid_for = |host: &ServerName<'_>| verify_server_name(webpki_certificate, host).is_ok();
         let expected = match self {
             Self::Any => return Ok(()),
-            Self::Requested if read.addresses.is_empty() || is_valid_for(asked) => return Ok(()),
-            Self::Requested => asked.to_str().into_owned(),
-            Self::OneOf(accepted) => {
-                let is = |text: &String| {
+            Self::Requested if peer_certificate.hosts.is_empty() || is_valid_for(requested_host) => return Ok(()),
+            Self::Requested => requested_host.to_str().into_owned(),
+            Self::OneOf(accepted_hosts) => {
+                let is_accepted = |text: &String| {
                     identity.name.as_str() == text
                         || ServerName::try_from(text.as_str()).is_ok_and(|host| is_valid_for(&host))
                 };
-                if accepted.iter().any(is) {
+                if accepted_hosts.iter().any(is_accepted) {
                     return Ok(());
                 }
-                accepted.join(" or ")
+                accepted_hosts.join(" or ")
             }
         };
-        Err(AcceptError::WrongHost { identity: identity.clone(), hosts: read.addresses.clone(), expected })
+        Err(AcceptError::WrongHost { identity: identity.clone(), hosts: peer_certificate.hosts.clone(), expected })
     }
 }
 
@@ -83,20 +83,23 @@ struct AcceptedPeers {
 
 impl AcceptedPeers {
     fn check_certificate(&self, certificate: &CertificateDer<'_>) -> Result<(Identity, Certificate), AcceptError> {
-        let parsed = Certificate::read(certificate).map_err(AcceptError::NoIdentity)?;
-        let identity = parsed.identity.clone().ok_or_else(|| AcceptError::NoIdentity(parsed.subject.clone()))?;
-        if let Some(ours) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
-            return Err(AcceptError::OtherFleet { identity, own_fleet: ours });
+        let peer_certificate = Certificate::read(certificate).map_err(AcceptError::NoIdentity)?;
+        let identity = peer_certificate
+            .identity
+            .clone()
+            .ok_or_else(|| AcceptError::NoIdentity(peer_certificate.subject.clone()))?;
+        if let Some(own_fleet) = self.fleet.clone().filter(|ours| *ours != identity.fleet) {
+            return Err(AcceptError::OtherFleet { identity, own_fleet });
         }
         if !self.roles.contains(&identity.role) {
             return Err(AcceptError::WrongRole { identity, expected: self.roles.clone() });
         }
-        Ok((identity, parsed))
+        Ok((identity, peer_certificate))
     }
 }
 
-fn to_tls_error(not_accepted: AcceptError) -> Error {
-    Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(not_accepted))))
+fn to_tls_error(accept_error: AcceptError) -> Error {
+    Error::InvalidCertificate(CertificateError::Other(OtherError(Arc::new(accept_error))))
 }
 
 #[derive(Debug)]
@@ -153,15 +156,17 @@ impl ServerCertVerifier for ServerVerifier {
         &self,
         certificate: &CertificateDer<'_>,
         intermediates: &[CertificateDer<'_>],
-        asked: &ServerName<'_>,
+        requested_host: &ServerName<'_>,
         _: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let parsed = ParsedCertificate::try_from(certificate)?;
+        let webpki_certificate = ParsedCertificate::try_from(certificate)?;
         let algorithms = self.algorithms.all;
-        verify_server_cert_signed_by_trust_anchor(&parsed, &self.roots, intermediates, now, algorithms)?;
-        let (identity, read) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
-        self.expected_host.check_host(asked, &parsed, &read, &identity).map_err(to_tls_error)?;
+        verify_server_cert_signed_by_trust_anchor(&webpki_certificate, &self.roots, intermediates, now, algorithms)?;
+        let (identity, peer_certificate) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
+        self.expected_host
+            .check_host(requested_host, &webpki_certificate, &peer_certificate, &identity)
+            .map_err(to_tls_error)?;
         Ok(ServerCertVerified::assertion())
     }
 
@@ -169,7 +174,7 @@ impl ServerCertVerifier for ServerVerifier {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ClientCertificates {
+pub enum ClientCertificatePolicy {
     Required,
     /// A certificate is optional, because clients may authenticate with a token instead.
     Optional,
@@ -190,13 +195,13 @@ impl ClientVerifier {
         provider: &Arc<CryptoProvider>,
         fleet: Name,
         roles: &[Role],
-        certificates: ClientCertificates,
+        certificates: ClientCertificatePolicy,
         revocation_list: RevocationList,
     ) -> anyhow::Result<Self> {
         let builder = WebPkiClientVerifier::builder_with_provider(roots, provider.clone());
         let chain_verifier = match certificates {
-            ClientCertificates::Required => builder.build()?,
-            ClientCertificates::Optional => builder.allow_unauthenticated().build()?,
+            ClientCertificatePolicy::Required => builder.build()?,
+            ClientCertificatePolicy::Optional => builder.allow_unauthenticated().build()?,
         };
         let algorithms = provider.signature_verification_algorithms;
         Ok(Self {
@@ -228,8 +233,8 @@ impl ClientCertVerifier for ClientVerifier {
         now: UnixTime,
     ) -> Result<ClientCertVerified, Error> {
         let chain_verified = self.chain_verifier.verify_client_cert(certificate, intermediates, now)?;
-        let (identity, read) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
-        if self.revocation_list.contains(&read.fingerprint) {
+        let (identity, peer_certificate) = self.accepted_peers.check_certificate(certificate).map_err(to_tls_error)?;
+        if self.revocation_list.contains(&peer_certificate.fingerprint) {
             return Err(to_tls_error(AcceptError::Revoked(identity)));
         }
         Ok(chain_verified)

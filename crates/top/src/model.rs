@@ -19,7 +19,7 @@ pub struct Model {
 
 /// Answer of the controller, or the error of a request.
 #[derive(Debug)]
-pub enum ClientEvent {
+pub enum ControllerAnswer {
     /// Status of the fleet, which contains everything except loads.
     Status(Box<Status>),
     Loads(Loads),
@@ -27,17 +27,17 @@ pub enum ClientEvent {
 }
 
 impl Model {
-    pub fn update(&mut self, event: ClientEvent) {
+    pub fn update(&mut self, event: ControllerAnswer) {
         match event {
-            ClientEvent::Problem(problem) => self.problem = Some(problem),
-            ClientEvent::Status(status) => {
+            ControllerAnswer::Problem(problem) => self.problem = Some(problem),
+            ControllerAnswer::Status(status) => {
                 self.problem = None;
                 self.status = Some(*status);
             }
-            ClientEvent::Loads(loads) => {
+            ControllerAnswer::Loads(loads) => {
                 self.problem = None;
                 // The counters begin at 0 again after a restart of the controller.
-                if self.load_samples.back().is_some_and(|newest| loads.uptime_ms <= newest.uptime_ms) {
+                if self.load_samples.back().is_some_and(|newest_sample| loads.uptime_ms <= newest_sample.uptime_ms) {
                     self.load_samples.clear();
                 }
                 self.load_samples.push_back(loads);
@@ -48,21 +48,27 @@ impl Model {
         }
     }
 
-    pub fn loads(&self) -> Option<&Loads> {
+    pub fn newest_loads(&self) -> Option<&Loads> {
         self.load_samples.back()
     }
 
     pub fn server_loads_by_name(&self) -> BTreeMap<&str, &ServerLoads> {
-        self.loads().into_iter().flat_map(|loads| &loads.servers).map(|server| (server.name.as_str(), server)).collect()
+        self.newest_loads()
+            .into_iter()
+            .flat_map(|loads| &loads.servers)
+            .map(|server| (server.name.as_str(), server))
+            .collect()
     }
 
     /// Returns the rate at which each server gets new connections, per second, by the server's name.
     pub fn new_connection_rates(&self) -> BTreeMap<&str, f64> {
-        let of = |loads: &'_ ServerLoads| loads.new_connections;
+        let connection_count = |loads: &'_ ServerLoads| loads.new_connections;
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
-        let old_counts: BTreeMap<&str, u64> = oldest.servers.iter().map(|server| (&*server.name, of(server))).collect();
-        let rate =
-            |server: &ServerLoads| Some(of(server).saturating_sub(*old_counts.get(&*server.name)?) as f64 / seconds);
+        let old_counts: BTreeMap<&str, u64> =
+            oldest.servers.iter().map(|server| (&*server.name, connection_count(server))).collect();
+        let rate = |server: &ServerLoads| {
+            Some(connection_count(server).saturating_sub(*old_counts.get(&*server.name)?) as f64 / seconds)
+        };
         newest.servers.iter().filter_map(|server| Some((&*server.name, rate(server)?))).collect()
     }
 
@@ -70,12 +76,18 @@ impl Model {
     pub fn packet_rates(&self, load_balancer: &str) -> BTreeMap<&str, f64> {
         let Some((oldest, newest, seconds)) = self.oldest_and_newest() else { return BTreeMap::new() };
         let find_index = |loads: &'_ Loads| loads.load_balancers.iter().position(|counts| counts.name == load_balancer);
-        let (Some(before), Some(now)) = (find_index(oldest), find_index(newest)) else { return BTreeMap::new() };
-        let old_counters = &oldest.load_balancers[before].counters;
+        let (Some(old_index), Some(new_index)) = (find_index(oldest), find_index(newest)) else {
+            return BTreeMap::new();
+        };
+        let old_counters = &oldest.load_balancers[old_index].counters;
         let rate = |name: &str, count: &u64| {
             count.saturating_sub(old_counters.get(name).copied().unwrap_or(*count)) as f64 / seconds
         };
-        newest.load_balancers[now].counters.iter().map(|(name, count)| (name.as_str(), rate(name, count))).collect()
+        newest.load_balancers[new_index]
+            .counters
+            .iter()
+            .map(|(name, count)| (name.as_str(), rate(name, count)))
+            .collect()
     }
 
     /// Returns the oldest sample, the newest sample, and the time between them in seconds.

@@ -17,38 +17,38 @@ const MAX_MINOR_LINES: usize = 4;
 const COLUMNS_BEFORE_CORES: u16 = 64;
 
 /// Draws the page, and stores in `view` how many servers fit on it.
-pub fn draw(frame: &mut Frame<'_>, seen: &Model, view: &mut View) {
+pub fn draw(frame: &mut Frame<'_>, model: &Model, view: &mut View) {
     let area = frame.area();
-    let Some(status) = &seen.status else {
-        let message = seen.problem.clone().unwrap_or_else(|| "asking the controller ...".to_owned());
+    let Some(status) = &model.status else {
+        let message = model.problem.clone().unwrap_or_else(|| "asking the controller ...".to_owned());
         return frame.render_widget(Paragraph::new(message), area);
     };
     let warnings = status_warnings(status);
-    let [services, balancers, warned] = section_heights(
+    let [services_height, balancers_height, warnings_height] = section_heights(
         [status.services.len() + 1, status.load_balancers.len() + 1, warnings.len()],
         status.servers.len(),
         area,
     );
     let layout = Layout::vertical([
         Constraint::Length(2),
-        Constraint::Length(services),
-        Constraint::Length(balancers),
+        Constraint::Length(services_height),
+        Constraint::Length(balancers_height),
         Constraint::Min(0),
-        Constraint::Length(warned),
+        Constraint::Length(warnings_height),
         Constraint::Length(1),
     ]);
-    let [head, services, balancers, servers, warned, foot] = layout.areas(area);
-    frame.render_widget(Paragraph::new(header_lines(seen, status, view.order)), head);
-    frame.render_widget(services_table(status, services), services);
-    frame.render_widget(load_balancers_table(seen, status, balancers), balancers);
-    view.page_size = usize::from(servers.height.saturating_sub(1));
+    let [header_area, services_area, balancers_area, servers_area, warnings_area, footer_area] = layout.areas(area);
+    frame.render_widget(Paragraph::new(header_lines(model, status, view.order)), header_area);
+    frame.render_widget(services_table(status, services_area), services_area);
+    frame.render_widget(load_balancers_table(model, status, balancers_area), balancers_area);
+    view.page_size = usize::from(servers_area.height.saturating_sub(1));
     view.first_visible_row = view.first_visible_row.min(status.servers.len().saturating_sub(view.page_size));
-    frame.render_widget(servers_table(seen, status, *view, servers), servers);
+    frame.render_widget(servers_table(model, status, *view, servers_area), servers_area);
     let warning_style = Style::new().fg(Color::Yellow);
     let warning_lines: Vec<Line<'_>> =
         warnings.into_iter().map(|warning| Line::styled(format!("! {warning}"), warning_style)).collect();
-    frame.render_widget(Paragraph::new(warning_lines), warned);
-    frame.render_widget(Paragraph::new(footer_line(status, *view)), foot);
+    frame.render_widget(Paragraph::new(warning_lines), warnings_area);
+    frame.render_widget(Paragraph::new(footer_line(status, *view)), footer_area);
 }
 
 pub fn full_page_height(status: &Status) -> u16 {
@@ -60,26 +60,26 @@ pub fn full_page_height(status: &Status) -> u16 {
 /// Returns the heights of the sections for services, load balancers and warnings. They get all lines that they need if
 /// everything fits, otherwise at most [`MAX_MINOR_LINES`] each, and fewer on a small page. Three further lines are for
 /// head and foot.
-fn section_heights(needed: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
+fn section_heights(section_lines: [usize; 3], servers: usize, area: Rect) -> [u16; 3] {
     let mut free_lines = usize::from(area.height).saturating_sub(3);
-    let needed_lines = needed.iter().sum::<usize>() + servers + 1;
+    let needed_lines = section_lines.iter().sum::<usize>() + servers + 1;
     let max_lines = if needed_lines <= free_lines { usize::MAX } else { MAX_MINOR_LINES };
-    needed.map(|needed| {
+    section_lines.map(|line_count| {
         // At least half of the remaining lines must be left for servers.
-        let height = needed.min(max_lines).min(free_lines / 2);
+        let height = line_count.min(max_lines).min(free_lines / 2);
         free_lines -= height;
         height as u16
     })
 }
 
-fn header_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line<'a>> {
+fn header_lines<'a>(model: &Model, status: &Status, order: SortOrder) -> Vec<Line<'a>> {
     let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
     let core_loads: Vec<f64> =
-        seen.server_loads_by_name().values().flat_map(|server| server.cores.iter().copied()).collect();
+        model.server_loads_by_name().values().flat_map(|server| server.cores.iter().copied()).collect();
     let highest_load = core_loads.iter().copied().fold(0.0, f64::max);
-    let connection_rate: f64 = seen.new_connection_rates().values().sum();
+    let connection_rate: f64 = model.new_connection_rates().values().sum();
     let open_connections: u64 =
-        seen.server_loads_by_name().values().map(|server| u64::from(server.open_connections)).sum();
+        model.server_loads_by_name().values().map(|server| u64::from(server.open_connections)).sum();
     let first_line = format!(
         "coreward  configuration {}, a report every {} ms, {reporting_count} of {} servers report, by {}",
         status.configuration_generation,
@@ -94,7 +94,7 @@ fn header_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line
         highest_load * 100.0,
         format_rate(connection_rate)
     );
-    let second_line = match &seen.problem {
+    let second_line = match &model.problem {
         Some(problem) => Line::styled(problem.clone(), Style::new().fg(Color::Red)),
         None => Line::raw(load_summary),
     };
@@ -102,10 +102,13 @@ fn header_lines<'a>(seen: &Model, status: &Status, order: SortOrder) -> Vec<Line
 }
 
 fn footer_line<'a>(status: &Status, view: View) -> Line<'a> {
-    let (all, first) = (status.servers.len(), view.first_visible_row);
-    let last_row = (first + view.page_size).min(all);
-    let range_text =
-        if all == 0 { String::new() } else { format!("servers {} to {last_row} of {all}; ", (first + 1).min(all)) };
+    let (server_count, first) = (status.servers.len(), view.first_visible_row);
+    let last_row = (first + view.page_size).min(server_count);
+    let range_text = if server_count == 0 {
+        String::new()
+    } else {
+        format!("servers {} to {last_row} of {server_count}; ", (first + 1).min(server_count))
+    };
     let key_help = "q quit, arrows and PageUp/PageDown, order by l load, n name, c new connections";
     Line::styled(format!("{range_text}{key_help}"), Style::new().add_modifier(Modifier::DIM))
 }
@@ -117,12 +120,12 @@ fn header_row<'a>(names: &[&'a str]) -> Row<'a> {
 
 /// Returns the rows that fit into `height` - 1 lines. If rows are left out, the last line shows how many.
 fn truncate_rows<'a>(rows: Vec<Row<'a>>, height: u16) -> Vec<Row<'a>> {
-    let (room, all) = (usize::from(height.saturating_sub(1)), rows.len());
-    if all <= room || room == 0 {
+    let (max_rows, row_count) = (usize::from(height.saturating_sub(1)), rows.len());
+    if row_count <= max_rows || max_rows == 0 {
         return rows;
     }
-    let more_row = Row::new([Cell::from(format!("... {} more", all + 1 - room))]);
-    rows.into_iter().take(room - 1).chain([more_row]).collect()
+    let more_row = Row::new([Cell::from(format!("... {} more", row_count + 1 - max_rows))]);
+    rows.into_iter().take(max_rows - 1).chain([more_row]).collect()
 }
 
 fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
@@ -152,9 +155,9 @@ fn services_table<'a>(status: &'a Status, area: Rect) -> Table<'a> {
     ]))
 }
 
-fn load_balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Table<'a> {
+fn load_balancers_table<'a>(model: &Model, status: &'a Status, area: Rect) -> Table<'a> {
     let row = |balancer: &'a LoadBalancer| {
-        let packet_rates = seen.packet_rates(&balancer.name);
+        let packet_rates = model.packet_rates(&balancer.name);
         let sum_of_rates = |has_counted_connections: &dyn Fn(&str) -> bool| {
             format_rate(
                 packet_rates.iter().filter(|(name, _)| has_counted_connections(name)).map(|(_, rate)| rate).sum(),
@@ -187,8 +190,8 @@ fn load_balancers_table<'a>(seen: &Model, status: &'a Status, area: Rect) -> Tab
     ]))
 }
 
-fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -> Table<'a> {
-    let (loads, rates) = (seen.server_loads_by_name(), seen.new_connection_rates());
+fn servers_table<'a>(model: &Model, status: &'a Status, view: View, area: Rect) -> Table<'a> {
+    let (loads, rates) = (model.server_loads_by_name(), model.new_connection_rates());
     let rate_of = |server: &Server| rates.get(server.name.as_str()).copied();
     let mean_load_of = |server: &Server| loads.get(server.name.as_str()).and_then(|loads| mean(&loads.cores));
     let mut servers: Vec<&'a Server> = status.servers.iter().collect();
@@ -212,7 +215,7 @@ fn servers_table<'a>(seen: &Model, status: &'a Status, view: View, area: Rect) -
         .header(header_row(&["server", "state", "open", "new/s", "report", "mean", "max", "cores"]))
 }
 
-fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<f64>, room: usize) -> Row<'a> {
+fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<f64>, core_columns: usize) -> Row<'a> {
     let cores = loads.map_or(&[][..], |loads| &loads.cores);
     // Agents of older versions only count all of the machine's connections.
     let open_connections = loads.map(|loads| loads.service_connections.unwrap_or(loads.open_connections.into()));
@@ -238,16 +241,16 @@ fn server_row<'a>(server: &'a Server, loads: Option<&ServerLoads>, rate: Option<
         Cell::from(age).style(Style::new().fg(colour)),
         Cell::from(or_dash(mean(cores).map(percent))),
         Cell::from(or_dash(highest_load.map(percent))),
-        Cell::from(load_bars(cores, room)),
+        Cell::from(load_bars(cores, core_columns)),
     ])
 }
 
 /// Returns one bar per core. If there is no room for that, each bar shows the highest load in a group of cores.
-fn load_bars<'a>(cores: &[f64], room: usize) -> Line<'a> {
-    if cores.is_empty() || room == 0 {
+fn load_bars<'a>(cores: &[f64], core_columns: usize) -> Line<'a> {
+    if cores.is_empty() || core_columns == 0 {
         return Line::default();
     }
-    let cores_per_bar = cores.len().div_ceil(room);
+    let cores_per_bar = cores.len().div_ceil(core_columns);
     let highest_load = |cores: &[f64]| cores.iter().copied().fold(0.0, f64::max);
     cores.chunks(cores_per_bar).map(|cores| load_bar(highest_load(cores))).collect::<Vec<_>>().into()
 }
@@ -274,18 +277,20 @@ fn format_rate(rate: f64) -> String {
 }
 
 fn status_warnings(status: &Status) -> Vec<String> {
-    let service_warnings =
-        status.services.iter().flat_map(|of| of.warnings.iter().map(|text| format!("{}: {text}", of.name)));
-    let load_balancer_warnings = status.load_balancers.iter().flat_map(|of| {
-        let warnings = of.state.iter().flat_map(|state| &state.warnings);
-        warnings.map(|text| format!("{}: {text}", of.name))
+    let service_warnings = status
+        .services
+        .iter()
+        .flat_map(|service| service.warnings.iter().map(|text| format!("{}: {text}", service.name)));
+    let load_balancer_warnings = status.load_balancers.iter().flat_map(|load_balancer| {
+        let warnings = load_balancer.state.iter().flat_map(|state| &state.warnings);
+        warnings.map(|text| format!("{}: {text}", load_balancer.name))
     });
     let unavailable_servers =
         status.servers.iter().filter(|server| server.state != ServerState::Active && !server.state_reason.is_empty());
     let state_warnings =
         unavailable_servers.map(|server| format!("{}: {}: {}", server.name, server.state, server.state_reason));
     let server_warnings =
-        status.servers.iter().flat_map(|of| of.warnings.iter().map(|text| format!("{}: {text}", of.name)));
+        status.servers.iter().flat_map(|server| server.warnings.iter().map(|text| format!("{}: {text}", server.name)));
     service_warnings.chain(load_balancer_warnings).chain(state_warnings).chain(server_warnings).collect()
 }
 

@@ -12,14 +12,14 @@ use ratatui::backend::TestBackend;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::model::{ClientEvent, Model};
+use crate::model::{ControllerAnswer, Model};
 use crate::page::{draw, full_page_height};
 use crate::view::View;
 
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Pause after a slow answer, as a multiple of the time that it took. It limits the controller's load when a large
 /// fleet's status has several MB.
-const PAUSE_FACTOR: u32 = 4;
+const SLOW_ANSWER_PAUSE_FACTOR: u32 = 4;
 /// Width of a page that is printed as text, in columns.
 const TEXT_PAGE_COLUMNS: u16 = 120;
 const MAX_TEXT_PAGE_LINES: u16 = 400;
@@ -29,15 +29,15 @@ pub fn run(client: &Client, once: bool) -> anyhow::Result<Option<String>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut model = Model::default();
     runtime.block_on(async {
-        model.update(ClientEvent::Status(Box::new(client.status(false).await?)));
-        model.update(ClientEvent::Loads(client.loads().await?));
+        model.update(ControllerAnswer::Status(Box::new(client.status(false).await?)));
+        model.update(ControllerAnswer::Loads(client.loads().await?));
         anyhow::Ok(())
     })?;
     if once || !std::io::stdout().is_terminal() {
         // A rate can only be computed from two samples.
         runtime.block_on(async {
             tokio::time::sleep(POLL_INTERVAL).await;
-            model.update(ClientEvent::Loads(client.loads().await?));
+            model.update(ControllerAnswer::Loads(client.loads().await?));
             anyhow::Ok(())
         })?;
         return Ok(Some(render_text(&model)?));
@@ -72,52 +72,53 @@ async fn wait_for_signal() -> std::io::Result<()> {
 }
 
 /// Polls the controller until the receiver of its answers is dropped.
-async fn poll_controller(client: &Client, sender: &Sender<ClientEvent>) {
+async fn poll_controller(client: &Client, sender: &Sender<ControllerAnswer>) {
     loop {
-        let started = Instant::now();
+        let start_time = Instant::now();
         let events = match (client.loads().await, client.status(false).await) {
-            (Ok(loads), Ok(status)) => vec![ClientEvent::Status(Box::new(status)), ClientEvent::Loads(loads)],
-            (Err(error), _) | (_, Err(error)) => vec![ClientEvent::Problem(format!("{error:#}"))],
+            (Ok(loads), Ok(status)) => vec![ControllerAnswer::Status(Box::new(status)), ControllerAnswer::Loads(loads)],
+            (Err(error), _) | (_, Err(error)) => vec![ControllerAnswer::Problem(format!("{error:#}"))],
         };
         for event in events {
             if sender.send(event).is_err() {
                 return;
             }
         }
-        let took = started.elapsed();
-        tokio::time::sleep(POLL_INTERVAL.saturating_sub(took).max(took * PAUSE_FACTOR)).await;
+        let poll_duration = start_time.elapsed();
+        tokio::time::sleep(POLL_INTERVAL.saturating_sub(poll_duration).max(poll_duration * SLOW_ANSWER_PAUSE_FACTOR))
+            .await;
     }
 }
 
 fn event_loop(
     terminal: &mut ratatui::DefaultTerminal,
-    mut seen: Model,
-    events: &Receiver<ClientEvent>,
-    ended: &AtomicBool,
+    mut model: Model,
+    events: &Receiver<ControllerAnswer>,
+    stop_flag: &AtomicBool,
 ) -> anyhow::Result<()> {
     let mut view = View::default();
-    while !ended.load(Ordering::Relaxed) {
-        terminal.draw(|frame| draw(frame, &seen, &mut view))?;
+    while !stop_flag.load(Ordering::Relaxed) {
+        terminal.draw(|frame| draw(frame, &model, &mut view))?;
         // The page is drawn at least every 200 ms, because there may be new answers, and at once after a key.
         if event::poll(Duration::from_millis(200))?
             && let Event::Key(key) = event::read()?
             && key.kind != KeyEventKind::Release
         {
-            let servers = seen.status.as_ref().map_or(0, |status| status.servers.len());
+            let servers = model.status.as_ref().map_or(0, |status| status.servers.len());
             if !view.handle_key(key, servers) {
                 return Ok(());
             }
         }
-        events.try_iter().for_each(|event| seen.update(event));
+        events.try_iter().for_each(|event| model.update(event));
     }
     Ok(())
 }
 
 /// Returns a page as text. The page is as high as its content requires.
-fn render_text(seen: &Model) -> anyhow::Result<String> {
-    let height = seen.status.as_ref().map_or(1, full_page_height).min(MAX_TEXT_PAGE_LINES);
+fn render_text(model: &Model) -> anyhow::Result<String> {
+    let height = model.status.as_ref().map_or(1, full_page_height).min(MAX_TEXT_PAGE_LINES);
     let mut terminal = Terminal::new(TestBackend::new(TEXT_PAGE_COLUMNS, height))?;
-    terminal.draw(|frame| draw(frame, seen, &mut View::default()))?;
+    terminal.draw(|frame| draw(frame, model, &mut View::default()))?;
     Ok(page_text(terminal.backend()))
 }
 

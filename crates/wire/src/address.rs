@@ -46,8 +46,8 @@ pub fn parse_server_id(field: &str, id: u32) -> Result<coreward_model::ServerId,
 impl From<ServiceAddress> for v1::ServiceAddress {
     fn from(address: ServiceAddress) -> Self {
         Self {
-            address: address_bytes(address.socket.ip()),
-            port: address.socket.port().into(),
+            address: address_bytes(address.vip_and_port.ip()),
+            port: address.vip_and_port.port().into(),
             protocol: address.protocol.name().to_owned(),
         }
     }
@@ -60,7 +60,7 @@ impl TryFrom<&v1::ServiceAddress> for ServiceAddress {
         let ip = parse_address("address", &message.address)?;
         let port = parse_port("port", message.port)?;
         let protocol: Protocol = message.protocol.parse().map_err(|error| WireError::new("protocol", error))?;
-        Ok(Self { socket: SocketAddr::new(ip, port), protocol })
+        Ok(Self { vip_and_port: SocketAddr::new(ip, port), protocol })
     }
 }
 
@@ -74,7 +74,7 @@ mod tests {
         #[test]
         fn service_addresses_round_trip(ip: IpAddr, port in 1u16.., udp: bool) {
             let protocol = if udp { Protocol::Udp } else { Protocol::Tcp };
-            let address = ServiceAddress { socket: SocketAddr::new(ip, port), protocol };
+            let address = ServiceAddress { vip_and_port: SocketAddr::new(ip, port), protocol };
             prop_assert_eq!(ServiceAddress::try_from(&v1::ServiceAddress::from(address)), Ok(address));
         }
     }

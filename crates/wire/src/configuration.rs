@@ -60,7 +60,7 @@ pub struct FleetConfiguration {
     /// Services, each with a unique address and index.
     pub services: Vec<Service>,
     /// All load balancers of the fleet, each with a unique name and number.
-    pub load_balancers: Vec<Peer>,
+    pub load_balancers: Vec<PeerLoadBalancer>,
     /// Time between two traffic messages of a load balancer.
     pub report_interval: Duration,
     /// Time for which a table that depends on loads stays active without a controller.
@@ -69,7 +69,7 @@ pub struct FleetConfiguration {
 
 /// A load balancer, as all load balancers of the fleet know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Peer {
+pub struct PeerLoadBalancer {
     /// Name of the load balancer in its file.
     pub name: String,
     /// Number that identifies the load balancer's connection table in cookies, or `None` if it has no table.
@@ -85,7 +85,7 @@ pub struct Peer {
 pub const LOAD_BALANCER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Interval between a load balancer's state messages, which is a quarter of [`LOAD_BALANCER_TIMEOUT`].
-pub const STATE_INTERVAL: Duration = Duration::from_millis(500);
+pub const STATE_MESSAGE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A service and its pool.
 #[derive(Debug, Clone, PartialEq)]
@@ -194,8 +194,8 @@ impl From<&FleetConfiguration> for v1::FleetConfiguration {
     }
 }
 
-impl From<&Peer> for v1::LoadBalancer {
-    fn from(peer: &Peer) -> Self {
+impl From<&PeerLoadBalancer> for v1::LoadBalancer {
+    fn from(peer: &PeerLoadBalancer) -> Self {
         Self {
             name: peer.name.clone(),
             owner: peer.owner.map(|owner| owner.get().into()),
@@ -239,7 +239,7 @@ impl From<&Server> for v1::Server {
 
 impl From<&AgentConfiguration> for v1::AgentConfiguration {
     fn from(configuration: &AgentConfiguration) -> Self {
-        let stamped = |service: &AgentService| v1::StampedService {
+        let to_stamped_service = |service: &AgentService| v1::StampedService {
             name: service.name.clone(),
             address: Some(service.address.into()),
             server_id: service.server_id.get().into(),
@@ -251,7 +251,7 @@ impl From<&AgentConfiguration> for v1::AgentConfiguration {
         };
         Self {
             generation: configuration.generation,
-            services: configuration.services.iter().map(stamped).collect(),
+            services: configuration.services.iter().map(to_stamped_service).collect(),
             keys: Some((&configuration.keys).into()),
             report_interval_ms: configuration.report_interval.as_millis() as u32,
             fleet_rss_key: configuration.fleet_rss_key.bytes().to_vec(),
@@ -288,16 +288,16 @@ fn parse_time_key(mode: ServiceMode, key: Option<v1::CookieKey>) -> Result<Optio
     }
 }
 
-/// Parses a text that must be the name of one of the values in `all`.
+/// Parses a text that must be the name of one of the values in `all_values`.
 fn parse_name<T: Copy, const N: usize>(
     field: &str,
     text: &str,
-    all: [T; N],
-    name: fn(T) -> &'static str,
+    all_values: [T; N],
+    name_of: fn(T) -> &'static str,
 ) -> Result<T, WireError> {
-    all.into_iter()
-        .find(|known| name(*known) == text)
-        .ok_or_else(|| WireError::new(field, format!("{text:?}: expected one of {}", all.map(name).join(", "))))
+    all_values.into_iter().find(|value| name_of(*value) == text).ok_or_else(|| {
+        WireError::new(field, format!("{text:?}: expected one of {}", all_values.map(name_of).join(", ")))
+    })
 }
 
 fn parse_report_interval(milliseconds: u32) -> Result<Duration, WireError> {
@@ -365,8 +365,8 @@ impl FleetConfiguration {
     pub fn decode(bytes: Bytes) -> Result<(u64, Self, Vec<UnusableService>), WireError> {
         let message = v1::FleetConfiguration::decode(bytes).map_err(|error| WireError::new("configuration", error))?;
         let number = message.number;
-        let (configuration, refused) = Self::parse_message(message)?;
-        Ok((number, configuration, refused))
+        let (configuration, unusable_services) = Self::parse_message(message)?;
+        Ok((number, configuration, unusable_services))
     }
 
     pub(crate) fn parse_message(
@@ -390,7 +390,7 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
         let services: Vec<Service> = parse_list("services", &message.services)?;
         check_unique("services", services.iter().map(|service| service.address))?;
         check_unique("services", services.iter().map(|service| format!("index {}", service.index.get())))?;
-        let load_balancers: Vec<Peer> = parse_list("load_balancers", &message.load_balancers)?;
+        let load_balancers: Vec<PeerLoadBalancer> = parse_list("load_balancers", &message.load_balancers)?;
         check_unique("load_balancers", load_balancers.iter().map(|peer| &peer.name))?;
         let owners = load_balancers.iter().filter_map(|peer| peer.owner);
         check_unique("load_balancers", owners.map(|owner| format!("owner number {}", owner.get())))?;
@@ -405,7 +405,7 @@ impl TryFrom<&v1::FleetConfiguration> for FleetConfiguration {
     }
 }
 
-impl TryFrom<&v1::LoadBalancer> for Peer {
+impl TryFrom<&v1::LoadBalancer> for PeerLoadBalancer {
     type Error = WireError;
 
     fn try_from(message: &v1::LoadBalancer) -> Result<Self, WireError> {
@@ -525,9 +525,13 @@ pub struct UnusableService {
 }
 
 impl UnusableService {
-    /// Returns the service as it was `before`, but with the servers of the unusable one, so that drains take effect.
-    pub fn with_servers_of(&self, before: &Service) -> Service {
-        Service { servers: self.servers.clone().unwrap_or_else(|| before.servers.clone()), ..before.clone() }
+    /// Returns the service as it was `previous_service`, but with the servers of the unusable one, so that drains take
+    /// effect.
+    pub fn with_servers_of(&self, previous_service: &Service) -> Service {
+        Service {
+            servers: self.servers.clone().unwrap_or_else(|| previous_service.servers.clone()),
+            ..previous_service.clone()
+        }
     }
 
     /// Returns the message that reports the rejected service of this configuration `generation` to the controller.

@@ -41,12 +41,12 @@ const MAX_ERROR_CHARS: usize = 200;
 impl From<&HealthMessage> for v1::LoadBalancerHealth {
     fn from(message: &HealthMessage) -> Self {
         let mut services: Vec<v1::ServiceHealth> = Vec::new();
-        for (service, server, checked) in &message.servers {
+        for (service, server, check_result) in &message.servers {
             let service_index = u32::from(service.get());
             if services.last().is_none_or(|last| last.service_index != service_index) {
                 services.push(v1::ServiceHealth { service_index, servers: Vec::new() });
             }
-            let server = v1::ServerHealth { server_id: server.get().into(), ..checked.into() };
+            let server = v1::ServerHealth { server_id: server.get().into(), ..check_result.into() };
             services.last_mut().expect("one was pushed").servers.push(server);
         }
         Self { services }
@@ -54,15 +54,15 @@ impl From<&HealthMessage> for v1::LoadBalancerHealth {
 }
 
 impl From<&ServerCheckResult> for v1::ServerHealth {
-    fn from(checked: &ServerCheckResult) -> Self {
+    fn from(check_result: &ServerCheckResult) -> Self {
         Self {
             server_id: 0,
-            up: checked.verdict.map(|verdict| verdict == HealthVerdict::Up),
-            since_ms: checked.verdict_duration.as_millis() as u64,
-            error: checked.error.chars().take(MAX_ERROR_CHARS).collect(),
-            latency_us: u32::try_from(checked.latency.as_micros()).unwrap_or(u32::MAX),
-            checks: checked.completed_checks,
-            failures: checked.failed_checks,
+            up: check_result.verdict.map(|verdict| verdict == HealthVerdict::Up),
+            since_ms: check_result.verdict_duration.as_millis() as u64,
+            error: check_result.error.chars().take(MAX_ERROR_CHARS).collect(),
+            latency_us: u32::try_from(check_result.latency.as_micros()).unwrap_or(u32::MAX),
+            checks: check_result.completed_checks,
+            failures: check_result.failed_checks,
         }
     }
 }
@@ -139,7 +139,7 @@ impl TryFrom<&v1::HealthCheck> for HealthCheck {
                 return Err(WireError::new("probe", format!("{other:?}: expected \"tcp\", \"http\" or \"https\"")));
             }
         };
-        let probe_address = ProbeAddress::ALL.into_iter().find(|place| place.name() == message.at);
+        let probe_address = ProbeAddress::ALL.into_iter().find(|candidate| candidate.name() == message.at);
         let probe_address = probe_address
             .ok_or_else(|| WireError::new("at", format!("{:?}: expected \"vip\" or \"server\"", message.at)))?;
         let port = u16::try_from(message.port)
@@ -252,8 +252,8 @@ mod tests {
             server_result(5, 7, None),
         ];
         let message = HealthMessage { servers };
-        let encoded = v1::LoadBalancerHealth::from(&message);
-        assert_eq!(encoded.services.len(), 2);
-        assert_eq!(HealthMessage::try_from(&encoded), Ok(message));
+        let encoded_message = v1::LoadBalancerHealth::from(&message);
+        assert_eq!(encoded_message.services.len(), 2);
+        assert_eq!(HealthMessage::try_from(&encoded_message), Ok(message));
     }
 }

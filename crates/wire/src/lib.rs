@@ -37,14 +37,14 @@ pub mod traffic;
 
 pub use change::FleetChange;
 pub use configuration::{
-    AgentConfiguration, AgentService, FleetConfiguration, LOAD_BALANCER_TIMEOUT, Peer, PreviousServer, STATE_INTERVAL,
-    Server, Service, ServiceIndex, UnusableService,
+    AgentConfiguration, AgentService, FleetConfiguration, LOAD_BALANCER_TIMEOUT, PeerLoadBalancer, PreviousServer,
+    STATE_MESSAGE_INTERVAL, Server, Service, ServiceIndex, UnusableService,
 };
 pub use error::{WireError, WireErrorContext};
 pub use health::{HealthMessage, ServerCheckResult};
 pub use rack::{RackConfiguration, RackMember, RackServer, RackService};
 pub use report::{
-    CountedConnections, MAX_AGENT_MESSAGE_BYTES, Report, ReportDetails, ReportError, reduce_oversized_report,
+    AgentReport, CountedConnections, MAX_AGENT_MESSAGE_BYTES, ReportDetails, ReportError, reduce_oversized_report,
 };
 pub use rss::ReportedRss;
 pub use sockets::{SocketAnswer, SocketQuery};

@@ -7,7 +7,7 @@ use prost::encoding::{decode_varint, encode_varint};
 use crate::WireError;
 
 /// Encodes integers as a packed `repeated uint64` (or `uint32`) field.
-pub fn write(numbers: impl Iterator<Item = u64>) -> Bytes {
+pub fn write_integers(numbers: impl Iterator<Item = u64>) -> Bytes {
     let mut bytes = BytesMut::with_capacity(numbers.size_hint().0);
     numbers.for_each(|number| encode_varint(number, &mut bytes));
     bytes.freeze()
@@ -19,29 +19,29 @@ pub fn write_doubles(numbers: impl Iterator<Item = f64>) -> Bytes {
 }
 
 /// Returns the number of integers in a list, each of which has one byte without the continuation bit.
-pub fn count(bytes: &[u8]) -> usize {
+pub fn count_integers(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte < 0x80).count()
 }
 
 /// Returns the integers of a list. An incomplete or too large integer gives `None`, after which the list ends.
-pub fn read(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
-    let mut rest = bytes;
-    std::iter::from_fn(move || match rest.split_first()? {
-        (small, after) if *small < 0x80 => {
-            rest = after;
+pub fn read_integers(bytes: &[u8]) -> impl Iterator<Item = Option<u64>> + '_ {
+    let mut remaining_bytes = bytes;
+    std::iter::from_fn(move || match remaining_bytes.split_first()? {
+        (small, following_bytes) if *small < 0x80 => {
+            remaining_bytes = following_bytes;
             Some(Some(u64::from(*small)))
         }
         _ => {
-            let number = decode_varint(&mut rest).ok();
+            let number = decode_varint(&mut remaining_bytes).ok();
             if number.is_none() {
-                rest = &[];
+                remaining_bytes = &[];
             }
             Some(number)
         }
     })
 }
 
-/// Returns the error for a list in which [`read`] found an invalid number.
+/// Returns the error for a list in which [`read_integers`] found an invalid number.
 pub fn unreadable_number_error(field: &str) -> WireError {
     WireError::new(field, "a number that is not whole: expected one of 64 bits in at most 10 bytes")
 }
@@ -87,22 +87,22 @@ mod tests {
             doubles in prop::collection::vec(any::<f64>().prop_filter("compared below", |load| !load.is_nan()), 0..50),
         ) {
             use prost::Message as _;
-            let encoded_numbers = write(numbers.iter().copied());
+            let encoded_numbers = write_integers(numbers.iter().copied());
             let encoded_message = EncodedNumbers { numbers: encoded_numbers,
                 doubles: write_doubles(doubles.iter().copied()) };
             let repeated_message = RepeatedNumbers { numbers, doubles };
             prop_assert_eq!(encoded_message.encode_to_vec(), repeated_message.encode_to_vec());
-            prop_assert_eq!(count(&encoded_message.numbers), repeated_message.numbers.len());
+            prop_assert_eq!(count_integers(&encoded_message.numbers), repeated_message.numbers.len());
             prop_assert_eq!(count_doubles("load", &encoded_message.doubles).unwrap(), repeated_message.doubles.len());
-            let decoded: Vec<u64> = read(&encoded_message.numbers).map(Option::unwrap).collect();
-            prop_assert_eq!(decoded, repeated_message.numbers);
+            let decoded_numbers: Vec<u64> = read_integers(&encoded_message.numbers).map(Option::unwrap).collect();
+            prop_assert_eq!(decoded_numbers, repeated_message.numbers);
             prop_assert_eq!(read_doubles(&encoded_message.doubles).collect::<Vec<f64>>(), repeated_message.doubles);
         }
     }
 
     #[test]
     fn truncated_message_is_rejected() {
-        let numbers: Vec<_> = read(&[7, 0x80]).collect();
+        let numbers: Vec<_> = read_integers(&[7, 0x80]).collect();
         assert!(numbers == [Some(7), None], "{numbers:?}");
     }
 }

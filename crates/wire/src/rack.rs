@@ -205,17 +205,17 @@ pub fn summary_message(service: ServiceIndex, summary: &RackSummary) -> v1::Rack
     let to_spread = |(class, bins): &(ServerClass, HistogramBins)| v1::LoadSpread {
         weight: class.weight.get(),
         speed: class.speed,
-        bin: packed::write(bins.iter().map(|(bin, _)| u64::from(*bin))),
-        cores: packed::write(bins.iter().map(|(_, bin)| bin.core_count)),
-        sum: packed::write(bins.iter().map(|(_, bin)| bin.sum)),
+        bin: packed::write_integers(bins.iter().map(|(bin, _)| u64::from(*bin))),
+        cores: packed::write_integers(bins.iter().map(|(_, bin)| bin.core_count)),
+        sum: packed::write_integers(bins.iter().map(|(_, bin)| bin.load_sum)),
     };
     message.spreads = summary.histograms_by_class.iter().map(to_spread).collect();
     let to_candidate_list = |list: &CandidateList| v1::CandidateList {
         key: list.key.bytes().to_vec().into(),
         input_transform: list.key.input_transform().number().into(),
         per_bucket: list.candidates_per_bucket as u32,
-        server: packed::write(list.candidates.iter().map(|(core, _)| position_of(core.server) as u64)),
-        core: packed::write(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
+        server: packed::write_integers(list.candidates.iter().map(|(core, _)| position_of(core.server) as u64)),
+        core: packed::write_integers(list.candidates.iter().map(|(core, _)| u64::from(core.core))),
         load: packed::write_doubles(list.candidates.iter().map(|(_, load)| *load)),
     };
     message.lists = summary.candidate_lists.iter().map(to_candidate_list).collect();
@@ -234,25 +234,26 @@ pub fn parse_summary(message: &v1::RackSummary) -> Result<(ServiceIndex, RackSum
         check_length("slow_start.load", loads.load.len(), message.cores[position] as usize)?;
         servers[position].loads = ServerLoads::Relayed(loads.load.clone().into());
     }
-    let spreads: Vec<_> = message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
+    let histograms_by_class: Vec<_> =
+        message.spreads.iter().map(parse_spread).collect::<Result<_, _>>().within("spreads")?;
     let mut known_classes = HashSet::new();
-    if !spreads.iter().all(|(class, _)| known_classes.insert((class.weight.get(), class.speed.to_bits()))) {
+    if !histograms_by_class.iter().all(|(class, _)| known_classes.insert((class.weight.get(), class.speed.to_bits()))) {
         return Err(WireError::new("spreads", "two of one weight and speed: expected one"));
     }
     let server_ids: Vec<ServerId> = servers.iter().map(|server| server.id).collect();
     let parse_list = |list: &v1::CandidateList| parse_candidate_list(list, &server_ids);
-    let lists = message.lists.iter().map(parse_list).collect::<Result<_, _>>().within("lists")?;
-    Ok((service, RackSummary { servers, histograms_by_class: spreads, candidate_lists: lists }))
+    let candidate_lists = message.lists.iter().map(parse_list).collect::<Result<_, _>>().within("lists")?;
+    Ok((service, RackSummary { servers, histograms_by_class, candidate_lists }))
 }
 
 fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, WireError> {
     let server_count = message.server_id.len();
     check_length("cores", message.cores.len(), server_count)?;
     check_length("load_sum", message.load_sum.len(), server_count)?;
-    if !message.server_id.is_sorted_by(|id, next| id < next) {
+    if !message.server_id.is_sorted_by(|id, next_id| id < next_id) {
         return Err(WireError::new("server_id", "not in ascending order"));
     }
-    let zipped = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
+    let server_fields = message.server_id.iter().zip(&message.cores).zip(&message.load_sum);
     let parse_reduced_server = |((id, cores), sum): ((&u32, &u32), &f64)| {
         if !(1..=MAX_CORES as u32).contains(cores) {
             return Err(WireError::new("cores", format!("{cores}: expected 1 to {MAX_CORES}")));
@@ -261,19 +262,21 @@ fn parse_servers(message: &v1::RackSummary) -> Result<Vec<SummarizedServer>, Wir
         let loads = ServerLoads::Aggregated { sum: *sum, core_count: *cores };
         Ok(SummarizedServer { id: parse_server_id("server_id", *id)?, loads })
     };
-    zipped.map(parse_reduced_server).collect()
+    server_fields.map(parse_reduced_server).collect()
 }
 
 fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins), WireError> {
-    let bin_count = packed::count(&message.bin);
-    check_length("cores", packed::count(&message.cores), bin_count)?;
-    check_length("sum", packed::count(&message.sum), bin_count)?;
+    let bin_count = packed::count_integers(&message.bin);
+    check_length("cores", packed::count_integers(&message.cores), bin_count)?;
+    check_length("sum", packed::count_integers(&message.sum), bin_count)?;
     if !(message.speed.is_finite() && message.speed > 0.0) {
         return Err(WireError::new("speed", format!("{}: expected a number above 0", message.speed)));
     }
     let class = ServerClass { weight: parse_weight(message.weight)?, speed: message.speed };
     let mut bins = HistogramBins::with_capacity(bin_count);
-    let bin_fields = packed::read(&message.bin).zip(packed::read(&message.cores)).zip(packed::read(&message.sum));
+    let bin_fields = packed::read_integers(&message.bin)
+        .zip(packed::read_integers(&message.cores))
+        .zip(packed::read_integers(&message.sum));
     for ((bin, core_count), sum) in bin_fields {
         let (Some(bin), Some(core_count), Some(sum)) = (bin, core_count, sum) else {
             return Err(packed::unreadable_number_error("bin, cores, sum"));
@@ -290,28 +293,28 @@ fn parse_spread(message: &v1::LoadSpread) -> Result<(ServerClass, HistogramBins)
         if bins.last().is_some_and(|(last, _)| *last >= bin) {
             return Err(WireError::new("bin", "not in ascending order"));
         }
-        bins.push((bin, LoadBin { core_count, sum }));
+        bins.push((bin, LoadBin { core_count, load_sum: sum }));
     }
     Ok((class, bins))
 }
 
 /// Parses a candidate list of servers with these `ids`. It is a hot path, as each message has thousands of candidates.
 fn parse_candidate_list(message: &v1::CandidateList, ids: &[ServerId]) -> Result<CandidateList, WireError> {
-    let candidate_count = packed::count(&message.server);
-    check_length("core", packed::count(&message.core), candidate_count)?;
+    let candidate_count = packed::count_integers(&message.server);
+    check_length("core", packed::count_integers(&message.core), candidate_count)?;
     check_length("load", packed::count_doubles("load", &message.load)?, candidate_count)?;
     if !(1..=u32::from(MAX_CANDIDATES)).contains(&message.per_bucket) {
         let problem = format!("{}: expected 1 to {MAX_CANDIDATES}", message.per_bucket);
         return Err(WireError::new("per_bucket", problem));
     }
-    let server_cores = packed::read(&message.server).zip(packed::read(&message.core));
+    let server_cores = packed::read_integers(&message.server).zip(packed::read_integers(&message.core));
     packed::read_doubles(&message.load).try_for_each(|load| check_load("load", load))?;
     let mut candidates = Vec::with_capacity(candidate_count);
     for ((server, core), load) in server_cores.zip(packed::read_doubles(&message.load)) {
         let (Some(server), Some(core)) = (server, core) else {
             return Err(packed::unreadable_number_error("server, core"));
         };
-        let Some(id) = usize::try_from(server).ok().and_then(|at| ids.get(at)) else {
+        let Some(id) = usize::try_from(server).ok().and_then(|position| ids.get(position)) else {
             return Err(WireError::new("server", format!("{server}: expected a position below {}", ids.len())));
         };
         let Ok(core) = u16::try_from(core) else {
@@ -392,9 +395,9 @@ mod tests {
     }
 
     fn change_number(numbers: &mut Bytes, position: usize, number: u64) {
-        let mut all: Vec<u64> = packed::read(numbers).map(Option::unwrap).collect();
-        all[position] = number;
-        *numbers = packed::write(all.into_iter());
+        let mut all_numbers: Vec<u64> = packed::read_integers(numbers).map(Option::unwrap).collect();
+        all_numbers[position] = number;
+        *numbers = packed::write_integers(all_numbers.into_iter());
     }
 
     #[test]

@@ -15,8 +15,11 @@ impl v1::LoadBalancerState {
     /// Returns the number of warnings that `coreward status` shows for faults of the machine and for rejected updates.
     /// Rejections with the same reason count once.
     pub fn warning_count(&self) -> usize {
-        let distinct_refusals: BTreeSet<_> =
-            self.refused.iter().map(|refused| (refused.table, refused.generation, refused.short_reason())).collect();
+        let distinct_refusals: BTreeSet<_> = self
+            .refused
+            .iter()
+            .map(|refused_update| (refused_update.table, refused_update.generation, refused_update.short_reason()))
+            .collect();
         self.warnings.len() + distinct_refusals.len()
     }
 }

@@ -13,7 +13,7 @@ use crate::{ReportedRss, WireError, WireErrorContext as _, v1};
 
 /// Report of an agent. Counters are totals, not differences.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Report {
+pub struct AgentReport {
     /// Time at which the report was sent, by the server's wall clock (since 1970).
     pub sent_at: Duration,
     /// Time after which the server counts with the mean load unless a newer report arrives.
@@ -81,11 +81,11 @@ impl From<v1::CountedConnections> for CountedConnections {
 }
 
 impl From<CountedConnections> for v1::CountedConnections {
-    fn from(counted: CountedConnections) -> Self {
+    fn from(counted_connections: CountedConnections) -> Self {
         Self {
-            age_ms: u32::try_from(counted.elapsed.as_millis()).unwrap_or(u32::MAX),
-            configuration_generation: counted.configuration_generation,
-            services: counted.services.into_iter().collect(),
+            age_ms: u32::try_from(counted_connections.elapsed.as_millis()).unwrap_or(u32::MAX),
+            configuration_generation: counted_connections.configuration_generation,
+            services: counted_connections.services.into_iter().collect(),
         }
     }
 }
@@ -127,14 +127,14 @@ const MAX_COUNTED_SERVICES: usize = 1024;
 /// Maximum number of workers of all UDP services in a report, which allows one worker per core.
 const MAX_WORKERS: usize = 4096;
 
-impl TryFrom<v1::Report> for Report {
+impl TryFrom<v1::Report> for AgentReport {
     type Error = ReportError;
 
     fn try_from(message: v1::Report) -> Result<Self, ReportError> {
         if !(1..=MAX_TIME_TO_LIVE_MS).contains(&message.time_to_live_ms) {
             return Err(ReportError::TimeToLive(message.time_to_live_ms));
         }
-        for (what, count, most) in [
+        for (field_name, count, max_count) in [
             ("core_busy_ns", message.core_busy_ns.len(), MAX_CORES),
             ("counters", message.counters.len(), MAX_COUNTERS),
             ("warnings", message.warnings.len(), MAX_WARNINGS),
@@ -142,12 +142,12 @@ impl TryFrom<v1::Report> for Report {
             ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MAX_WORKERS),
             (
                 "connections",
-                message.connections.as_ref().map_or(0, |counted| counted.services.len()),
+                message.connections.as_ref().map_or(0, |counted_connections| counted_connections.services.len()),
                 MAX_COUNTED_SERVICES,
             ),
         ] {
-            if count > most {
-                return Err(ReportError::TooLarge { field: what, count, limit: most });
+            if count > max_count {
+                return Err(ReportError::TooLarge { field: field_name, count, limit: max_count });
             }
         }
         let rss =
@@ -163,7 +163,7 @@ impl TryFrom<v1::Report> for Report {
             sent_at: Duration::from_nanos(message.sent_unix_ns),
             time_to_live: Duration::from_millis(message.time_to_live_ms.into()),
             readings: CoreReadings {
-                sequence: message.sequence,
+                report_sequence: message.sequence,
                 measured_ns: message.measured_ns,
                 busy_ns: message.core_busy_ns,
             },
@@ -193,12 +193,12 @@ pub fn reduce_oversized_report(mut report: v1::Report) -> v1::Report {
     report
 }
 
-impl From<Report> for v1::Report {
-    fn from(report: Report) -> Self {
+impl From<AgentReport> for v1::Report {
+    fn from(report: AgentReport) -> Self {
         let without_details = report.details.is_none();
         let ReportDetails { counters, warnings, dispatch, connections, refused } = report.details.unwrap_or_default();
         Self {
-            sequence: report.readings.sequence,
+            sequence: report.readings.report_sequence,
             sent_unix_ns: report.sent_at.as_nanos() as u64,
             time_to_live_ms: report.time_to_live.as_millis() as u32,
             measured_ns: report.readings.measured_ns,
@@ -230,7 +230,8 @@ mod tests {
         let dispatch = |listen: &str| v1::DispatchedService { listen: listen.into(), ..Default::default() };
         let dispatch = vec![dispatch("mine"), dispatch("192.0.2.1:53")];
         let report =
-            Report::try_from(v1::Report { counters: unknown_counters.collect(), dispatch, ..sample_report() }).unwrap();
+            AgentReport::try_from(v1::Report { counters: unknown_counters.collect(), dispatch, ..sample_report() })
+                .unwrap();
         let details = report.details.unwrap();
         assert_eq!(details.counters, [("stamped".to_owned(), 12)]);
         assert_eq!(details.dispatch.len(), 1);
@@ -241,7 +242,7 @@ mod tests {
         let counter_names =
             [&intf::SERVER_COUNTER_NAMES[..], &intf::STEER_COUNTER_NAMES, &intf::DECAP_COUNTER_NAMES].concat();
         let counters = counter_names.iter().map(|name| ((*name).to_owned(), 1)).collect();
-        let report = Report::try_from(v1::Report { counters, ..sample_report() }).unwrap();
+        let report = AgentReport::try_from(v1::Report { counters, ..sample_report() }).unwrap();
         assert_eq!(report.details.unwrap().counters.len(), counter_names.len());
     }
 
@@ -280,7 +281,7 @@ mod tests {
     fn reports_round_trip() {
         let report_without_connections = v1::Report { connections: None, ..sample_report() };
         assert_eq!(
-            v1::Report::from(Report::try_from(report_without_connections.clone()).unwrap()),
+            v1::Report::from(AgentReport::try_from(report_without_connections.clone()).unwrap()),
             report_without_connections
         );
         let report_without_details = v1::Report {
@@ -290,8 +291,11 @@ mod tests {
             without_details: true,
             ..report_without_connections
         };
-        assert_eq!(v1::Report::from(Report::try_from(report_without_details.clone()).unwrap()), report_without_details);
-        let report = Report::try_from(sample_report()).unwrap();
+        assert_eq!(
+            v1::Report::from(AgentReport::try_from(report_without_details.clone()).unwrap()),
+            report_without_details
+        );
+        let report = AgentReport::try_from(sample_report()).unwrap();
         assert_eq!(v1::Report::from(report), sample_report());
     }
 
@@ -322,27 +326,27 @@ mod tests {
     fn invalid_report_is_rejected_with_its_field() {
         let mut invalid_message = sample_report();
         invalid_message.rss.as_mut().unwrap().indirection_table.push(0);
-        let error = Report::try_from(invalid_message).unwrap_err();
+        let error = AgentReport::try_from(invalid_message).unwrap_err();
         assert_eq!(
             error.to_string(),
             "rss.indirection_table: an indirection table of 3 entries: expected a power of two from 1 to 2048"
         );
-        let error = Report::try_from(v1::Report { time_to_live_ms: 0, ..sample_report() }).unwrap_err();
+        let error = AgentReport::try_from(v1::Report { time_to_live_ms: 0, ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "time_to_live_ms: 0: expected 1 to 180000");
-        let error = Report::try_from(v1::Report { time_to_live_ms: 180_001, ..sample_report() }).unwrap_err();
+        let error = AgentReport::try_from(v1::Report { time_to_live_ms: 180_001, ..sample_report() }).unwrap_err();
         assert_eq!(error, ReportError::TimeToLive(180_001));
-        let error = Report::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..sample_report() }).unwrap_err();
+        let error = AgentReport::try_from(v1::Report { core_busy_ns: vec![0; 4097], ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "core_busy_ns: 4097: expected at most 4096");
         let report =
-            Report::try_from(v1::Report { warnings: vec!["\u{1b}[2Jgone".into()], ..sample_report() }).unwrap();
+            AgentReport::try_from(v1::Report { warnings: vec!["\u{1b}[2Jgone".into()], ..sample_report() }).unwrap();
         assert_eq!(report.details.unwrap().warnings, ["\u{fffd}[2Jgone"]);
         let large_service = v1::DispatchedService { workers: vec![Default::default(); 2049], ..Default::default() };
         let dispatch = vec![large_service.clone(), large_service];
-        let error = Report::try_from(v1::Report { dispatch, ..sample_report() }).unwrap_err();
+        let error = AgentReport::try_from(v1::Report { dispatch, ..sample_report() }).unwrap_err();
         assert_eq!(error.to_string(), "dispatch.workers: 4098: expected at most 4096");
         let policy = "\u{1b}[2J".into();
         let dispatch = vec![v1::DispatchedService { listen: "0.0.0.0:53".into(), policy, ..Default::default() }];
-        let report = Report::try_from(v1::Report { dispatch, ..sample_report() }).unwrap();
+        let report = AgentReport::try_from(v1::Report { dispatch, ..sample_report() }).unwrap();
         assert_eq!(report.details.unwrap().dispatch[0].policy, "\u{fffd}[2J");
     }
 }

@@ -15,9 +15,9 @@ pub struct ReportedRss {
 }
 
 impl From<&ReportedRss> for v1::Rss {
-    fn from(reported: &ReportedRss) -> Self {
-        let source = reported.source.clone();
-        match &reported.rss {
+    fn from(reported_rss: &ReportedRss) -> Self {
+        let source = reported_rss.source.clone();
+        match &reported_rss.rss {
             None => Self { source, key: Vec::new(), indirection_table: Vec::new(), input_transform: 0 },
             Some(rss) => Self {
                 source,

@@ -20,8 +20,8 @@ pub fn sanitize_str(text: &str) -> String {
 
 /// Returns the same text as [`sanitize_str`], without a copy if nothing changes.
 pub fn sanitize(text: String) -> String {
-    let is_readable = text.len() <= MAX_TEXT_CHARS && !text.chars().any(char::is_control);
-    if is_readable { text } else { sanitize_str(&text) }
+    let needs_no_change = text.len() <= MAX_TEXT_CHARS && !text.chars().any(char::is_control);
+    if needs_no_change { text } else { sanitize_str(&text) }
 }
 
 fn sanitize_texts(texts: Vec<String>) -> Vec<String> {
@@ -35,8 +35,8 @@ pub fn sanitize_counts(counts: HashMap<String, u64>) -> HashMap<String, u64> {
 
 /// Returns the counters with known names. Unknown ones could create endless metrics series, because names become
 /// labels.
-pub fn retain_known_counters(counts: HashMap<String, u64>, known: &[&[&str]]) -> HashMap<String, u64> {
-    let is_known = |name: &String| known.iter().any(|names| names.contains(&name.as_str()));
+pub fn retain_known_counters(counts: HashMap<String, u64>, known_names: &[&[&str]]) -> HashMap<String, u64> {
+    let is_known = |name: &String| known_names.iter().any(|names| names.contains(&name.as_str()));
     counts.into_iter().filter(|(name, _)| is_known(name)).collect()
 }
 
@@ -51,13 +51,13 @@ pub fn sanitize_dispatched(service: v1::DispatchedService) -> v1::DispatchedServ
 }
 
 /// Sanitizes rejected updates.
-pub fn sanitize_refused(refused: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
-    let sanitize_update = |refused: v1::RefusedUpdate| v1::RefusedUpdate {
-        service: sanitize(refused.service),
-        reason: sanitize(refused.reason),
-        ..refused
+pub fn sanitize_refused(refused_updates: Vec<v1::RefusedUpdate>) -> Vec<v1::RefusedUpdate> {
+    let sanitize_update = |refused_update: v1::RefusedUpdate| v1::RefusedUpdate {
+        service: sanitize(refused_update.service),
+        reason: sanitize(refused_update.reason),
+        ..refused_update
     };
-    refused.into_iter().take(MAX_COUNTS).map(sanitize_update).collect()
+    refused_updates.into_iter().take(MAX_COUNTS).map(sanitize_update).collect()
 }
 
 /// Sanitizes a load balancer's state.
@@ -69,8 +69,10 @@ pub fn sanitize_state(state: v1::LoadBalancerState) -> v1::LoadBalancerState {
         problem: sanitize(clock.problem),
         ..clock
     };
-    let sanitize_packets =
-        |stamped: v1::StampedPackets| v1::StampedPackets { service: sanitize(stamped.service), ..stamped };
+    let sanitize_packets = |stamped_packets: v1::StampedPackets| v1::StampedPackets {
+        service: sanitize(stamped_packets.service),
+        ..stamped_packets
+    };
     v1::LoadBalancerState {
         table_generations: sanitize_counts(state.table_generations),
         unresolved_servers: sanitize_texts(state.unresolved_servers),

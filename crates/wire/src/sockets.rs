@@ -14,7 +14,7 @@ pub const MAX_CLIENTS_PER_QUERY: usize = 256;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketQuery {
     /// Number that the load balancer assigned to the query.
-    pub number: u64,
+    pub query_number: u64,
     /// Identifier of the load balancer's session at the controller.
     pub load_balancer_session: u64,
     /// Id of the server at which the sockets are.
@@ -29,7 +29,7 @@ pub struct SocketQuery {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SocketAnswer {
     /// Number of the query, as the load balancer assigned it.
-    pub number: u64,
+    pub query_number: u64,
     /// Identifier of the session of the load balancer that sent the query.
     pub load_balancer_session: u64,
     /// Whether each client has a socket, for at most [`MAX_CLIENTS_PER_QUERY`]. Empty if no agent is connected.
@@ -43,8 +43,12 @@ impl SocketQuery {
     }
 
     /// Returns the answer to this query.
-    pub fn answer(&self, is_open: Vec<bool>) -> SocketAnswer {
-        SocketAnswer { number: self.number, load_balancer_session: self.load_balancer_session, socket_exists: is_open }
+    pub fn answer(&self, socket_exists: Vec<bool>) -> SocketAnswer {
+        SocketAnswer {
+            query_number: self.query_number,
+            load_balancer_session: self.load_balancer_session,
+            socket_exists,
+        }
     }
 }
 
@@ -57,14 +61,14 @@ impl SocketAnswer {
 
 impl From<&SocketQuery> for v1::SocketQuery {
     fn from(query: &SocketQuery) -> Self {
-        let to_client =
+        let to_wire_client =
             |client: &SocketAddr| v1::Client { address: address_bytes(client.ip()), port: client.port().into() };
         Self {
-            number: query.number,
+            number: query.query_number,
             load_balancer_session: query.load_balancer_session,
             server_id: query.server.get().into(),
             service: Some(query.service.into()),
-            clients: query.clients.iter().map(to_client).collect(),
+            clients: query.clients.iter().map(to_wire_client).collect(),
         }
     }
 }
@@ -81,7 +85,7 @@ impl TryFrom<&v1::SocketQuery> for SocketQuery {
             client_address.within(format!("clients[{position}]"))
         };
         Ok(Self {
-            number: message.number,
+            query_number: message.number,
             load_balancer_session: message.load_balancer_session,
             server: parse_server_id("server_id", message.server_id)?,
             service: service.try_into().within("service")?,
@@ -92,7 +96,11 @@ impl TryFrom<&v1::SocketQuery> for SocketQuery {
 
 impl From<SocketAnswer> for v1::SocketAnswer {
     fn from(answer: SocketAnswer) -> Self {
-        Self { number: answer.number, load_balancer_session: answer.load_balancer_session, open: answer.socket_exists }
+        Self {
+            number: answer.query_number,
+            load_balancer_session: answer.load_balancer_session,
+            open: answer.socket_exists,
+        }
     }
 }
 
@@ -102,7 +110,7 @@ impl TryFrom<v1::SocketAnswer> for SocketAnswer {
     fn try_from(message: v1::SocketAnswer) -> Result<Self, WireError> {
         check_client_count("open", message.open.len())?;
         Ok(Self {
-            number: message.number,
+            query_number: message.number,
             load_balancer_session: message.load_balancer_session,
             socket_exists: message.open,
         })
@@ -124,10 +132,10 @@ mod tests {
 
     fn sample_query() -> SocketQuery {
         SocketQuery {
-            number: 5,
+            query_number: 5,
             load_balancer_session: 7,
             server: 9.try_into().unwrap(),
-            service: ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp },
+            service: ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp },
             clients: vec!["10.1.0.7:40000".parse().unwrap(), "10.1.0.8:1".parse().unwrap()],
         }
     }

@@ -33,12 +33,12 @@ fn to_message(service: ServiceIndex, table: &PlacementTable) -> v1::PlacementTab
         candidates_per_bucket: table.candidates_per_bucket,
         group_keys: table.groups.iter().map(|key| key.bytes().to_vec()).collect(),
         group_inputs: table.groups.iter().map(|key| key.input_transform().number().into()).collect(),
-        candidate_load: map_candidates(|candidate| candidate.load),
+        candidate_load: map_candidates(|candidate| candidate.fixed_point_load),
         candidate_server_id: map_candidates(|candidate| candidate.server.get().into()),
         candidate_core_slot: map_candidates(|candidate| candidate.core_slot.into()),
         assignment_cost: table.assignment_cost,
         member_server_id: table.members.iter().map(|member| member.server.get().into()).collect(),
-        member_load: table.members.iter().map(|member| member.load).collect(),
+        member_load: table.members.iter().map(|member| member.fixed_point_load).collect(),
         consistent_server_id: table.consistent_servers.iter().map(|server| server.get().into()).collect(),
         previous_consistent_id: table
             .previous_consistent_servers
@@ -86,15 +86,19 @@ fn parse_rule(name: &str) -> Result<PlacementRule, WireError> {
     PlacementRule::from_name(name).ok_or_else(|| WireError::new("rule", expected()))
 }
 
-fn check_maximum(field: &str, value: u32, largest: u32) -> Result<u32, WireError> {
-    if value <= largest { Ok(value) } else { Err(WireError::new(field, format!("{value}: expected 0 to {largest}"))) }
+fn check_maximum(field: &str, value: u32, max_value: u32) -> Result<u32, WireError> {
+    if value <= max_value {
+        Ok(value)
+    } else {
+        Err(WireError::new(field, format!("{value}: expected 0 to {max_value}")))
+    }
 }
 
-fn check_max_length(field: &str, length: usize, largest: u32) -> Result<(), WireError> {
-    if length <= largest as usize {
+fn check_max_length(field: &str, length: usize, max_length: u32) -> Result<(), WireError> {
+    if length <= max_length as usize {
         return Ok(());
     }
-    Err(WireError::new(field, format!("{length} entries: expected at most {largest}")))
+    Err(WireError::new(field, format!("{length} entries: expected at most {max_length}")))
 }
 
 fn check_length(field: &str, length: usize, expected: usize) -> Result<(), WireError> {
@@ -122,11 +126,11 @@ fn parse_server_ids(field: &str, ids: &[u32]) -> Result<Vec<ServerId>, WireError
 }
 
 fn parse_previous_servers(ids: &[u32]) -> Result<Vec<Option<ServerId>>, WireError> {
-    let parse = |id: &u32| match *id {
+    let parse_id = |id: &u32| match *id {
         intf::NO_SERVER => Ok(None),
         id => parse_server_id("previous_consistent_id", id).map(Some),
     };
-    ids.iter().map(parse).collect()
+    ids.iter().map(parse_id).collect()
 }
 
 fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<CandidateCore>, WireError> {
@@ -135,15 +139,16 @@ fn parse_candidates(message: &v1::PlacementTable) -> Result<Vec<CandidateCore>, 
     check_length("candidate_server_id", message.candidate_server_id.len(), candidate_count)?;
     check_length("candidate_core_slot", message.candidate_core_slot.len(), candidate_count)?;
     let slot_count = message.core_slot.len();
-    let zipped = message.candidate_load.iter().zip(&message.candidate_server_id).zip(&message.candidate_core_slot);
-    zipped
+    let candidate_fields =
+        message.candidate_load.iter().zip(&message.candidate_server_id).zip(&message.candidate_core_slot);
+    candidate_fields
         .map(|((load, server), slot)| {
             if *slot as usize >= slot_count {
                 let problem = format!("slot {slot}: expected one of the table's {slot_count} core slots");
                 return Err(WireError::new("candidate_core_slot", problem));
             }
             let server = parse_server_id("candidate_server_id", *server)?;
-            Ok(CandidateCore { server, load: *load, core_slot: *slot as u16 })
+            Ok(CandidateCore { server, fixed_point_load: *load, core_slot: *slot as u16 })
         })
         .collect()
 }
@@ -152,16 +157,20 @@ fn parse_core_slots(cores: &[u32]) -> Result<Vec<ServerCore>, WireError> {
     check_max_length("core_slot", cores.len(), intf::MAX_CORE_SLOTS)?;
     cores
         .iter()
-        .map(|packed| Ok(ServerCore { server: parse_server_id("core_slot", packed >> 16)?, core: *packed as u16 }))
+        .map(|packed_core| {
+            Ok(ServerCore { server: parse_server_id("core_slot", packed_core >> 16)?, core: *packed_core as u16 })
+        })
         .collect()
 }
 
 fn parse_members(message: &v1::PlacementTable) -> Result<Vec<TableMember>, WireError> {
     check_max_length("member_server_id", message.member_server_id.len(), intf::MAX_MEMBERS)?;
     check_length("member_load", message.member_load.len(), message.member_server_id.len())?;
-    let zipped = message.member_server_id.iter().zip(&message.member_load);
-    zipped
-        .map(|(server, load)| Ok(TableMember { server: parse_server_id("member_server_id", *server)?, load: *load }))
+    let member_fields = message.member_server_id.iter().zip(&message.member_load);
+    member_fields
+        .map(|(server, load)| {
+            Ok(TableMember { server: parse_server_id("member_server_id", *server)?, fixed_point_load: *load })
+        })
         .collect()
 }
 
@@ -214,7 +223,7 @@ mod tests {
     proptest! {
         #[test]
         fn tables_of_every_policy_round_trip(servers in 0u64..20, bits in 0u32..9, index in 0u32..1024) {
-            for name in policy::names() {
+            for name in policy::policy_names() {
                 let bucket_count = BucketCount::new(1 << bits).unwrap();
                 let mut table = policy::policy_by_name(name, 5).unwrap()
                     .compute_table(&sample_pool(servers), bucket_count, 9);
@@ -230,8 +239,8 @@ mod tests {
         let table =
             policy::policy_by_name("crossrss", 5).unwrap().compute_table(&sample_pool(3), BucketCount::PUBLISHED, 9);
         let service = ServiceIndex::new(0).unwrap();
-        let decoded = v1::PlacementTable::decode(encode(service, &table)).unwrap();
-        assert_eq!((decoded.bucket_count, decoded.member_server_id), (128, vec![0, 31, 62]));
+        let decoded_message = v1::PlacementTable::decode(encode(service, &table)).unwrap();
+        assert_eq!((decoded_message.bucket_count, decoded_message.member_server_id), (128, vec![0, 31, 62]));
     }
 
     #[test]

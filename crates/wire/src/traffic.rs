@@ -20,17 +20,17 @@ pub struct TrafficMessage {
 
 impl From<&TrafficMessage> for v1::LoadBalancerTraffic {
     fn from(message: &TrafficMessage) -> Self {
-        let to_service_traffic = |(index, opened): (&ServiceIndex, &u64)| v1::ServiceTraffic {
+        let to_service_traffic = |(index, opened_count): (&ServiceIndex, &u64)| v1::ServiceTraffic {
             service_index: index.get().into(),
             servers: Vec::new(),
-            opened: *opened,
+            opened: *opened_count,
         };
         let to_server_traffic = |(id, traffic): (&ServerId, &ServerTraffic)| v1::ServerTraffic {
             server_id: id.get().into(),
-            opened: traffic.opened,
-            closed: traffic.closed,
+            opened: traffic.opened_connection_count,
+            closed: traffic.closed_connection_count,
             packets: traffic.packet_count,
-            bytes: traffic.bytes,
+            bytes: traffic.frame_bytes,
         };
         Self {
             services: message.opened_connections.iter().map(to_service_traffic).collect(),
@@ -43,30 +43,30 @@ impl TryFrom<&v1::LoadBalancerTraffic> for TrafficMessage {
     type Error = WireError;
 
     fn try_from(message: &v1::LoadBalancerTraffic) -> Result<Self, WireError> {
-        let mut parsed = Self::default();
+        let mut traffic_message = Self::default();
         for (position, service) in message.services.iter().enumerate() {
             let service_path = format!("services[{position}]");
             let index = ServiceIndex::parse("service_index", service.service_index).within(&service_path)?;
             // A load balancer of the previous version counts the service's servers, but not the service itself.
             let sum_of_servers = service.servers.iter().fold(0, |sum: u64, server| sum.saturating_add(server.opened));
-            parsed.opened_connections.insert(index, service.opened.max(sum_of_servers));
-            parsed.add_server_traffic(&service.servers, &service_path)?;
+            traffic_message.opened_connections.insert(index, service.opened.max(sum_of_servers));
+            traffic_message.add_server_traffic(&service.servers, &service_path)?;
         }
-        parsed.add_server_traffic(&message.servers, "servers")?;
-        Ok(parsed)
+        traffic_message.add_server_traffic(&message.servers, "servers")?;
+        Ok(traffic_message)
     }
 }
 
 impl TrafficMessage {
-    fn add_server_traffic(&mut self, servers: &[v1::ServerTraffic], within: &str) -> Result<(), WireError> {
+    fn add_server_traffic(&mut self, servers: &[v1::ServerTraffic], field_path: &str) -> Result<(), WireError> {
         for server in servers {
-            let id = parse_server_id("server_id", server.server_id).within(within)?;
+            let id = parse_server_id("server_id", server.server_id).within(field_path)?;
             let server_total = self.servers.entry(id).or_default();
             // The additions saturate, because forged counters may have any value.
-            server_total.opened = server_total.opened.saturating_add(server.opened);
-            server_total.closed = server_total.closed.saturating_add(server.closed);
+            server_total.opened_connection_count = server_total.opened_connection_count.saturating_add(server.opened);
+            server_total.closed_connection_count = server_total.closed_connection_count.saturating_add(server.closed);
             server_total.packet_count = server_total.packet_count.saturating_add(server.packets);
-            server_total.bytes = server_total.bytes.saturating_add(server.bytes);
+            server_total.frame_bytes = server_total.frame_bytes.saturating_add(server.bytes);
         }
         Ok(())
     }
@@ -82,16 +82,21 @@ mod tests {
 
     #[test]
     fn connection_counts_round_trip() {
-        let traffic = |opened: u64| ServerTraffic { opened, closed: 1, packet_count: 2, bytes: 3 };
+        let traffic = |opened: u64| ServerTraffic {
+            opened_connection_count: opened,
+            closed_connection_count: 1,
+            packet_count: 2,
+            frame_bytes: 3,
+        };
         let message = TrafficMessage {
             opened_connections: [(ServiceIndex::new(3).unwrap(), 21), (ServiceIndex::FIRST, 12)].into(),
             servers: [(id(7), traffic(22)), (id(8), traffic(11))].into(),
         };
-        let mut encoded = v1::LoadBalancerTraffic::from(&message);
-        assert_eq!(TrafficMessage::try_from(&encoded), Ok(message));
-        encoded.services[1].service_index = 1024;
+        let mut encoded_message = v1::LoadBalancerTraffic::from(&message);
+        assert_eq!(TrafficMessage::try_from(&encoded_message), Ok(message));
+        encoded_message.services[1].service_index = 1024;
         assert_eq!(
-            TrafficMessage::try_from(&encoded).unwrap_err().to_string(),
+            TrafficMessage::try_from(&encoded_message).unwrap_err().to_string(),
             "services[1].service_index: service index 1024: expected 0 to 1023"
         );
     }
@@ -102,9 +107,12 @@ mod tests {
         let max_traffic = v1::ServerTraffic { server_id: 7, opened: u64::MAX, packets: u64::MAX, ..Default::default() };
         let services = vec![v1::ServiceTraffic { service_index: 0, servers: vec![max_traffic; 2], opened: 1 }];
         let message = v1::LoadBalancerTraffic { services, servers: vec![max_traffic] };
-        let parsed = TrafficMessage::try_from(&message).unwrap();
-        assert_eq!(parsed.opened_connections[&ServiceIndex::FIRST], u64::MAX);
-        assert_eq!((parsed.servers[&id(7)].opened, parsed.servers[&id(7)].packet_count), (u64::MAX, u64::MAX));
+        let parsed_message = TrafficMessage::try_from(&message).unwrap();
+        assert_eq!(parsed_message.opened_connections[&ServiceIndex::FIRST], u64::MAX);
+        assert_eq!(
+            (parsed_message.servers[&id(7)].opened_connection_count, parsed_message.servers[&id(7)].packet_count),
+            (u64::MAX, u64::MAX)
+        );
     }
 
     /// A load balancer of the previous version counts by service and server.
@@ -118,9 +126,15 @@ mod tests {
             opened: 0,
         };
         let services = vec![service(0, vec![server(7, 5), server(8, 6)]), service(3, vec![server(7, 1)])];
-        let parsed = TrafficMessage::try_from(&v1::LoadBalancerTraffic { services, servers: Vec::new() }).unwrap();
-        assert_eq!(parsed.opened_connections.values().copied().collect::<Vec<_>>(), [11, 1]);
-        let of = |n: u64| (parsed.servers[&id(n)].opened, parsed.servers[&id(n)].closed);
-        assert_eq!((of(7), of(8)), ((6, 2), (6, 1)));
+        let parsed_message =
+            TrafficMessage::try_from(&v1::LoadBalancerTraffic { services, servers: Vec::new() }).unwrap();
+        assert_eq!(parsed_message.opened_connections.values().copied().collect::<Vec<_>>(), [11, 1]);
+        let server_counts = |n: u64| {
+            (
+                parsed_message.servers[&id(n)].opened_connection_count,
+                parsed_message.servers[&id(n)].closed_connection_count,
+            )
+        };
+        assert_eq!((server_counts(7), server_counts(8)), ((6, 2), (6, 1)));
     }
 }

@@ -16,7 +16,7 @@ use coreward_intf as intf;
 use libbpf_rs::{MapHandle, MapType, libbpf_sys};
 
 use crate::controller;
-use crate::controller_process::{Controller, ScratchDirectory};
+use crate::controller_process::{ControllerProcess, ScratchDirectory};
 use crate::report::{Goal, Report, Table, goal_cells, median_min_max};
 
 /// Options of `coreward-lab bench agent`.
@@ -53,11 +53,12 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     run_ip_command("link set lo up")?;
     let queue_options = format!("numrxqueues {0} numtxqueues {0}", args.cores);
     run_ip_command(&format!("link add eth0 {queue_options} type veth peer name eth1 {queue_options}"))?;
-    let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
+    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, PinDirectory::new()?);
     let mut controller_args = controller::Args::default();
     (controller_args.agents, controller_args.report_interval_ms) = (1, args.report_interval_ms);
-    let mut controller = Controller::start(&controller::fleet_document(&controller_args), None, &scratch.0)?;
-    let mut agent = Agent::start(agent_config(args, &controller, &scratch.0, &pins.0)?)?;
+    let mut controller =
+        ControllerProcess::start(&controller::fleet_document(&controller_args), None, &scratch_directory.0)?;
+    let mut agent = Agent::start(agent_config(args, &controller, &scratch_directory.0, &pin_directory.0)?)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let windows = runtime.block_on(async {
         tokio::select! {
@@ -71,7 +72,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 
 fn agent_config(
     args: &Args,
-    controller: &Controller,
+    controller: &ControllerProcess,
     scratch_directory: &Path,
     pin_directory: &Path,
 ) -> anyhow::Result<Config> {
@@ -84,7 +85,7 @@ fn agent_config(
     MapHandle::create(MapType::Array, Some("registers"), 4, value_bytes, 1, &map_options)?.pin(&rss_map_path)?;
     Ok(Config {
         server: "s0".to_owned(),
-        controllers: controller.address.into(),
+        controllers: controller.grpc_address.into(),
         interface: "eth0".to_owned(),
         pin_directory: pin_directory.join("agent"),
         manage_rss: true,
@@ -117,42 +118,43 @@ impl Drop for PinDirectory {
 }
 
 /// The agent's CPU use and its rate of reports in one measured window.
-struct WindowResult {
+struct AgentWindow {
     cpu_pct: f64,
     cpu_per_report_us: f64,
     reports_per_second: f64,
 }
 
-async fn accepted_reports(controller: &mut Controller) -> anyhow::Result<u64> {
+async fn accepted_report_count(controller: &mut ControllerProcess) -> anyhow::Result<u64> {
     Ok(controller.status().await?.accepted_reports)
 }
 
-async fn measure_windows(args: &Args, controller: &mut Controller) -> anyhow::Result<Vec<WindowResult>> {
+async fn measure_windows(args: &Args, controller: &mut ControllerProcess) -> anyhow::Result<Vec<AgentWindow>> {
     // The wait lasts until the agent has its configuration and reports regularly.
     tokio::time::sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
     for _ in 0..args.windows {
-        let (reports, cpu, start) = (accepted_reports(controller).await?, thread_cpu_time(), Instant::now());
+        let (reports_before, cpu_time_before, start) =
+            (accepted_report_count(controller).await?, thread_cpu_time(), Instant::now());
         tokio::time::sleep(Duration::from_secs(args.window_seconds)).await;
-        let (cpu, elapsed) = (thread_cpu_time() - cpu, start.elapsed().as_secs_f64());
-        let reports = accepted_reports(controller).await? - reports;
-        ensure!(reports > 0, "no report reached the controller");
-        windows.push(WindowResult {
-            cpu_pct: cpu.as_secs_f64() / elapsed * 100.0,
-            cpu_per_report_us: cpu.as_secs_f64() * 1e6 / reports as f64,
-            reports_per_second: reports as f64 / elapsed,
+        let (cpu_time, elapsed_seconds) = (thread_cpu_time() - cpu_time_before, start.elapsed().as_secs_f64());
+        let report_count = accepted_report_count(controller).await? - reports_before;
+        ensure!(report_count > 0, "no report reached the controller");
+        windows.push(AgentWindow {
+            cpu_pct: cpu_time.as_secs_f64() / elapsed_seconds * 100.0,
+            cpu_per_report_us: cpu_time.as_secs_f64() * 1e6 / report_count as f64,
+            reports_per_second: report_count as f64 / elapsed_seconds,
         });
     }
     Ok(windows)
 }
 
-fn build_report(args: &Args, windows: &[WindowResult]) -> Report {
+fn build_report(args: &Args, windows: &[AgentWindow]) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut add_result_row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
-        let median_min_max = median_min_max(windows.iter().map(of));
+    let mut add_result_row = |row_name: &str, to_value: fn(&AgentWindow) -> f64, goal: Option<Goal>| {
+        let median_min_max = median_min_max(windows.iter().map(to_value));
         // One decimal is not enough, because the percentage is below 1.
         let value_cells = median_min_max.map(|value| format!("{value:.2}").into());
-        table.add_row([what.into()].into_iter().chain(value_cells).chain(goal_cells(goal, median_min_max[0])));
+        table.add_row([row_name.into()].into_iter().chain(value_cells).chain(goal_cells(goal, median_min_max[0])));
     };
     add_result_row("CPU of the agent, % of one", |window| window.cpu_pct, Some(Goal::AtMost(1.0)));
     add_result_row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us, None);

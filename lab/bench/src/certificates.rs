@@ -27,18 +27,20 @@ impl TestCertificateAuthority {
         let identity =
             Identity { fleet: self.fleet_name.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
         let credential_directory = self.directory.join(format!("{role}-{name}"));
-        self.authority.issue(&identity, &[], Validity::from_now(DAY))?.write(&credential_directory, &self.authority)?;
-        let credential_path = |file: &str| credential_directory.join(file);
+        self.authority
+            .issue(&identity, &[], Validity::from_now(DAY))?
+            .write_files(&credential_directory, &self.authority)?;
+        let credential_path = |file_name: &str| credential_directory.join(file_name);
         Ok(CredentialFiles {
-            ca: credential_path("ca.crt"),
-            certificate: credential_path("own.crt"),
-            key: credential_path("own.key"),
+            ca_path: credential_path("ca.crt"),
+            certificate_path: credential_path("own.crt"),
+            key_path: credential_path("own.key"),
         })
     }
 
     /// Issues a certificate, and returns the `[tls]` table for it in a daemon's file. Fails when it cannot be written.
     pub fn issue_as_tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
-        let CredentialFiles { ca, certificate, key } = self.issue(role, name)?;
+        let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = self.issue(role, name)?;
         Ok(format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n"))
     }
 }

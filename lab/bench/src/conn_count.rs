@@ -49,8 +49,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut table =
         Table::new(&["connections", "one port, ms", "CPU of it, ms", "of 4 services, ms", "CPU of these, ms"]);
     let mut server = ConnectionSink::start()?;
-    for connections in &args.connections {
-        server.open_up_to(*connections)?;
+    for connection_count in &args.connections {
+        server.open_up_to(*connection_count)?;
         let one_port_times_ms = server.median_count_times_ms(args.rounds, &[server.address])?;
         let unused_service = |port| SocketAddr::from((Ipv4Addr::LOCALHOST, port));
         let four_services_times_ms = server.median_count_times_ms(
@@ -58,7 +58,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
             &[server.address, unused_service(1), unused_service(2), unused_service(3)],
         )?;
         table.add_row([
-            (*connections).into(),
+            (*connection_count).into(),
             one_port_times_ms.0.into(),
             one_port_times_ms.1.into(),
             four_services_times_ms.0.into(),
@@ -96,14 +96,14 @@ impl ConnectionSink {
 
     /// Opens connections until the server has `target_count` of them. The clients close their ends at once.
     fn open_up_to(&mut self, target_count: u32) -> anyhow::Result<()> {
-        for number in self.open_count..target_count {
+        for connection_index in self.open_count..target_count {
             let client = new_tcp_socket()?;
             let client_address =
-                Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + number / CONNECTIONS_PER_CLIENT);
+                Ipv4Addr::from(u32::from(Ipv4Addr::new(127, 1, 0, 1)) + connection_index / CONNECTIONS_PER_CLIENT);
             // The ports are explicit, because the kernel's search for a free port would take most of the time.
-            let client_port = FIRST_CLIENT_PORT + (number % CONNECTIONS_PER_CLIENT) as u16;
+            let client_port = FIRST_CLIENT_PORT + (connection_index % CONNECTIONS_PER_CLIENT) as u16;
             client.bind(&SocketAddr::from((client_address, client_port)).into())?;
-            client.connect(&self.address.into()).with_context(|| format!("connection {number}"))?;
+            client.connect(&self.address.into()).with_context(|| format!("connection {connection_index}"))?;
         }
         self.open_count = target_count;
         Ok(())
@@ -113,10 +113,10 @@ impl ConnectionSink {
     fn median_count_times_ms(&self, rounds: u32, services: &[SocketAddr]) -> anyhow::Result<(f64, f64)> {
         let (mut elapsed_ms, mut cpu_ms) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
-            let (start, cpu) = (Instant::now(), thread_cpu_time());
+            let (start, cpu_time_before) = (Instant::now(), thread_cpu_time());
             let counted_connections = connection_counts(services)?;
             elapsed_ms.push(start.elapsed().as_secs_f64() * 1e3);
-            cpu_ms.push((thread_cpu_time() - cpu).as_secs_f64() * 1e3);
+            cpu_ms.push((thread_cpu_time() - cpu_time_before).as_secs_f64() * 1e3);
             ensure!(
                 counted_connections[0] == self.open_count,
                 "{} connections were counted: expected {}",

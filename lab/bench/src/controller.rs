@@ -7,9 +7,9 @@ use anyhow::ensure;
 use coreward_api::types::ReportState;
 use tokio::time::{Instant, sleep};
 
-use crate::controller_process::{Controller, ScratchDirectory, subscribe, take_tables};
+use crate::controller_process::{ControllerProcess, ScratchDirectory, receive_tables, subscribe_to_tables};
 use crate::default_args::parse_default_args;
-use crate::fake_agent::{self, server_name};
+use crate::fake_agent::{self, server_name_of_agent};
 use crate::report::{Cell, Goal, Report, Table, goal_cells, median_min_max};
 
 /// Options of `coreward-lab bench controller`.
@@ -51,7 +51,7 @@ impl Default for Args {
 pub fn run(args: &Args) -> anyhow::Result<Report> {
     coreward_control_server::server::raise_file_limit();
     let scratch_directory = ScratchDirectory::new()?;
-    let mut controller = Controller::start(&fleet_document(args), None, &scratch_directory.0)?;
+    let mut controller = ControllerProcess::start(&fleet_document(args), None, &scratch_directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let results = runtime.block_on(measure(args, &mut controller))?;
     Ok(build_report(args, &results))
@@ -62,13 +62,19 @@ pub(crate) fn fleet_document(args: &Args) -> String {
     let mut document = format!("report_interval = \"{}ms\"\n", args.report_interval_ms);
     for agent in 0..args.agents {
         let octets = agent.to_be_bytes();
-        document +=
-            &format!("[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n", server_name(agent), octets[2], octets[3]);
+        document += &format!(
+            "[[server]]\nname = \"{}\"\naddress = \"10.2.{}.{}\"\n",
+            server_name_of_agent(agent),
+            octets[2],
+            octets[3]
+        );
     }
     for service in 0..args.services {
-        let server_names =
-            (0..args.agents).filter(|agent| agent % args.services == service).map(server_name).collect::<Vec<_>>();
-        let (vip, policy) = (vip(service), &args.policy);
+        let server_names = (0..args.agents)
+            .filter(|agent| agent % args.services == service)
+            .map(server_name_of_agent)
+            .collect::<Vec<_>>();
+        let (vip, policy) = (service_vip(service), &args.policy);
         document += &format!(
             "[[service]]\nname = \"web{service}\"\nvip = \"{vip}\"\npolicy = {policy:?}\nservers = {server_names:?}\n"
         );
@@ -76,13 +82,13 @@ pub(crate) fn fleet_document(args: &Args) -> String {
     document
 }
 
-pub(crate) fn vip(service: u32) -> std::net::SocketAddrV4 {
+pub(crate) fn service_vip(service: u32) -> std::net::SocketAddrV4 {
     let octets = service.to_be_bytes();
     std::net::SocketAddrV4::new([10, 200, octets[2], octets[3]].into(), 80)
 }
 
 /// The controller's CPU use and its rate of accepted reports in one measured window.
-pub(crate) struct WindowResult {
+pub(crate) struct ControllerWindow {
     pub(crate) user_pct: f64,
     pub(crate) system_pct: f64,
     cpu_per_report_us: f64,
@@ -90,20 +96,20 @@ pub(crate) struct WindowResult {
 }
 
 struct ControllerResults {
-    windows: Vec<WindowResult>,
+    windows: Vec<ControllerWindow>,
     resident_mib: u64,
     /// Absolute difference between the report interval and the time from each table to the next one.
     table_jitter_ms: Vec<f64>,
     table_bytes: usize,
 }
 
-async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<ControllerResults> {
-    let mut tables = Vec::new();
+async fn measure(args: &Args, controller: &mut ControllerProcess) -> anyhow::Result<ControllerResults> {
+    let mut table_tasks = Vec::new();
     for balancer in 0..args.load_balancers {
-        tables.push(tokio::spawn(take_tables(subscribe(controller, balancer).await?)));
+        table_tasks.push(tokio::spawn(receive_tables(subscribe_to_tables(controller, balancer).await?)));
     }
     let interval = Duration::from_millis(args.report_interval_ms);
-    fake_agent::start_all(controller, args.agents, args.cores, interval).await?;
+    fake_agent::start_agents(controller, args.agents, args.cores, interval).await?;
     // The first reports are not measured, because they also carry RSS keys and tables.
     sleep(Duration::from_secs(2)).await;
     let mut windows = Vec::new();
@@ -112,46 +118,52 @@ async fn measure(args: &Args, controller: &mut Controller) -> anyhow::Result<Con
     }
     let resident_mib = controller.resident_mib()?;
     let status = controller.status().await?;
-    let reporting = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
-    ensure!(reporting == args.agents as usize, "{reporting} of {} agents report", args.agents);
-    let refused: u64 = status.refused_reports.values().sum();
-    ensure!(refused == 0, "{refused} reports were refused: {:?}", status.refused_reports);
-    controller.process.kill()?;
-    let mut measured = ControllerResults { windows, resident_mib, table_jitter_ms: Vec::new(), table_bytes: 0 };
-    for taken in tables {
-        let (arrivals, bytes) = taken.await?;
-        let expected = args.report_interval_ms as f64;
-        let gaps = arrivals.windows(2).skip(20).map(|pair| (pair[1] - pair[0]).as_secs_f64() * 1e3 - expected);
-        measured.table_jitter_ms.extend(gaps.map(f64::abs));
-        measured.table_bytes = bytes;
+    let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
+    ensure!(reporting_count == args.agents as usize, "{reporting_count} of {} agents report", args.agents);
+    let refused_report_count: u64 = status.refused_reports.values().sum();
+    ensure!(refused_report_count == 0, "{refused_report_count} reports were refused: {:?}", status.refused_reports);
+    controller.child.kill()?;
+    let mut results = ControllerResults { windows, resident_mib, table_jitter_ms: Vec::new(), table_bytes: 0 };
+    for table_task in table_tasks {
+        let (arrival_times, table_bytes) = table_task.await?;
+        let expected_gap_ms = args.report_interval_ms as f64;
+        let gap_errors_ms = arrival_times.windows(2).skip(20).map(|adjacent_arrivals| {
+            (adjacent_arrivals[1] - adjacent_arrivals[0]).as_secs_f64() * 1e3 - expected_gap_ms
+        });
+        results.table_jitter_ms.extend(gap_errors_ms.map(f64::abs));
+        results.table_bytes = table_bytes;
     }
-    Ok(measured)
+    Ok(results)
 }
 
-pub(crate) async fn measure_window(controller: &mut Controller, length: Duration) -> anyhow::Result<WindowResult> {
-    let asking = controller.operator_client().await?;
-    let accepted = async || anyhow::Ok((asking.status(false).await?.accepted_reports as f64, Instant::now()));
-    let (reports_before, first) = accepted().await?;
-    let (before, start) = (controller.cpu_seconds()?, Instant::now());
+pub(crate) async fn measure_window(
+    controller: &mut ControllerProcess,
+    length: Duration,
+) -> anyhow::Result<ControllerWindow> {
+    let api_client = controller.operator_client().await?;
+    let accepted_count_and_time =
+        async || anyhow::Ok((api_client.status(false).await?.accepted_reports as f64, Instant::now()));
+    let (reports_before, first_time) = accepted_count_and_time().await?;
+    let (cpu_before, start) = (controller.user_and_system_cpu_seconds()?, Instant::now());
     sleep(length).await;
-    let (after, elapsed) = (controller.cpu_seconds()?, start.elapsed().as_secs_f64());
-    let (reports_after, last) = accepted().await?;
-    let rate = (reports_after - reports_before) / (last - first).as_secs_f64();
-    let (user, system) = (after.0 - before.0, after.1 - before.1);
-    Ok(WindowResult {
-        user_pct: user / elapsed * 100.0,
-        system_pct: system / elapsed * 100.0,
-        cpu_per_report_us: (user + system) / elapsed / rate * 1e6,
-        reports_per_second: rate,
+    let (cpu_after, elapsed_seconds) = (controller.user_and_system_cpu_seconds()?, start.elapsed().as_secs_f64());
+    let (reports_after, last_time) = accepted_count_and_time().await?;
+    let report_rate = (reports_after - reports_before) / (last_time - first_time).as_secs_f64();
+    let (user_seconds, system_seconds) = (cpu_after.0 - cpu_before.0, cpu_after.1 - cpu_before.1);
+    Ok(ControllerWindow {
+        user_pct: user_seconds / elapsed_seconds * 100.0,
+        system_pct: system_seconds / elapsed_seconds * 100.0,
+        cpu_per_report_us: (user_seconds + system_seconds) / elapsed_seconds / report_rate * 1e6,
+        reports_per_second: report_rate,
     })
 }
 
 fn build_report(args: &Args, results: &ControllerResults) -> Report {
     let mut table = Table::new(&["", "median", "least", "most", "goal", "verdict"]);
-    let mut add_result_row = |what: &str, of: fn(&WindowResult) -> f64, goal: Option<Goal>| {
-        let median_min_max = median_min_max(results.windows.iter().map(of));
+    let mut add_result_row = |row_name: &str, to_value: fn(&ControllerWindow) -> f64, goal: Option<Goal>| {
+        let median_min_max = median_min_max(results.windows.iter().map(to_value));
         table.add_row(
-            [what.into()]
+            [row_name.into()]
                 .into_iter()
                 .chain(median_min_max.map(Cell::Decimal))
                 .chain(goal_cells(goal, median_min_max[0])),

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use coreward_api::types::Status;
 use coreward_http::client::Client;
-use coreward_http::tokens::token_file;
+use coreward_http::tokens::token_path;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_tls::connect::Connector;
 use coreward_tls::{Role, Tls};
@@ -53,32 +53,32 @@ impl Drop for ScratchDirectory {
 }
 
 /// Process of the measured controller, which is killed when this value is dropped.
-pub(crate) struct Controller {
-    pub(crate) process: Child,
-    pub(crate) address: SocketAddr,
+pub(crate) struct ControllerProcess {
+    pub(crate) child: Child,
+    pub(crate) grpc_address: SocketAddr,
     api_address: SocketAddr,
     /// Path of the file with an operator's API token.
-    token_file: PathBuf,
+    token_path: PathBuf,
     pub(crate) metrics_address: SocketAddr,
     /// Certificate authority of all daemons, or `None` if they connect without TLS.
-    certificates: Option<TestCertificateAuthority>,
+    certificate_authority: Option<TestCertificateAuthority>,
 }
 
-impl Drop for Controller {
+impl Drop for ControllerProcess {
     fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
-impl Controller {
+impl ControllerProcess {
     pub(crate) fn start(
         fleet: &str,
-        certificates: Option<TestCertificateAuthority>,
+        certificate_authority: Option<TestCertificateAuthority>,
         directory: &Path,
     ) -> anyhow::Result<Self> {
         std::fs::write(directory.join("fleet.toml"), fleet)?;
-        Self::spawn("fleet = \"fleet.toml\"\n", certificates, directory)
+        Self::spawn("fleet = \"fleet.toml\"\n", certificate_authority, directory)
     }
 
     pub(crate) fn start_without_fleet(directory: &Path) -> anyhow::Result<Self> {
@@ -87,7 +87,7 @@ impl Controller {
 
     fn spawn(
         config_lines: &str,
-        certificates: Option<TestCertificateAuthority>,
+        certificate_authority: Option<TestCertificateAuthority>,
         directory: &Path,
     ) -> anyhow::Result<Self> {
         // Finds a free port, which the controller binds shortly afterwards.
@@ -95,8 +95,10 @@ impl Controller {
         let (address, api_address, metrics_address) = (free_address()?, free_address()?, free_address()?);
         let store_path = directory.join("controller.redb");
         let config_path = directory.join("controller.toml");
-        let tls_table =
-            certificates.as_ref().map(|all| all.issue_as_tls_table(Role::Controller, "controller")).transpose()?;
+        let tls_table = certificate_authority
+            .as_ref()
+            .map(|authority| authority.issue_as_tls_table(Role::Controller, "controller"))
+            .transpose()?;
         std::fs::write(
             &config_path,
             format!(
@@ -107,42 +109,55 @@ impl Controller {
         )?;
         let mut command = Command::new(std::env::current_exe()?);
         let process = command.args(["bench", "controller-process"]).arg("--config").arg(config_path).spawn()?;
-        let operator_token_path = token_file(directory, coreward_api::Role::Operator);
-        Ok(Self { process, address, api_address, token_file: operator_token_path, metrics_address, certificates })
+        let operator_token_path = token_path(directory, coreward_api::Role::Operator);
+        Ok(Self {
+            child: process,
+            grpc_address: address,
+            api_address,
+            token_path: operator_token_path,
+            metrics_address,
+            certificate_authority,
+        })
     }
 
     /// Waits until the controller accepts connections. Fails when it ends, or after 5 s.
     pub(crate) async fn wait_until_listening(&mut self) -> anyhow::Result<()> {
         for _ in 0..100 {
-            if TcpStream::connect(self.address).await.is_ok() {
+            if TcpStream::connect(self.grpc_address).await.is_ok() {
                 return Ok(());
             }
-            let ended = self.process.try_wait()?;
-            ensure!(ended.is_none(), "the controller ended: {ended:?}");
+            let exit_status = self.child.try_wait()?;
+            ensure!(exit_status.is_none(), "the controller ended: {exit_status:?}");
             sleep(Duration::from_millis(50)).await;
         }
-        anyhow::bail!("no connection to the controller at {}", self.address)
+        anyhow::bail!("no connection to the controller at {}", self.grpc_address)
     }
 
     /// Returns the `[tls]` table for another daemon's configuration file, which is empty without TLS.
     pub(crate) fn tls_table(&self, role: Role, name: &str) -> anyhow::Result<String> {
-        Ok(self.certificates.as_ref().map(|all| all.issue_as_tls_table(role, name)).transpose()?.unwrap_or_default())
+        Ok(self
+            .certificate_authority
+            .as_ref()
+            .map(|authority| authority.issue_as_tls_table(role, name))
+            .transpose()?
+            .unwrap_or_default())
     }
 
     /// Waits until the controller listens, and connects to it with this role and name.
     pub(crate) async fn connect_as(&mut self, role: Role, name: &str) -> anyhow::Result<ControlClient<Channel>> {
         self.wait_until_listening().await?;
-        let files = self.certificates.as_ref().map(|all| all.issue(role, name)).transpose()?;
-        let tls = files.map(Tls::load).transpose()?;
-        let connector = Connector::new(self.address, tls.map(|tls| (tls, &[Role::Controller][..])));
-        let endpoint = Endpoint::from_shared(format!("http://{}", self.address))?;
+        let credential_files =
+            self.certificate_authority.as_ref().map(|authority| authority.issue(role, name)).transpose()?;
+        let tls = credential_files.map(Tls::load).transpose()?;
+        let connector = Connector::new(self.grpc_address, tls.map(|tls| (tls, &[Role::Controller][..])));
+        let endpoint = Endpoint::from_shared(format!("http://{}", self.grpc_address))?;
         Ok(ControlClient::new(endpoint.connect_with_connector(connector).await?))
     }
 
     /// Waits until the controller listens, and returns an API client with an operator's token.
     pub(crate) async fn operator_client(&mut self) -> anyhow::Result<Client> {
         self.wait_until_listening().await?;
-        Client::new(self.api_address.into(), &self.token_file)
+        Client::new(self.api_address.into(), &self.token_path)
     }
 
     pub(crate) async fn status(&mut self) -> anyhow::Result<Status> {
@@ -150,15 +165,15 @@ impl Controller {
     }
 
     /// Returns the controller process's user and kernel CPU time (s), from fields 14 and 15 of its stat file (proc(5)).
-    pub(crate) fn cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
-        let stat_line = std::fs::read_to_string(format!("/proc/{}/stat", self.process.id()))?;
+    pub(crate) fn user_and_system_cpu_seconds(&self) -> anyhow::Result<(f64, f64)> {
+        let stat_line = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id()))?;
         let (_, fields) = stat_line.rsplit_once(") ").context("a stat file without a name in brackets")?;
-        let number_at = |number: usize| -> anyhow::Result<f64> {
-            Ok(fields.split(' ').nth(number - 3).context("a short stat file")?.parse::<f64>()?)
+        let ticks_at = |field_number: usize| -> anyhow::Result<f64> {
+            Ok(fields.split(' ').nth(field_number - 3).context("a short stat file")?.parse::<f64>()?)
         };
         let ticks_per_second =
             nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("no clock ticks")? as f64;
-        Ok((number_at(14)? / ticks_per_second, number_at(15)? / ticks_per_second))
+        Ok((ticks_at(14)? / ticks_per_second, ticks_at(15)? / ticks_per_second))
     }
 
     pub(crate) fn resident_mib(&self) -> anyhow::Result<u64> {
@@ -167,20 +182,20 @@ impl Controller {
 
     /// Returns the value (MiB) in the line with this prefix of the controller's /proc/PID/status (proc(5)).
     pub(crate) fn memory_mib(&self, prefix: &str) -> anyhow::Result<u64> {
-        let proc_status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
+        let proc_status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let line =
             proc_status.lines().find_map(|line| line.strip_prefix(prefix)).with_context(|| format!("no {prefix}"))?;
         Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? / 1024)
     }
 }
 
-pub(crate) async fn subscribe(
-    controller: &mut Controller,
-    balancer: u32,
+pub(crate) async fn subscribe_to_tables(
+    controller: &mut ControllerProcess,
+    lb_index: u32,
 ) -> anyhow::Result<Streaming<v1::DataplaneUpdate>> {
     let (sender, receiver) = mpsc::channel(1);
     let registration = v1::LoadBalancerRegistration {
-        name: format!("lb{balancer}"),
+        name: format!("lb{lb_index}"),
         version: "bench".into(),
         address: Vec::new(),
         configuration_generation: 0,
@@ -188,7 +203,7 @@ pub(crate) async fn subscribe(
     let message = Some(load_balancer_message::Message::Registration(registration));
     sender.send(v1::LoadBalancerMessage { message }).await?;
     let updates = controller
-        .connect_as(Role::Lb, &format!("lb{balancer}"))
+        .connect_as(Role::Lb, &format!("lb{lb_index}"))
         .await?
         .load_balancer(ReceiverStream::new(receiver))
         .await?
@@ -201,14 +216,14 @@ pub(crate) async fn subscribe(
 }
 
 /// Receives tables until the controller ends. Returns all arrival times, and the last table's size in bytes.
-pub(crate) async fn take_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
-    let (mut arrivals, mut size) = (Vec::new(), 0);
+pub(crate) async fn receive_tables(mut updates: Streaming<v1::DataplaneUpdate>) -> (Vec<Instant>, usize) {
+    let (mut arrival_times, mut table_bytes) = (Vec::new(), 0);
     while let Ok(Some(update)) = updates.message().await {
         if let Some(dataplane_update::Update::Table(bytes)) = update.update {
-            size = bytes.len();
+            table_bytes = bytes.len();
             table::decode(bytes).expect("the controller sends tables that can be read");
-            arrivals.push(Instant::now());
+            arrival_times.push(Instant::now());
         }
     }
-    (arrivals, size)
+    (arrival_times, table_bytes)
 }

@@ -102,7 +102,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut cost_table = Table::new(&["packets by", "program, ns", "empty, ns", "above empty, ns", "CPU of it, %"]);
     for case in CASES {
         let windows = measure_case(&case, args)?;
-        let values_of = |value: fn(&LoadWindow) -> f64| windows.iter().map(value).collect::<Vec<_>>();
+        let values_of = |to_value: fn(&LoadWindow) -> f64| windows.iter().map(to_value).collect::<Vec<_>>();
         let differences = values_of(LoadWindow::distance_from_kernel_load);
         let events_per_second = values_of(|window| window.events_per_second);
         load_table.add_row([
@@ -153,8 +153,8 @@ struct LoadWindow {
 impl LoadWindow {
     /// Returns by how many percentage points the measured load is outside the range of the kernel's accounting.
     fn distance_from_kernel_load(&self) -> f64 {
-        let KernelLoad { not_idle_pct: not_idle, stolen_pct: stolen, .. } = self.kernel_load;
-        self.measured_load_pct - self.measured_load_pct.clamp(not_idle - stolen, not_idle)
+        let KernelLoad { not_idle_pct, stolen_pct, .. } = self.kernel_load;
+        self.measured_load_pct - self.measured_load_pct.clamp(not_idle_pct - stolen_pct, not_idle_pct)
     }
 }
 
@@ -162,7 +162,7 @@ fn measure_case(case: &ReceiveCase, args: &Args) -> anyhow::Result<Vec<LoadWindo
     namespace::enter_new_network_namespace()?;
     let veth_pair = VethPair::new(0)?;
     let _napi_thread = set_receiving_cpu(&veth_pair, RECEIVER_CPU, case.uses_threaded_napi)?;
-    let cpu_load = CpuBusyTimeCounter::start()?;
+    let busy_time_counter = CpuBusyTimeCounter::start()?;
     let mut skeleton_storage = MaybeUninit::uninit();
     let mut empty_programs = skeleton::EmptyTracepointSkelBuilder::default().open(&mut skeleton_storage)?.load()?;
     empty_programs.attach()?;
@@ -170,36 +170,40 @@ fn measure_case(case: &ReceiveCase, args: &Args) -> anyhow::Result<Vec<LoadWindo
     std::thread::scope(|scope| {
         let sender = scope.spawn(|| send_bursts(case.burst_size_and_pause, &should_stop));
         std::thread::sleep(Duration::from_millis(200));
-        let windows =
-            (0..args.windows).map(|_| measure_window(&cpu_load, Duration::from_millis(args.window_ms))).collect();
+        let windows = (0..args.windows)
+            .map(|_| measure_window(&busy_time_counter, Duration::from_millis(args.window_ms)))
+            .collect();
         should_stop.store(true, Ordering::Relaxed);
         sender.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         windows
     })
 }
 
-fn measure_window(load: &CpuBusyTimeCounter, length: Duration) -> anyhow::Result<LoadWindow> {
-    let (start, kernel_ticks, busy_ns, run_times_before) =
-        (Instant::now(), CpuTicks::read()?, load.busy_ns(RECEIVER_CPU), run_times_by_program_id());
+fn measure_window(busy_time_counter: &CpuBusyTimeCounter, length: Duration) -> anyhow::Result<LoadWindow> {
+    let (start, kernel_ticks_before, busy_ns_before, run_times_before) =
+        (Instant::now(), CpuTicks::read()?, busy_time_counter.busy_ns(RECEIVER_CPU), run_times_by_program_id());
     std::thread::sleep(length);
-    let busy_ns = load.busy_ns(RECEIVER_CPU) - busy_ns;
-    let (seconds, kernel_ticks) = (start.elapsed().as_secs_f64(), CpuTicks::read()?.elapsed_since(&kernel_ticks));
-    let (mut events, mut time_ns, mut empty_ns) = (0, 0, 0.0);
+    let busy_ns = busy_time_counter.busy_ns(RECEIVER_CPU) - busy_ns_before;
+    let (seconds, kernel_ticks) =
+        (start.elapsed().as_secs_f64(), CpuTicks::read()?.elapsed_since(&kernel_ticks_before));
+    let (mut event_count, mut run_ns_sum, mut empty_ns) = (0, 0, 0.0);
     for (id, program) in run_times_by_program_id() {
-        let runs_and_ns_before = run_times_before.get(&id).map_or((0, 0), |before| (before.run_count, before.total_ns));
-        let (runs, time) = (program.run_count - runs_and_ns_before.0, program.total_ns - runs_and_ns_before.1);
+        let runs_and_ns_before = run_times_before
+            .get(&id)
+            .map_or((0, 0), |run_time_before| (run_time_before.run_count, run_time_before.total_ns));
+        let (run_count, run_ns) = (program.run_count - runs_and_ns_before.0, program.total_ns - runs_and_ns_before.1);
         if program.name == "empty_softirq" {
-            empty_ns = time as f64 / runs.max(1) as f64;
+            empty_ns = run_ns as f64 / run_count.max(1) as f64;
         } else {
-            (events, time_ns) = (events + runs, time_ns + time);
+            (event_count, run_ns_sum) = (event_count + run_count, run_ns_sum + run_ns);
         }
     }
-    ensure!(events > 0, "no events in {length:?}");
+    ensure!(event_count > 0, "no events in {length:?}");
     Ok(LoadWindow {
         measured_load_pct: busy_ns as f64 / seconds / 1e7,
         kernel_load: KernelLoad::of(kernel_ticks, seconds),
-        events_per_second: events as f64 / seconds,
-        program_ns: time_ns as f64 / events as f64,
+        events_per_second: event_count as f64 / seconds,
+        program_ns: run_ns_sum as f64 / event_count as f64,
         empty_ns,
     })
 }
@@ -226,11 +230,11 @@ fn run_times_by_program_id() -> HashMap<u32, ProgramRunTime> {
 }
 
 /// Makes `cpu` process the packets to [`UNREAD_DESTINATION`], either in a NAPI thread or by RPS.
-fn set_receiving_cpu(wire: &VethPair, cpu: usize, threaded: bool) -> anyhow::Result<Option<NapiThread>> {
-    let VethPair { generator_end, tested_end } = wire;
+fn set_receiving_cpu(veth_pair: &VethPair, cpu: usize, uses_threaded_napi: bool) -> anyhow::Result<Option<NapiThread>> {
+    let VethPair { generator_end, tested_end } = veth_pair;
     run_ip_command(&format!("address add 10.9.0.1/24 dev {generator_end}"))?;
     run_ip_command(&format!("neigh replace {UNREAD_DESTINATION} lladdr {LOAD_BALANCER_MAC} dev {generator_end}"))?;
-    if threaded {
+    if uses_threaded_napi {
         // veth uses NAPI only with GRO.
         let status = Command::new("ethtool").args(["-K", tested_end, "gro", "on"]).status().context("ethtool")?;
         ensure!(status.success(), "ethtool -K {tested_end} gro on: {status}");
@@ -270,8 +274,8 @@ impl CpuTicks {
         ticks.map(Self)
     }
 
-    fn elapsed_since(&self, before: &Self) -> Self {
-        Self(std::array::from_fn(|kind| self.0[kind].saturating_sub(before.0[kind])))
+    fn elapsed_since(&self, earlier_ticks: &Self) -> Self {
+        Self(std::array::from_fn(|kind| self.0[kind].saturating_sub(earlier_ticks.0[kind])))
     }
 }
 

@@ -66,34 +66,34 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut egress_table = Table::new(&["datagram sent, 16 workers", "above empty, ns", "empty, ns"]);
     let mut dispatch_table =
         Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
-    for workers in WORKER_COUNTS {
+    for worker_count in WORKER_COUNTS {
         let mut services = vec![
-            DispatchedService::with_baseline(workers, BaselineProgram::LeaveToKernel)?,
-            DispatchedService::with_baseline(workers, BaselineProgram::SelectSocket)?,
+            DispatchedService::with_baseline(worker_count, BaselineProgram::LeaveToKernel)?,
+            DispatchedService::with_baseline(worker_count, BaselineProgram::SelectSocket)?,
         ];
         let mut policy_names = vec!["(always the same)"];
         for policy in Policy::all() {
-            services.push(DispatchedService::with_policy(workers, policy)?);
+            services.push(DispatchedService::with_policy(worker_count, policy)?);
             policy_names.push(policy.name());
         }
         // The times are sorted by service, then by round.
         let mut ns_by_service_and_round = vec![Vec::new(); services.len()];
         for _ in 0..args.rounds {
-            for (times, service) in ns_by_service_and_round.iter_mut().zip(&services) {
-                times.push(service.measure_ns_per_request(args.requests)?);
+            for (ns_by_round, service) in ns_by_service_and_round.iter_mut().zip(&services) {
+                ns_by_round.push(service.measure_ns_per_request(args.requests)?);
             }
         }
-        if workers == WORKER_COUNTS[0] {
+        if worker_count == WORKER_COUNTS[0] {
             add_egress_rows(args, &services, &mut egress_table)?;
         }
         let empty_ns = ns_by_service_and_round[0].clone();
-        for (name, times) in policy_names.into_iter().zip(&ns_by_service_and_round[1..]) {
-            let fastest_difference_ns = difference_of_fastest_rounds(times, &empty_ns);
-            let [goal, verdict] = goal_cells(goal_for_policy(name, workers), fastest_difference_ns);
+        for (policy_name, ns_by_round) in policy_names.into_iter().zip(&ns_by_service_and_round[1..]) {
+            let fastest_difference_ns = difference_of_fastest_rounds(ns_by_round, &empty_ns);
+            let [goal, verdict] = goal_cells(goal_for_policy(policy_name, worker_count), fastest_difference_ns);
             dispatch_table.add_row([
-                name.into(),
-                (workers as u64).into(),
-                median_of_rounds(&differences_by_round(times, &empty_ns)).into(),
+                policy_name.into(),
+                (worker_count as u64).into(),
+                median_of_rounds(&differences_by_round(ns_by_round, &empty_ns)).into(),
                 fastest_difference_ns.into(),
                 goal,
                 verdict,
@@ -133,11 +133,12 @@ fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Tabl
         let run_times_after =
             [empty_program, own_program, other_program].map(|program| run_ns_and_count(program.as_fd()));
         let mut ns_and_runs = Vec::new();
-        for (before, after) in run_times_before.into_iter().zip(run_times_after) {
-            let (before, after) = (before?, after?);
-            ns_and_runs.push(((after.0 - before.0) as f64, (after.1 - before.1) as f64));
+        for (result_before, result_after) in run_times_before.into_iter().zip(run_times_after) {
+            let (run_time_before, run_time_after) = (result_before?, result_after?);
+            ns_and_runs
+                .push(((run_time_after.0 - run_time_before.0) as f64, (run_time_after.1 - run_time_before.1) as f64));
         }
-        let ns_per_run: Vec<f64> = ns_and_runs.iter().map(|(time, runs)| time / runs).collect();
+        let ns_per_run: Vec<f64> = ns_and_runs.iter().map(|(total_ns, run_count)| total_ns / run_count).collect();
         // The sockets sent both the requests and the responses, but only the responses belong to the service.
         let response_count = f64::from(args.requests);
         ensure!(
@@ -195,7 +196,7 @@ struct DispatchPinDirectory(PathBuf);
 
 impl Drop for DispatchPinDirectory {
     fn drop(&mut self) {
-        if let Err(error) = dispatch::remove(&self.0) {
+        if let Err(error) = dispatch::remove_pins_and_programs(&self.0) {
             eprintln!("{}: {error:#}", self.0.display());
         }
     }
@@ -212,11 +213,11 @@ impl DispatchedService {
         Ok((address, sockets))
     }
 
-    fn with_baseline(worker_count: usize, floor: BaselineProgram) -> anyhow::Result<Self> {
+    fn with_baseline(worker_count: usize, baseline: BaselineProgram) -> anyhow::Result<Self> {
         let (address, worker_sockets) = Self::bind_worker_sockets(worker_count)?;
         let mut skeleton_storage = MaybeUninit::uninit();
         let baseline_programs = skeleton::EmptyReuseportSkelBuilder::default().open(&mut skeleton_storage)?.load()?;
-        let program = match floor {
+        let program = match baseline {
             BaselineProgram::LeaveToKernel => baseline_programs.progs.empty.as_fd(),
             BaselineProgram::SelectSocket => {
                 let socket_descriptor = (worker_sockets[0].as_raw_fd() as u64).to_ne_bytes();
@@ -228,14 +229,14 @@ impl DispatchedService {
         reuseport::attach(select_program.as_fd(), worker_sockets[0].as_fd())?;
         let egress_program = baseline_programs.progs.empty_egress.as_fd().try_clone_to_owned()?;
         let cgroup_directory = File::open(dispatch::cgroup2_mount_point()?)?;
-        let link = Some(baseline_programs.progs.empty_egress.attach_cgroup(cgroup_directory.as_raw_fd())?);
+        let egress_link = Some(baseline_programs.progs.empty_egress.attach_cgroup(cgroup_directory.as_raw_fd())?);
         Ok(Self {
             address,
             worker_sockets,
             client_sockets: connect_clients(address)?,
             select_program,
             egress_program,
-            _egress_link: link,
+            _egress_link: egress_link,
             dispatch_and_pins: None,
         })
     }
@@ -255,15 +256,15 @@ impl DispatchedService {
         };
         let pin_directory_name = format!("coreward-bench-dispatch-{}-{}", std::process::id(), address.port());
         let pin_directory = DispatchPinDirectory(PathBuf::from("/sys/fs/bpf").join(pin_directory_name));
-        let dispatch = DispatchPrograms::load(&pin_directory.0, &dispatch::cgroup2_mount_point()?, &options)?;
+        let dispatch_programs = DispatchPrograms::load(&pin_directory.0, &dispatch::cgroup2_mount_point()?, &options)?;
         for socket in &worker_sockets {
-            dispatch.add_worker(socket.as_fd(), std::process::id())?;
+            dispatch_programs.add_worker(socket.as_fd(), std::process::id())?;
         }
-        dispatch.attach(worker_sockets[0].as_fd())?;
-        dispatch.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 2, 1, 4, 0));
-        let select_program = dispatch.select_program().try_clone_to_owned()?;
-        let egress_program = dispatch.response_program().try_clone_to_owned()?;
-        let (client_sockets, dispatch) = (connect_clients(address)?, Some((dispatch, pin_directory)));
+        dispatch_programs.attach(worker_sockets[0].as_fd())?;
+        dispatch_programs.set_request_limits(|workers| ClassBounds::with_reserved_cores(workers, 2, 1, 4, 0));
+        let select_program = dispatch_programs.select_program().try_clone_to_owned()?;
+        let egress_program = dispatch_programs.response_program().try_clone_to_owned()?;
+        let (client_sockets, dispatch_and_pins) = (connect_clients(address)?, Some((dispatch_programs, pin_directory)));
         Ok(Self {
             address,
             worker_sockets,
@@ -271,26 +272,30 @@ impl DispatchedService {
             select_program,
             egress_program,
             _egress_link: None,
-            dispatch_and_pins: dispatch,
+            dispatch_and_pins,
         })
     }
 
     /// Sends and answers `requests` requests. Returns the selecting program's mean run time (ns).
     fn measure_ns_per_request(&self, requests: u32) -> anyhow::Result<f64> {
         let run_time_before = run_ns_and_count(self.select_program.as_fd())?;
-        for first_of_burst in (0..requests).step_by(MAX_OUTSTANDING_REQUESTS as usize) {
-            for number in first_of_burst..requests.min(first_of_burst + MAX_OUTSTANDING_REQUESTS) {
-                let payload = if number % 4 == 0 { b"long request" } else { b"a short one " };
-                self.client_sockets[number as usize % CLIENT_COUNT].send(payload)?;
+        for burst_start in (0..requests).step_by(MAX_OUTSTANDING_REQUESTS as usize) {
+            for request_index in burst_start..requests.min(burst_start + MAX_OUTSTANDING_REQUESTS) {
+                let payload = if request_index % 4 == 0 { b"long request" } else { b"a short one " };
+                self.client_sockets[request_index as usize % CLIENT_COUNT].send(payload)?;
             }
             self.answer_waiting_requests();
         }
         let run_time_after = run_ns_and_count(self.select_program.as_fd())?;
         let run_count = run_time_after.1 - run_time_before.1;
         ensure!(run_count >= u64::from(requests) / 2, "{}: {requests} requests, {run_count} runs", self.address);
-        if let Some((dispatch, _)) = &self.dispatch_and_pins {
-            let used_worker_count =
-                dispatch.ledger().worker_counts().iter().filter(|worker| worker.dispatched_requests > 0).count();
+        if let Some((dispatch_programs, _)) = &self.dispatch_and_pins {
+            let used_worker_count = dispatch_programs
+                .ledger()
+                .worker_counts()
+                .iter()
+                .filter(|worker| worker.dispatched_requests > 0)
+                .count();
             ensure!(used_worker_count > 1, "{}: all requests went to one worker", self.address);
         }
         Ok((run_time_after.0 - run_time_before.0) as f64 / run_count as f64)
@@ -298,19 +303,19 @@ impl DispatchedService {
 
     fn answer_waiting_requests(&self) {
         let mut buffer = [0; 64];
-        for worker in &self.worker_sockets {
-            while let Ok((length, client)) = worker.recv_from(&mut buffer) {
+        for worker_socket in &self.worker_sockets {
+            while let Ok((length, client_address)) = worker_socket.recv_from(&mut buffer) {
                 // The client does not read responses, so its full buffer drops them.
-                _ = worker.send_to(&buffer[..length], client);
+                _ = worker_socket.send_to(&buffer[..length], client_address);
             }
         }
     }
 }
 
-fn connect_clients(service: SocketAddr) -> anyhow::Result<Vec<UdpSocket>> {
+fn connect_clients(service_address: SocketAddr) -> anyhow::Result<Vec<UdpSocket>> {
     let connect_client = |_| {
         let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
-        socket.connect(service)?;
+        socket.connect(service_address)?;
         Ok(socket)
     };
     (0..CLIENT_COUNT).map(connect_client).collect()

@@ -51,8 +51,8 @@ impl BackgroundLoadMeter {
 
 /// Times of all CPUs in /proc/stat, summed up in ticks.
 struct TotalCpuTicks {
-    total: u64,
-    stolen: u64,
+    total_ticks: u64,
+    stolen_ticks: u64,
 }
 
 impl TotalCpuTicks {
@@ -65,13 +65,17 @@ impl TotalCpuTicks {
         // The columns are user nice system idle iowait irq softirq steal. The times of guests are also in `user`.
         let tick_columns = text.lines().next()?.strip_prefix("cpu ")?.split_whitespace().take(8);
         let ticks: Vec<u64> = tick_columns.map(|time| time.parse().ok()).collect::<Option<_>>()?;
-        Some(Self { total: ticks.iter().sum(), stolen: *ticks.get(7)? })
+        Some(Self { total_ticks: ticks.iter().sum(), stolen_ticks: *ticks.get(7)? })
     }
 
-    /// Returns the percentage of the time since `earlier` that the hypervisor gave to other guests (steal).
-    fn stolen_pct_since(&self, earlier: &Self) -> f64 {
-        let total_elapsed = self.total - earlier.total;
-        if total_elapsed == 0 { 0.0 } else { (self.stolen - earlier.stolen) as f64 / total_elapsed as f64 * 100.0 }
+    /// Returns the percentage of the time since `earlier_ticks` that the hypervisor gave to other guests (steal).
+    fn stolen_pct_since(&self, earlier_ticks: &Self) -> f64 {
+        let elapsed_ticks = self.total_ticks - earlier_ticks.total_ticks;
+        if elapsed_ticks == 0 {
+            0.0
+        } else {
+            (self.stolen_ticks - earlier_ticks.stolen_ticks) as f64 / elapsed_ticks as f64 * 100.0
+        }
     }
 }
 
@@ -97,9 +101,9 @@ mod tests {
     #[test]
     fn stolen_pct_is_stolen_ticks_divided_by_all_elapsed_ticks() {
         let parse_ticks = |text| TotalCpuTicks::parse(text).unwrap();
-        let earlier = parse_ticks("cpu  10 0 10 70 5 1 2 2 50 0\ncpu0 0 0\n");
-        let later = parse_ticks("cpu  20 0 20 140 5 1 2 12 90 0\n");
-        assert_eq!(later.stolen_pct_since(&earlier), 10.0);
+        let earlier_ticks = parse_ticks("cpu  10 0 10 70 5 1 2 2 50 0\ncpu0 0 0\n");
+        let later_ticks = parse_ticks("cpu  20 0 20 140 5 1 2 12 90 0\n");
+        assert_eq!(later_ticks.stolen_pct_since(&earlier_ticks), 10.0);
         assert!(TotalCpuTicks::parse("cpu  1 2 3\n").is_none());
     }
 }

@@ -17,62 +17,62 @@ use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
-use crate::controller_process::Controller;
+use crate::controller_process::ControllerProcess;
 
-pub(crate) fn server_name(agent: u32) -> String {
+pub(crate) fn server_name_of_agent(agent: u32) -> String {
     format!("s{agent}")
 }
 
-/// Connects `agents` emulated agents, whose reports are spread over the interval. Returns the counter of all sent
+/// Connects `agent_count` emulated agents, whose reports are spread over the interval. Returns the counter of all sent
 /// reports. Fails when an agent cannot connect.
-pub(crate) async fn start_all(
-    controller: &mut Controller,
-    agents: u32,
-    cores: u16,
+pub(crate) async fn start_agents(
+    controller: &mut ControllerProcess,
+    agent_count: u32,
+    core_count: u16,
     interval: Duration,
 ) -> anyhow::Result<Arc<AtomicU64>> {
     let mut clients = Vec::new();
-    for agent in 0..agents {
-        clients.push(controller.connect_as(Role::Agent, &server_name(agent)).await?);
+    for agent in 0..agent_count {
+        clients.push(controller.connect_as(Role::Agent, &server_name_of_agent(agent)).await?);
     }
-    let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
+    let (start, sent_count) = (Instant::now(), Arc::new(AtomicU64::new(0)));
     for (agent, client) in (0..).zip(clients) {
         // The reports are spread evenly over the interval, as those of independent agents are.
-        let phase = interval * agent / agents;
-        tokio::spawn(fake_agent(client, agent, cores, start + phase, interval, sent.clone()));
+        let phase = interval * agent / agent_count;
+        tokio::spawn(run_agent(client, agent, core_count, start + phase, interval, sent_count.clone()));
     }
-    Ok(sent)
+    Ok(sent_count)
 }
 
-/// Sends an agent's reports until the controller ends. `sent` counts the reports of all agents.
-async fn fake_agent(
+/// Sends an agent's reports until the controller ends. `sent_count` counts the reports of all agents.
+async fn run_agent(
     mut client: ControlClient<Channel>,
-    agent: u32,
-    cores: u16,
+    agent_index: u32,
+    core_count: u16,
     start: Instant,
     interval: Duration,
-    sent: Arc<AtomicU64>,
+    sent_count: Arc<AtomicU64>,
 ) {
     let (sender, receiver) = mpsc::channel(2);
-    let registration = v1::AgentRegistration { server: server_name(agent), version: "bench".into() };
-    let registration = v1::AgentMessage { message: Some(agent_message::Message::Registration(registration)) };
-    if sender.send(registration).await.is_err() {
+    let registration = v1::AgentRegistration { server: server_name_of_agent(agent_index), version: "bench".into() };
+    let first_message = v1::AgentMessage { message: Some(agent_message::Message::Registration(registration)) };
+    if sender.send(first_message).await.is_err() {
         return;
     }
-    let Ok(answers) = client.agent(ReceiverStream::new(receiver)).await else { return };
-    let mut answers = answers.into_inner();
-    tokio::spawn(async move { while let Ok(Some(_)) = answers.message().await {} });
-    let mut server = FakeAgent::new(agent, cores, interval);
-    let mut due = start;
+    let Ok(response) = client.agent(ReceiverStream::new(receiver)).await else { return };
+    let mut response_stream = response.into_inner();
+    tokio::spawn(async move { while let Ok(Some(_)) = response_stream.message().await {} });
+    let mut emulated_agent = FakeAgent::new(agent_index, core_count, interval);
+    let mut due_time = start;
     loop {
-        sleep_until(due).await;
+        sleep_until(due_time).await;
         // An agent that is late skips reports.
-        due = (due + interval).max(Instant::now());
-        let report = agent_message::Message::Report(server.report());
+        due_time = (due_time + interval).max(Instant::now());
+        let report = agent_message::Message::Report(emulated_agent.next_report());
         if sender.send(v1::AgentMessage { message: Some(report) }).await.is_err() {
             return;
         }
-        sent.fetch_add(1, Ordering::Relaxed);
+        sent_count.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -84,12 +84,12 @@ pub(crate) struct FakeAgent {
     last_sequence_number: u64,
     random_generator: Xoshiro256PlusPlus,
     core_busy_ns: Vec<u64>,
-    interval: Duration,
+    report_interval: Duration,
     rss_settings: v1::Rss,
 }
 
 impl FakeAgent {
-    pub(crate) fn new(agent: u32, cores: u16, interval: Duration) -> Self {
+    pub(crate) fn new(agent: u32, cores: u16, report_interval: Duration) -> Self {
         let balanced_table = IndirectionTable::balanced(agent.into(), 128, cores).expect("128 is a power of two");
         let indirection_table = balanced_table.queues().iter().map(|queue| u32::from(*queue)).collect();
         let rss_settings =
@@ -99,21 +99,21 @@ impl FakeAgent {
             last_sequence_number: 0,
             random_generator: seeded_rng(agent.into(), 0),
             core_busy_ns,
-            interval,
+            report_interval,
             rss_settings,
         }
     }
 
     /// Restarts the sequence numbers, so that the next report is the first one of a stream.
-    pub(crate) fn begin_stream(&mut self) {
+    pub(crate) fn restart_sequence(&mut self) {
         self.last_sequence_number = 0;
     }
 
-    pub(crate) fn report(&mut self) -> v1::Report {
+    pub(crate) fn next_report(&mut self) -> v1::Report {
         self.last_sequence_number += 1;
-        let report_interval_ns = self.interval.as_nanos() as u32;
-        for busy in &mut self.core_busy_ns {
-            *busy += u64::from(uniform_below(&mut self.random_generator, report_interval_ns));
+        let report_interval_ns = self.report_interval.as_nanos() as u32;
+        for busy_ns in &mut self.core_busy_ns {
+            *busy_ns += u64::from(uniform_below(&mut self.random_generator, report_interval_ns));
         }
         let without_details = !(self.last_sequence_number - 1).is_multiple_of(REPORTS_PER_DETAILED_REPORT);
         let counters = if without_details { HashMap::new() } else { self.counter_values() };
@@ -139,8 +139,8 @@ impl FakeAgent {
     }
 
     /// Returns the next report with all details, whatever its sequence number.
-    pub(crate) fn detailed_report(&mut self) -> v1::Report {
-        let report = self.report();
+    pub(crate) fn next_detailed_report(&mut self) -> v1::Report {
+        let report = self.next_report();
         v1::Report { counters: self.counter_values(), without_details: false, ..report }
     }
 

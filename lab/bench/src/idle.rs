@@ -60,9 +60,9 @@ impl ConnectionEnds {
     /// Sends a request of one byte, and then a response of one byte.
     fn exchange_request(&self) -> anyhow::Result<()> {
         let Self(client, server) = self;
-        for (mut from, mut to) in [(client, server), (server, client)] {
-            from.write_all(b"?")?;
-            to.read_exact(&mut [0])?;
+        for (mut sender, mut receiver) in [(client, server), (server, client)] {
+            sender.write_all(b"?")?;
+            receiver.read_exact(&mut [0])?;
         }
         Ok(())
     }
@@ -82,7 +82,7 @@ impl AttachedServerPrograms {
         let keys = [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }];
         server_programs
             .set_keys(&FleetCookieKeys { keys, current: KeyIndex::First }, monotonic_now_ms()?.wrapping_sub(1_000));
-        let address = ServiceAddress { socket: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
+        let address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
         server_programs.set_services(&[(address, ServerId::try_from(1)?, ServiceMode::default())])?;
         Ok(programs)
     }
@@ -97,15 +97,15 @@ impl AttachedServerPrograms {
 
     /// Returns the total run times of the ingress and the egress program so far (ns).
     fn ingress_and_egress_run_ns(&self) -> anyhow::Result<[u64; 2]> {
-        let [ingress, egress] =
+        let [ingress_program, egress_program] =
             [Direction::Ingress, Direction::Egress].map(|direction| self.server_programs().program(direction));
-        Ok([run_ns_and_count(ingress)?.0, run_ns_and_count(egress)?.0])
+        Ok([run_ns_and_count(ingress_program)?.0, run_ns_and_count(egress_program)?.0])
     }
 }
 
 impl Drop for AttachedServerPrograms {
     fn drop(&mut self) {
-        let removal = self.0.take().map_or(Ok(()), ServerPrograms::remove);
+        let removal = self.0.take().map_or(Ok(()), ServerPrograms::detach_and_unpin);
         if let Err(error) = removal.and_then(|()| Ok(std::fs::remove_dir(&self.1)?)) {
             eprintln!("{}: {error:#}", self.1.display());
         }
@@ -126,32 +126,32 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 fn measure(args: &Args) -> anyhow::Result<Report> {
     namespace::enter_new_network_namespace()?;
     coreward_control_server::server::raise_file_limit();
-    let (limit, needed) =
+    let (file_limit, needed_file_count) =
         (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(args.connections) + OTHER_OPEN_FILE_COUNT);
     ensure!(
-        needed <= limit,
-        "{} connections need {needed} open files, but the limit is {limit}: raise the hard limit (`ulimit -Hn`), or \
-         measure fewer with --connections",
+        needed_file_count <= file_limit,
+        "{} connections need {needed_file_count} open files, but the limit is {file_limit}: raise the hard limit \
+         (`ulimit -Hn`), or measure fewer with --connections",
         args.connections
     );
     run_ip_command("link set lo up")?;
     run_ip_command(&format!("address add {}/32 dev lo", SERVICE_ADDRESS.0))?;
     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")?;
     let programs = AttachedServerPrograms::attach()?;
-    let _statistics = enable_run_time_statistics()?;
+    let _run_time_statistics = enable_run_time_statistics()?;
     let connections = open_connections(args.connections)?;
     let idle_count = connections.len() / CONNECTIONS_PER_IDLE_CONNECTION;
     let mut table =
         Table::new(&["idle", "ingress, ns per request", "quartiles", "egress, ns per request", "quartiles "]);
     let idle_start = Instant::now();
-    let (idle, busy) = connections.split_at(idle_count);
-    measure_case("none", &programs, busy, args.rounds, &mut table)?;
+    let (idle_connections, busy_connections) = connections.split_at(idle_count);
+    measure_case("none", &programs, busy_connections, args.rounds, &mut table)?;
     while idle_start.elapsed() < IDLE_TIME {
         std::thread::sleep(BUSY_INTERVAL.min(IDLE_TIME.saturating_sub(idle_start.elapsed())));
-        busy.iter().try_for_each(ConnectionEnds::exchange_request)?;
+        busy_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
     }
-    wake_idle_connections(&programs, idle)?;
-    measure_case("1 %", &programs, busy, args.rounds, &mut table)?;
+    wake_idle_connections(&programs, idle_connections)?;
+    measure_case("1 %", &programs, busy_connections, args.rounds, &mut table)?;
     std::thread::sleep(IDLE_TIME);
     wake_idle_connections(&programs, &connections)?;
     measure_case("all", &programs, &connections[idle_count..], args.rounds, &mut table)?;
@@ -189,14 +189,14 @@ fn open_connections(count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {
 }
 
 /// Sends a request on each idle connection. Fails unless the PAWS clamp then applied to at least as many packets.
-fn wake_idle_connections(programs: &AttachedServerPrograms, idle: &[ConnectionEnds]) -> anyhow::Result<()> {
+fn wake_idle_connections(programs: &AttachedServerPrograms, idle_connections: &[ConnectionEnds]) -> anyhow::Result<()> {
     let clamped_before = programs.clamped_packet_count();
-    idle.iter().try_for_each(ConnectionEnds::exchange_request)?;
+    idle_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
     let clamped_count = programs.clamped_packet_count() - clamped_before;
     ensure!(
-        clamped_count >= idle.len() as u64,
+        clamped_count >= idle_connections.len() as u64,
         "{} connections were idle, {clamped_count} packets are held",
-        idle.len()
+        idle_connections.len()
     );
     Ok(())
 }
@@ -204,26 +204,28 @@ fn wake_idle_connections(programs: &AttachedServerPrograms, idle: &[ConnectionEn
 fn measure_case(
     name: &str,
     programs: &AttachedServerPrograms,
-    busy: &[ConnectionEnds],
+    busy_connections: &[ConnectionEnds],
     rounds: u32,
     table: &mut Table,
 ) -> anyhow::Result<()> {
     let mut ns_by_direction = [Vec::new(), Vec::new()];
     for _ in 0..rounds {
         let run_ns_before = programs.ingress_and_egress_run_ns()?;
-        busy.iter().try_for_each(ConnectionEnds::exchange_request)?;
+        busy_connections.iter().try_for_each(ConnectionEnds::exchange_request)?;
         let run_ns_after = programs.ingress_and_egress_run_ns()?;
-        for (times, (before, after)) in ns_by_direction.iter_mut().zip(run_ns_before.into_iter().zip(run_ns_after)) {
-            times.push((after - before) as f64 / busy.len() as f64);
+        for (ns_by_round, (ns_before, ns_after)) in
+            ns_by_direction.iter_mut().zip(run_ns_before.into_iter().zip(run_ns_after))
+        {
+            ns_by_round.push((ns_after - ns_before) as f64 / busy_connections.len() as f64);
         }
     }
-    let [ingress, egress] = ns_by_direction;
+    let [ingress_ns_by_round, egress_ns_by_round] = ns_by_direction;
     table.add_row([
         name.into(),
-        median_of_rounds(&ingress).into(),
-        quartile_range(&ingress).into(),
-        median_of_rounds(&egress).into(),
-        quartile_range(&egress).into(),
+        median_of_rounds(&ingress_ns_by_round).into(),
+        quartile_range(&ingress_ns_by_round).into(),
+        median_of_rounds(&egress_ns_by_round).into(),
+        quartile_range(&egress_ns_by_round).into(),
     ]);
     Ok(())
 }

@@ -61,9 +61,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
     let mut add_rate_row = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
         let millions_per_second = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
-        let (middle, [cell, least, most, each]) = rate_median_and_cells(&millions_per_second, 1e3);
-        let [goal, verdict] = goal_cells(Some(Goal::AtLeast(goal)), middle);
-        rate_table.add_row([name.into(), cell, least, most, each, goal, verdict]);
+        let (median_rate, [median_cell, min_cell, max_cell, ns_cell]) =
+            rate_median_and_cells(&millions_per_second, 1e3);
+        let [goal_cell, verdict_cell] = goal_cells(Some(Goal::AtLeast(goal)), median_rate);
+        rate_table.add_row([name.into(), median_cell, min_cell, max_cell, ns_cell, goal_cell, verdict_cell]);
         Ok(())
     };
     for (cores, goal) in [(16, 3.0), (64, 1.5)] {
@@ -88,17 +89,21 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         preempted_round_trips
             .push(measure_request_round_trips(round_trip_count / 100, Some(LowPriorityHandling::PreemptedByTimer))?);
     }
-    for (name, rounds, goal) in [
+    for (name, quantiles_by_round, goal) in [
         ("request and response", request_round_trips, Some(Goal::AtMost(400.0))),
         ("one cache line there, another one back: the machine's floor", cache_line_round_trips, None),
         ("during a handler of 1 ms that yields every 1 us, quantum 5 us", yielding_round_trips, None),
         ("during a handler of 1 ms without yield points, timer of 50 us", preempted_round_trips, None),
     ] {
-        let median_of_quantile =
-            |quantile: usize| median(&rounds.iter().map(|trip| trip[quantile]).collect::<Vec<f64>>());
-        let (trip, slow_trip) = (median_of_quantile(0).context("a round")?, median_of_quantile(1).context("a round")?);
-        let [goal, verdict] = goal_cells(goal, trip);
-        round_trip_table.add_row([name.into(), trip.into(), slow_trip.into(), goal, verdict]);
+        let median_of_quantile = |quantile_index: usize| {
+            median(
+                &quantiles_by_round.iter().map(|round_quantiles| round_quantiles[quantile_index]).collect::<Vec<f64>>(),
+            )
+        };
+        let (median_ns, p99_ns) =
+            (median_of_quantile(0).context("a round")?, median_of_quantile(1).context("a round")?);
+        let [goal_cell, verdict_cell] = goal_cells(goal, median_ns);
+        round_trip_table.add_row([name.into(), median_ns.into(), p99_ns.into(), goal_cell, verdict_cell]);
     }
     let socket_table = measure_sockets(args)?;
     Ok(Report {
@@ -141,19 +146,21 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
     let servers: Vec<_> = LOOPBACK_SERVERS.iter().chain(veth_servers).collect();
     let mut times_by_server = vec![Vec::new(); servers.len()];
     for _ in 0..args.rounds {
-        for ((_, server), times) in servers.iter().zip(&mut times_by_server) {
-            times.push(server(args.operations.min(200_000))?);
+        for ((_, server), server_times) in servers.iter().zip(&mut times_by_server) {
+            server_times.push(server(args.operations.min(200_000))?);
         }
     }
     let column_names =
         ["over UDP, per second on one CPU", "thousands", "least", "most", "ns each", "delivery, ns each"];
     let mut table = Table::new(&column_names);
-    for ((name, _), times) in servers.iter().zip(&times_by_server) {
-        let requests_per_ms: Vec<f64> = times.iter().map(|times| 1e6 / times.server_ns).collect();
+    for ((name, _), server_times) in servers.iter().zip(&times_by_server) {
+        let requests_per_ms: Vec<f64> =
+            server_times.iter().map(|request_times| 1e6 / request_times.server_ns).collect();
         let median_delivery_ns =
-            median(&times.iter().map(|times| times.delivery_ns).collect::<Vec<_>>()).context("a round")?;
-        let (_, [middle, least, most, each]) = rate_median_and_cells(&requests_per_ms, 1e6);
-        table.add_row([(*name).into(), middle, least, most, each, median_delivery_ns.into()]);
+            median(&server_times.iter().map(|request_times| request_times.delivery_ns).collect::<Vec<_>>())
+                .context("a round")?;
+        let (_, [median_cell, min_cell, max_cell, ns_cell]) = rate_median_and_cells(&requests_per_ms, 1e6);
+        table.add_row([(*name).into(), median_cell, min_cell, max_cell, ns_cell, median_delivery_ns.into()]);
     }
     Ok(table)
 }
@@ -161,12 +168,12 @@ fn measure_sockets(args: &Args) -> anyhow::Result<Table> {
 /// Returns the median of rates, and cells with median, minimum, maximum and ns per operation. `rate_unit_ns` is the
 /// time per operation (ns) at a rate of 1.
 fn rate_median_and_cells(rates: &[f64], rate_unit_ns: f64) -> (f64, [Cell; 4]) {
-    let [middle, least, most] = median_min_max(rates.iter().copied());
-    (middle, [middle.into(), least.into(), most.into(), (rate_unit_ns / middle).into()])
+    let [median_rate, min_rate, max_rate] = median_min_max(rates.iter().copied());
+    (median_rate, [median_rate.into(), min_rate.into(), max_rate.into(), (rate_unit_ns / median_rate).into()])
 }
 
-fn millions_per_second(operations: u64, started: Instant) -> f64 {
-    operations as f64 / 1e6 / started.elapsed().as_secs_f64()
+fn millions_per_second(operations: u64, start: Instant) -> f64 {
+    operations as f64 / 1e6 / start.elapsed().as_secs_f64()
 }
 
 /// Simulates decisions for requests of alternating services, with two requests per core on average. Each decision
@@ -181,9 +188,11 @@ fn measure_decision_rate(cores: u16, decisions: u64) -> f64 {
     )
     .expect("a valid configuration");
     let mut outstanding_requests = VecDeque::new();
-    let started = Instant::now();
-    for number in 0..decisions {
-        let sent_requests = balancer.submit(number, (number % u64::from(SERVICE_COUNT)) as u8, number as u32).sent;
+    let start = Instant::now();
+    for request_number in 0..decisions {
+        let sent_requests = balancer
+            .submit(request_number, (request_number % u64::from(SERVICE_COUNT)) as u8, request_number as u32)
+            .sent_request;
         outstanding_requests.extend(sent_requests.map(|(release, _)| release));
         if outstanding_requests.len() > 2 * usize::from(cores)
             && let Some(oldest) = outstanding_requests.pop_front()
@@ -191,7 +200,7 @@ fn measure_decision_rate(cores: u16, decisions: u64) -> f64 {
             balancer.record_feedback(oldest.service, oldest.core, 1).expect("it is outstanding");
         }
     }
-    millions_per_second(decisions, started)
+    millions_per_second(decisions, start)
 }
 
 fn service_address() -> SocketAddrV4 {
@@ -247,8 +256,8 @@ fn connect_workers(runtime: &Runtime, cores: u16, address: SocketAddrV4) -> Resu
 
 /// Sends requests to all cores, whose workers complete them without a response. Returns millions per second.
 fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
-    let (_directory, path, mut engine) = create_engine(cores)?;
-    let runtime = Runtime::connect(&path)?;
+    let (_directory, memory_path, mut engine) = create_engine(cores)?;
+    let runtime = Runtime::connect(&memory_path)?;
     let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| complete_requests(&runtime, cores, &should_stop));
@@ -259,9 +268,9 @@ fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
             std::thread::yield_now();
         }
         let completed_request_count =
-            |engine: &Engine| engine.service_counters().iter().map(|count| count.completed).sum::<u64>();
+            |engine: &Engine| engine.service_counters().iter().map(|count| count.completed_requests).sum::<u64>();
         let mut sent_count = 0;
-        let started = Instant::now();
+        let start = Instant::now();
         while completed_request_count(&engine) < requests {
             // The limit is the number of requests that one loop of the daemon receives.
             while sent_count < requests && sent_count - completed_request_count(&engine) < 2 * u64::from(cores) {
@@ -270,18 +279,18 @@ fn measure_request_rate(cores: u16, requests: u64) -> anyhow::Result<f64> {
             }
             engine.poll(sent_count, &mut |_, _, _| ());
         }
-        let request_rate = millions_per_second(requests, started);
+        let request_rate = millions_per_second(requests, start);
         should_stop.store(true, Relaxed);
         worker_thread.join().expect("the workers' thread")?;
         Ok(request_rate)
     })
 }
 
-/// Runs the workers of all cores in the calling thread, which is bound to the workers' CPU, until `stop` is set.
-fn complete_requests(runtime: &Runtime, cores: u16, stop: &AtomicBool) -> anyhow::Result<()> {
+/// Runs the workers of all cores in the calling thread, which is bound to the workers' CPU, until `should_stop` is set.
+fn complete_requests(runtime: &Runtime, cores: u16, should_stop: &AtomicBool) -> anyhow::Result<()> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
     let mut workers = connect_workers(runtime, cores, service_address())?;
-    while !stop.load(Relaxed) {
+    while !should_stop.load(Relaxed) {
         for worker in &mut workers {
             while let Some(request) = worker.take_request()? {
                 worker.load_feedback(request.service(), worker.core(), 1)?;
@@ -311,8 +320,8 @@ impl Handler for EchoHandler {
             response.extend_from_slice(request.payload);
             return Reply::Send;
         }
-        let started = Instant::now();
-        while started.elapsed() < LOW_PRIORITY_HANDLER_TIME {
+        let start = Instant::now();
+        while start.elapsed() < LOW_PRIORITY_HANDLER_TIME {
             let slice_start = Instant::now();
             while slice_start.elapsed() < YIELD_INTERVAL {
                 std::hint::spin_loop();
@@ -327,72 +336,75 @@ impl Handler for EchoHandler {
 
 /// Submits a low-priority request unless one is outstanding. Then polls for a fraction of its handling time, which
 /// varies by trip.
-fn keep_low_priority_busy(engine: &mut Engine, trip: u64) {
+fn keep_low_priority_busy(engine: &mut Engine, trip_number: u64) {
     let low_priority_counters = engine.service_counters()[1];
-    if low_priority_counters.completed == low_priority_counters.received {
-        submit_request(engine, trip, 1);
+    if low_priority_counters.completed_requests == low_priority_counters.received_requests {
+        submit_request(engine, trip_number, 1);
     }
-    let (started, part) = (Instant::now(), (trip % 8) as u32 + 1);
-    while started.elapsed() < LOW_PRIORITY_HANDLER_TIME / 10 * part {
-        engine.poll(trip, &mut |_, _, _| ());
+    let (start, tenths) = (Instant::now(), (trip_number % 8) as u32 + 1);
+    while start.elapsed() < LOW_PRIORITY_HANDLER_TIME / 10 * tenths {
+        engine.poll(trip_number, &mut |_, _, _| ());
     }
 }
 
 /// Sends one request at a time. Returns the median and 99th percentile of the time from request to response (ns).
-fn measure_request_round_trips(trips: u64, low_priority: Option<LowPriorityHandling>) -> anyhow::Result<[f64; 2]> {
-    let (_directory, path, mut engine) = create_engine(1)?;
-    let runtime = Runtime::connect(&path)?;
+fn measure_request_round_trips(
+    trip_count: u64,
+    low_priority_handling: Option<LowPriorityHandling>,
+) -> anyhow::Result<[f64; 2]> {
+    let (_directory, memory_path, mut engine) = create_engine(1)?;
+    let runtime = Runtime::connect(&memory_path)?;
     let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
             bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
             let mut workers = connect_workers(&runtime, 1, service_address())?;
-            let serve_options = ServeOptions { sleep: Duration::ZERO, ..ServeOptions::default() };
-            match low_priority {
+            let serve_options = ServeOptions { sleep_time: Duration::ZERO, ..ServeOptions::default() };
+            match low_priority_handling {
                 Some(LowPriorityHandling::PreemptedByTimer) => workers[0].serve_with_timer(
-                    &EchoHandler(low_priority),
+                    &EchoHandler(low_priority_handling),
                     serve_options,
                     TIMER_PERIOD,
                     &should_stop,
                 )?,
-                _ => workers[0].serve(&EchoHandler(low_priority), serve_options, &should_stop)?,
+                _ => workers[0].serve(&EchoHandler(low_priority_handling), serve_options, &should_stop)?,
             };
             Ok(())
         });
-        let mut round_trip_ns = Vec::with_capacity(trips as usize);
+        let mut round_trip_ns = Vec::with_capacity(trip_count as usize);
         while engine.core_counters().accepted_workers == 0 && !worker_thread.is_finished() {
             engine.poll(0, &mut |_, _, _| ());
             std::thread::yield_now();
         }
-        for trip in 0..trips {
-            if low_priority.is_some() {
-                keep_low_priority_busy(&mut engine, trip);
+        for trip_number in 0..trip_count {
+            if low_priority_handling.is_some() {
+                keep_low_priority_busy(&mut engine, trip_number);
             }
-            let started = Instant::now();
-            submit_request(&mut engine, trip, 0);
+            let start = Instant::now();
+            submit_request(&mut engine, trip_number, 0);
             let mut response_count = 0;
             while response_count == 0 {
-                engine.poll(trip, &mut |_, _, _| response_count += 1);
+                engine.poll(trip_number, &mut |_, _, _| response_count += 1);
                 if worker_thread.is_finished() {
                     worker_thread.join().expect("the worker's thread")?;
                     anyhow::bail!("the worker ended early");
                 }
             }
-            round_trip_ns.push(started.elapsed().as_nanos() as f64);
+            round_trip_ns.push(start.elapsed().as_nanos() as f64);
         }
         should_stop.store(true, Relaxed);
         while !worker_thread.is_finished() {
-            engine.poll(trips, &mut |_, _, _| ());
+            engine.poll(trip_count, &mut |_, _, _| ());
         }
         worker_thread.join().expect("the worker's thread")?;
         Ok(median_and_p99(round_trip_ns))
     })
 }
 
-/// Returns the median and the 99th percentile of `times`, which must not be empty.
-fn median_and_p99(mut times: Vec<f64>) -> [f64; 2] {
-    times.sort_unstable_by(f64::total_cmp);
-    [times[times.len() / 2], times[times.len() * 99 / 100]]
+/// Returns the median and the 99th percentile of `times_ns`, which must not be empty.
+fn median_and_p99(mut times_ns: Vec<f64>) -> [f64; 2] {
+    times_ns.sort_unstable_by(f64::total_cmp);
+    [times_ns[times_ns.len() / 2], times_ns[times_ns.len() * 99 / 100]]
 }
 
 /// Atomic integer on its own cache line.
@@ -402,33 +414,33 @@ struct CacheLine(AtomicU64);
 
 /// Returns the median and 99th percentile of the round trip between two CPUs (ns). One CPU writes a value to a cache
 /// line, and the other one copies it to a second line.
-fn measure_cache_line_round_trips(trips: u64) -> anyhow::Result<[f64; 2]> {
+fn measure_cache_line_round_trips(trip_count: u64) -> anyhow::Result<[f64; 2]> {
     let [forward_line, return_line] = [CacheLine::default(), CacheLine::default()];
-    let wait_for_value = |line: &CacheLine, value: u64| {
-        while line.0.load(Acquire) != value {
+    let wait_for_value = |cache_line: &CacheLine, value: u64| {
+        while cache_line.0.load(Acquire) != value {
             std::hint::spin_loop();
         }
     };
     std::thread::scope(|scope| {
         let other_cpu_thread = scope.spawn(|| -> anyhow::Result<()> {
-            let binding = bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1]);
+            let bind_result = bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1]);
             return_line.0.store(u64::MAX, Release);
-            for trip in 1..=trips {
-                wait_for_value(&forward_line, trip);
-                return_line.0.store(trip, Release);
+            for trip_number in 1..=trip_count {
+                wait_for_value(&forward_line, trip_number);
+                return_line.0.store(trip_number, Release);
             }
-            binding
+            bind_result
         });
-        let mut round_trip_ns = Vec::with_capacity(trips as usize);
+        let mut round_trip_ns = Vec::with_capacity(trip_count as usize);
         // Lets the other thread start, because a real-time thread would keep this CPU.
         while return_line.0.load(Acquire) != u64::MAX {
             std::thread::yield_now();
         }
-        for trip in 1..=trips {
-            let started = Instant::now();
-            forward_line.0.store(trip, Release);
-            wait_for_value(&return_line, trip);
-            round_trip_ns.push(started.elapsed().as_nanos() as f64);
+        for trip_number in 1..=trip_count {
+            let start = Instant::now();
+            forward_line.0.store(trip_number, Release);
+            wait_for_value(&return_line, trip_number);
+            round_trip_ns.push(start.elapsed().as_nanos() as f64);
         }
         other_cpu_thread.join().expect("the other thread")?;
         Ok(median_and_p99(round_trip_ns))
@@ -447,57 +459,56 @@ fn create_single_core_queues() -> anyhow::Result<(tempfile::TempDir, PathBuf, Co
 
 fn accept_worker(
     queues: &mut CoreQueues,
-    worker: &std::thread::ScopedJoinHandle<'_, anyhow::Result<()>>,
+    worker_thread: &std::thread::ScopedJoinHandle<'_, anyhow::Result<()>>,
 ) -> anyhow::Result<()> {
     while !queues.has_new_worker(0) {
-        ensure!(!worker.is_finished(), "the worker ended early");
+        ensure!(!worker_thread.is_finished(), "the worker ended early");
         std::thread::yield_now();
     }
     queues.accept_worker(0);
     Ok(())
 }
 
-fn measure_feedback_rate(messages: u64) -> anyhow::Result<f64> {
-    let (_directory, path, mut queues) = create_single_core_queues()?;
-    let runtime = Runtime::connect(&path)?;
+fn measure_feedback_rate(message_count: u64) -> anyhow::Result<f64> {
+    let (_directory, memory_path, mut queues) = create_single_core_queues()?;
+    let runtime = Runtime::connect(&memory_path)?;
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
             bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
             let mut worker = runtime.attach_worker(0)?;
-            for _ in 0..messages {
+            for _ in 0..message_count {
                 worker.load_feedback(0, 0, 1)?;
             }
             Ok(())
         });
         accept_worker(&mut queues, &worker_thread)?;
-        let (started, mut received_count) = (Instant::now(), 0);
-        while received_count < messages {
+        let (start, mut received_count) = (Instant::now(), 0);
+        while received_count < message_count {
             received_count += queues.receive_messages(0, 64, |message| assert!(message.is_some())) as u64;
         }
-        let message_rate = millions_per_second(messages, started);
+        let message_rate = millions_per_second(message_count, start);
         worker_thread.join().expect("the worker's thread")?;
         Ok(message_rate)
     })
 }
 
-fn measure_hint_rate(messages: u64) -> anyhow::Result<f64> {
-    let (_directory, path, mut queues) = create_single_core_queues()?;
-    let runtime = Runtime::connect(&path)?;
+fn measure_hint_rate(message_count: u64) -> anyhow::Result<f64> {
+    let (_directory, memory_path, mut queues) = create_single_core_queues()?;
+    let runtime = Runtime::connect(&memory_path)?;
     std::thread::scope(|scope| {
         let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
             bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
             let mut worker = runtime.attach_worker(0)?;
             let mut received_count = 0;
-            while received_count < messages {
+            while received_count < message_count {
                 received_count += u64::from(worker.next_hint().is_some());
             }
             Ok(())
         });
         accept_worker(&mut queues, &worker_thread)?;
-        let (started, hint) =
-            (Instant::now(), HintMessage { service: 0, hint: LoadHint::ScaleUp, waiting_services: 0 });
+        let (start, hint) = (Instant::now(), HintMessage { service: 0, hint: LoadHint::ScaleUp, waiting_services: 0 });
         let mut sent_count = 0;
-        while sent_count < messages {
+        while sent_count < message_count {
             match queues.send_hint(0, hint) {
                 Ok(()) => sent_count += 1,
                 Err(RuntimeError::RingFull { .. }) => std::hint::spin_loop(),
@@ -505,6 +516,6 @@ fn measure_hint_rate(messages: u64) -> anyhow::Result<f64> {
             }
         }
         worker_thread.join().expect("the worker's thread")?;
-        Ok(millions_per_second(messages, started))
+        Ok(millions_per_second(message_count, start))
     })
 }

@@ -19,39 +19,44 @@ pub struct GeneratedPart {
 
 /// Replaces all generated parts of a Markdown file. `run_description` describes machine, build and date in sentences.
 /// Fails when the file cannot be read or written, or when a part has no end marker.
-pub fn replace_parts_in_file(path: &Path, run_description: &str, mut parts: Vec<GeneratedPart>) -> anyhow::Result<()> {
+pub fn replace_parts_in_file(
+    path: &Path,
+    run_description: &str,
+    mut generated_parts: Vec<GeneratedPart>,
+) -> anyhow::Result<()> {
     let page = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
-    parts.push(GeneratedPart { name: RUN_PART_NAME, text: wrap_text(run_description) });
-    let page = replace_parts(&page, &parts).with_context(|| path.display().to_string())?;
-    std::fs::write(path, page).with_context(|| path.display().to_string())
+    generated_parts.push(GeneratedPart { name: RUN_PART_NAME, text: wrap_text(run_description) });
+    let new_page = replace_parts(&page, &generated_parts).with_context(|| path.display().to_string())?;
+    std::fs::write(path, new_page).with_context(|| path.display().to_string())
 }
 
 /// Returns the page with these generated parts. Appends parts that have no markers yet, and removes parts of earlier
 /// runs.
-fn replace_parts(page: &str, parts: &[GeneratedPart]) -> anyhow::Result<String> {
+fn replace_parts(page: &str, generated_parts: &[GeneratedPart]) -> anyhow::Result<String> {
     let mut text_pieces = page.split("<!-- begin ");
     let mut new_page = text_pieces.next().unwrap_or_default().to_owned();
-    let mut written_names = Vec::new();
-    for piece in text_pieces {
-        let (name, rest) = piece.split_once(" -->").context("`<!-- begin` without ` -->`")?;
+    let mut written_part_names = Vec::new();
+    for text_after_begin in text_pieces {
+        let (name, text_after_name) = text_after_begin.split_once(" -->").context("`<!-- begin` without ` -->`")?;
         let end_marker = format!("<!-- end {name} -->");
-        let (_, text_after_part) =
-            rest.split_once(&end_marker).with_context(|| format!("`<!-- begin {name} -->` without `{end_marker}`"))?;
-        match parts.iter().find(|part| part.name == name) {
-            Some(part) => new_page += &enclose_in_markers(part),
+        let (_, text_after_part) = text_after_name
+            .split_once(&end_marker)
+            .with_context(|| format!("`<!-- begin {name} -->` without `{end_marker}`"))?;
+        match generated_parts.iter().find(|generated_part| generated_part.name == name) {
+            Some(generated_part) => new_page += &enclose_in_markers(generated_part),
             None => new_page.truncate(new_page.trim_end().len()),
         }
         new_page += text_after_part;
-        written_names.push(name);
+        written_part_names.push(name);
     }
-    for part in parts.iter().filter(|part| !written_names.contains(&part.name)) {
-        new_page = format!("{}\n\n{}\n", new_page.trim_end(), enclose_in_markers(part));
+    for generated_part in generated_parts.iter().filter(|part| !written_part_names.contains(&part.name)) {
+        new_page = format!("{}\n\n{}\n", new_page.trim_end(), enclose_in_markers(generated_part));
     }
     Ok(new_page)
 }
 
-fn enclose_in_markers(part: &GeneratedPart) -> String {
-    format!("<!-- begin {0} -->\n\n{1}\n\n<!-- end {0} -->", part.name, part.text.trim_end())
+fn enclose_in_markers(generated_part: &GeneratedPart) -> String {
+    format!("<!-- begin {0} -->\n\n{1}\n\n<!-- end {0} -->", generated_part.name, generated_part.text.trim_end())
 }
 
 #[cfg(test)]

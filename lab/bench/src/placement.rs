@@ -71,25 +71,25 @@ pub fn print_variance_table(args: &Args) {
     table.load_style(comfy_table::presets::ASCII_MARKDOWN);
     let workload_names = compared_workloads().map(|(name, _)| name.to_string());
     table.set_header(std::iter::once("core variance % / server variance %".to_string()).chain(workload_names));
-    for (name, policy) in policy_rows() {
+    for (name, make_policy) in policy_rows() {
         let variance_cells = compared_workloads().map(|(_, workload)| {
             let variances: Vec<_> = (1..=args.seeds)
                 .map(|seed| {
-                    let mut policy = policy(seed);
-                    let placer = policy
+                    let mut policy = make_policy(seed);
+                    let placement_method = policy
                         .as_mut()
                         .map_or(PlacementMethod::Oracle, |policy| PlacementMethod::Policy(policy.as_mut()));
                     replay_for_variances(
                         &workload.generate(seed),
                         ReplaySettings { seed, ..ReplaySettings::default() },
-                        placer,
+                        placement_method,
                     )
                 })
                 .collect();
             let core_variance_pct =
-                median(&variances.iter().map(|v| v.core_pct).collect::<Vec<_>>()).unwrap_or_default();
+                median(&variances.iter().map(|variance| variance.core_pct).collect::<Vec<_>>()).unwrap_or_default();
             let server_variance_pct =
-                median(&variances.iter().map(|v| v.server_pct).collect::<Vec<_>>()).unwrap_or_default();
+                median(&variances.iter().map(|variance| variance.server_pct).collect::<Vec<_>>()).unwrap_or_default();
             format!("{core_variance_pct:.2} / {server_variance_pct:.2}")
         });
         table.add_row(std::iter::once(name).chain(variance_cells));

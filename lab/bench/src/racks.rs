@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use coreward_api::types::ReportState;
 use coreward_controller::Now;
-use coreward_fleet::clock::wall_clock;
+use coreward_fleet::clock::wall_clock_time;
 use coreward_rack::reducer::Reducer;
 use coreward_tls::Role;
 use coreward_wire::v1;
@@ -17,17 +17,17 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::controller_process::Controller;
+use crate::controller_process::ControllerProcess;
 use crate::cpus::thread_cpu_time;
-use crate::fake_agent::{FakeAgent, server_name};
+use crate::fake_agent::{FakeAgent, server_name_of_agent};
 use crate::report::{Report, Table};
-use crate::scale::{WindowResult, add_window_rows, measure_windows};
+use crate::scale::{ScaleWindow, add_window_rows, measure_windows};
 use crate::test_env::{self, ScaleArgs};
 
 /// Number of different summaries that each rack sends in turn. They are made in advance, because real racks would make
 /// them on other machines.
-const ROUND_COUNT: usize = 4;
-const DETAIL_INTERVAL: Duration = Duration::from_secs(1);
+const DISTINCT_SUMMARY_COUNT: usize = 4;
+const MIN_DETAIL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Options of `coreward-lab bench racks`.
 #[derive(Debug, Clone, clap::Args)]
@@ -56,59 +56,69 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
+async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Duration) -> anyhow::Result<Report> {
     let mut racks = Vec::new();
     for rack in 0..args.racks {
-        let part = |rack: u32| (u64::from(rack) * u64::from(args.agents) / u64::from(args.racks)) as u32;
-        racks.push(Rack::connect(args, controller, rack, part(rack)..part(rack + 1), interval).await?);
+        let first_agent = |rack: u32| (u64::from(rack) * u64::from(args.agents) / u64::from(args.racks)) as u32;
+        racks.push(
+            EmulatedRack::connect(args, controller, rack, first_agent(rack)..first_agent(rack + 1), interval).await?,
+        );
     }
-    let costs_us: Vec<f64> = racks.iter().map(|rack| rack.cost_us).collect();
-    let bytes: Vec<f64> = racks.iter().map(|rack| rack.rounds[0].encoded_len() as f64).collect();
-    let (start, sent) = (Instant::now(), Arc::new(AtomicU64::new(0)));
-    for (number, rack) in (0..).zip(racks) {
-        tokio::spawn(rack.send_summaries(start + interval * number / args.racks, interval, sent.clone()));
+    let rack_cpu_us: Vec<f64> = racks.iter().map(|rack| rack.cpu_us_per_interval).collect();
+    let summary_bytes: Vec<f64> = racks.iter().map(|rack| rack.summary_messages[0].encoded_len() as f64).collect();
+    let (start, sent_count) = (Instant::now(), Arc::new(AtomicU64::new(0)));
+    for (rack_index, rack) in (0..).zip(racks) {
+        tokio::spawn(rack.send_summaries(start + interval * rack_index / args.racks, interval, sent_count.clone()));
     }
-    sleep(3 * DETAIL_INTERVAL).await;
-    let windows = measure_windows(&args.scale, controller, &sent).await?;
+    sleep(3 * MIN_DETAIL_INTERVAL).await;
+    let windows = measure_windows(&args.scale, controller, &sent_count).await?;
     let status = controller.status().await?;
-    let behind: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
-    ensure!(behind == args.agents as usize, "{behind} of {} agents are behind racks", args.agents);
-    let reporting = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
-    ensure!(reporting == behind, "{reporting} of {behind} servers report");
-    Ok(report(args, &windows, costs_us, bytes))
+    let racked_server_count: usize = status.racks.iter().map(|rack| rack.servers.len()).sum();
+    ensure!(
+        racked_server_count == args.agents as usize,
+        "{racked_server_count} of {} agents are behind racks",
+        args.agents
+    );
+    let reporting_count = status.servers.iter().filter(|server| server.reports == ReportState::Fresh).count();
+    ensure!(reporting_count == racked_server_count, "{reporting_count} of {racked_server_count} servers report");
+    Ok(build_report(args, &windows, rack_cpu_us, summary_bytes))
 }
 
 /// Emulated rack controller with its emulated servers.
-struct Rack {
-    messages: mpsc::Sender<v1::RackMessage>,
+struct EmulatedRack {
+    message_sender: mpsc::Sender<v1::RackMessage>,
     /// Emulated agents of the rack, with their numbers.
-    servers: Vec<(u32, FakeAgent)>,
-    rounds: Vec<v1::RackMessage>,
+    agents_by_number: Vec<(u32, FakeAgent)>,
+    summary_messages: Vec<v1::RackMessage>,
     /// Interval of detailed reports (ms), which the controller increases with the number of racks.
-    detail_interval: Arc<AtomicU32>,
-    cost_us: f64,
+    detail_interval_ms: Arc<AtomicU32>,
+    cpu_us_per_interval: f64,
 }
 
-impl Rack {
+impl EmulatedRack {
     /// Connects the rack, registers its agents, and makes summaries as the controller's configuration demands.
     async fn connect(
         args: &Args,
-        controller: &mut Controller,
-        number: u32,
+        controller: &mut ControllerProcess,
+        rack_index: u32,
         agents: std::ops::Range<u32>,
         interval: Duration,
     ) -> anyhow::Result<Self> {
-        let (messages, receiver) = mpsc::channel(8);
-        let rack = format!("rack{number}");
-        let registration = v1::RackRegistration { name: rack.clone(), version: "bench".into() };
+        let (message_sender, receiver) = mpsc::channel(8);
+        let rack_name = format!("rack{rack_index}");
+        let registration = v1::RackRegistration { name: rack_name.clone(), version: "bench".into() };
         let registrations = agents.clone().map(|agent| {
-            let registration = v1::AgentRegistration { server: server_name(agent), version: "bench".into() };
-            wrap_agent_message(agent, agent_message::Message::Registration(registration))
+            let registration = v1::AgentRegistration { server: server_name_of_agent(agent), version: "bench".into() };
+            message_from_agent(agent, agent_message::Message::Registration(registration))
         });
-        messages.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
-        messages.send(v1::RackMessage { agents: registrations.collect(), ..Default::default() }).await?;
-        let mut updates =
-            controller.connect_as(Role::Rack, &rack).await?.rack(ReceiverStream::new(receiver)).await?.into_inner();
+        message_sender.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
+        message_sender.send(v1::RackMessage { agents: registrations.collect(), ..Default::default() }).await?;
+        let mut updates = controller
+            .connect_as(Role::Rack, &rack_name)
+            .await?
+            .rack(ReceiverStream::new(receiver))
+            .await?
+            .into_inner();
         let configuration = loop {
             let update = updates.message().await?.context("the controller ended the stream")?.update;
             if let Some(rack_update::Update::Configuration(configuration)) = update
@@ -117,72 +127,80 @@ impl Rack {
                 break configuration;
             }
         };
-        let detail_interval = Arc::new(AtomicU32::new(configuration.detail_interval_ms));
-        let reported = detail_interval.clone();
+        let detail_interval_ms = Arc::new(AtomicU32::new(configuration.detail_interval_ms));
+        let shared_detail_interval = detail_interval_ms.clone();
         tokio::spawn(async move {
             while let Ok(Some(update)) = updates.message().await {
                 if let Some(rack_update::Update::Configuration(configuration)) = update.update {
-                    reported.store(configuration.detail_interval_ms, Ordering::Relaxed);
+                    shared_detail_interval.store(configuration.detail_interval_ms, Ordering::Relaxed);
                 }
             }
         });
-        let mut reducer = Reducer::new(DETAIL_INTERVAL, args.rack_candidates.into());
-        agents.clone().for_each(|agent| reducer.begin(agent.into()));
-        reducer.configure((&configuration).try_into()?);
-        let mut servers: Vec<FakeAgent> =
+        let mut report_reducer = Reducer::new(MIN_DETAIL_INTERVAL, args.rack_candidates.into());
+        agents.clone().for_each(|agent| report_reducer.begin_stream(agent.into()));
+        report_reducer.configure((&configuration).try_into()?);
+        let mut fake_agents: Vec<FakeAgent> =
             agents.clone().map(|agent| FakeAgent::new(agent, args.scale.cores, interval)).collect();
-        let (mut rounds, mut cost_us) = (Vec::new(), 0.0);
+        let (mut summary_messages, mut cost_us) = (Vec::new(), 0.0);
         // The first reports contain no loads yet.
-        for round in 0..=ROUND_COUNT {
-            let reports: Vec<v1::Report> = servers.iter_mut().map(FakeAgent::report).collect();
-            let wall = wall_clock();
-            let now = Now { monotonic: interval * round as u32, wall, record: wall };
-            let begun = thread_cpu_time();
+        for round in 0..=DISTINCT_SUMMARY_COUNT {
+            let reports: Vec<v1::Report> = fake_agents.iter_mut().map(FakeAgent::next_report).collect();
+            let unix_time = wall_clock_time();
+            let report_time = Now { monotonic: interval * round as u32, wall: unix_time, record: unix_time };
+            let cpu_time_before = thread_cpu_time();
             for (agent, report) in agents.clone().zip(reports) {
-                let (_, outcome) = reducer.report(agent.into(), report, now);
+                let (_, outcome) = report_reducer.report(agent.into(), report, report_time);
                 outcome.context("a report of a pretended server")?;
             }
-            let summaries = reducer.summaries(now);
-            cost_us = (thread_cpu_time() - begun).as_secs_f64() * 1e6;
+            let summaries = report_reducer.compute_summaries(report_time);
+            cost_us = (thread_cpu_time() - cpu_time_before).as_secs_f64() * 1e6;
             if round > 0 {
-                rounds.push(v1::RackMessage { summaries, ..Default::default() });
+                summary_messages.push(v1::RackMessage { summaries, ..Default::default() });
             }
         }
         // The detailed reports after this start with the RSS configuration.
-        servers.iter_mut().for_each(FakeAgent::begin_stream);
-        Ok(Self { messages, servers: agents.zip(servers).collect(), rounds, detail_interval, cost_us })
+        fake_agents.iter_mut().for_each(FakeAgent::restart_sequence);
+        Ok(Self {
+            message_sender,
+            agents_by_number: agents.zip(fake_agents).collect(),
+            summary_messages,
+            detail_interval_ms,
+            cpu_us_per_interval: cost_us,
+        })
     }
 
     /// Sends one summary per interval until the controller ends. Once per detail interval, adds each agent's detailed
     /// report.
-    async fn send_summaries(mut self, start: Instant, interval: Duration, sent: Arc<AtomicU64>) {
-        let mut due = start;
+    async fn send_summaries(mut self, start: Instant, interval: Duration, sent_count: Arc<AtomicU64>) {
+        let mut due_time = start;
         for round in 0.. {
-            sleep_until(due).await;
-            due = (due + interval).max(Instant::now());
-            let mut message = self.rounds[round % ROUND_COUNT].clone();
-            let requested = Duration::from_millis(self.detail_interval.load(Ordering::Relaxed).into());
-            let per_detail = (DETAIL_INTERVAL.max(requested).as_secs_f64() / interval.as_secs_f64()).round() as usize;
+            sleep_until(due_time).await;
+            due_time = (due_time + interval).max(Instant::now());
+            let mut message = self.summary_messages[round % DISTINCT_SUMMARY_COUNT].clone();
+            let requested_interval = Duration::from_millis(self.detail_interval_ms.load(Ordering::Relaxed).into());
+            let rounds_per_detail =
+                (MIN_DETAIL_INTERVAL.max(requested_interval).as_secs_f64() / interval.as_secs_f64()).round() as usize;
             // The first report of each agent has its RSS configuration and is sent immediately.
-            let (first, step) = if round == 0 { (0, 1) } else { (round % per_detail, per_detail) };
-            for (agent, server) in self.servers.iter_mut().skip(first).step_by(step) {
+            let (first_agent, agent_step) =
+                if round == 0 { (0, 1) } else { (round % rounds_per_detail, rounds_per_detail) };
+            for (agent, server) in self.agents_by_number.iter_mut().skip(first_agent).step_by(agent_step) {
                 message
                     .agents
-                    .push(wrap_agent_message(*agent, agent_message::Message::Report(server.detailed_report())));
+                    .push(message_from_agent(*agent, agent_message::Message::Report(server.next_detailed_report())));
             }
-            if self.messages.send(message).await.is_err() {
+            if self.message_sender.send(message).await.is_err() {
                 return;
             }
-            sent.fetch_add(1, Ordering::Relaxed);
+            sent_count.fetch_add(1, Ordering::Relaxed);
         }
     }
 }
 
-fn wrap_agent_message(agent: u32, message: agent_message::Message) -> v1::FromAgent {
+fn message_from_agent(agent: u32, message: agent_message::Message) -> v1::FromAgent {
     v1::FromAgent { stream: agent.into(), message: Some(v1::AgentMessage { message: Some(message) }) }
 }
 
-fn report(args: &Args, windows: &[WindowResult], rack_cpu_us: Vec<f64>, summary_bytes: Vec<f64>) -> Report {
+fn build_report(args: &Args, windows: &[ScaleWindow], rack_cpu_us: Vec<f64>, summary_bytes: Vec<f64>) -> Report {
     let mut table = Table::new(&["", "median", "least", "most"]);
     add_window_rows(&mut table, "summaries", windows);
     table.add_summary_row("a summary, bytes", summary_bytes, []);

@@ -102,8 +102,8 @@ pub struct Table {
 }
 
 impl Table {
-    pub fn new(head: &[&str]) -> Self {
-        Self { column_names: head.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
+    pub fn new(column_names: &[&str]) -> Self {
+        Self { column_names: column_names.iter().map(|name| name.to_string()).collect(), rows: Vec::new() }
     }
 
     /// Adds a row to the table. Panics if the number of cells differs from the number of columns.
@@ -118,9 +118,9 @@ impl Table {
         &mut self,
         name: &str,
         values: impl IntoIterator<Item = f64>,
-        more: impl IntoIterator<Item = Cell>,
+        extra_cells: impl IntoIterator<Item = Cell>,
     ) {
-        self.add_row([name.into()].into_iter().chain(median_min_max(values).map(Cell::Decimal)).chain(more));
+        self.add_row([name.into()].into_iter().chain(median_min_max(values).map(Cell::Decimal)).chain(extra_cells));
     }
 
     fn to_json(&self) -> serde_json::Value {

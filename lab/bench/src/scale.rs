@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use tokio::time::{Instant, sleep};
 
-use crate::controller_process::Controller;
+use crate::controller_process::ControllerProcess;
 use crate::fake_agent;
 use crate::report::{Report, Table};
 use crate::test_env::{self, ScaleArgs};
@@ -25,7 +25,7 @@ pub struct Args {
 }
 
 /// Pause after a query of the controller's status, because the query delays other requests.
-const SETTLE_TIME: Duration = Duration::from_millis(200);
+const PAUSE_AFTER_STATUS_QUERY: Duration = Duration::from_millis(200);
 
 /// Runs the bench of a controller at its limit. Fails without root, or when a process does not start.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
@@ -36,22 +36,22 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
-async fn measure(args: &Args, controller: &mut Controller, interval: Duration) -> anyhow::Result<Report> {
-    let sent = fake_agent::start_all(controller, args.agents, args.scale.cores, interval).await?;
+async fn measure(args: &Args, controller: &mut ControllerProcess, interval: Duration) -> anyhow::Result<Report> {
+    let sent_count = fake_agent::start_agents(controller, args.agents, args.scale.cores, interval).await?;
     // The first reports are not measured, because they also carry RSS keys and tables.
     sleep(Duration::from_secs(3)).await;
-    let windows = measure_windows(&args.scale, controller, &sent).await?;
-    Ok(report(args, &windows))
+    let windows = measure_windows(&args.scale, controller, &sent_count).await?;
+    Ok(build_report(args, &windows))
 }
 
 /// Results of the controller in one measured window.
-pub struct WindowResult {
-    cpu_pct: f64,
+pub struct ScaleWindow {
+    controller_cpu_pct: f64,
     sent_per_second: f64,
     accepted_per_second: f64,
     tables_per_second: f64,
     resident_mib: f64,
-    max_mib: f64,
+    max_resident_mib: f64,
     /// Cumulative distribution of the time from a report's receipt to its table, as pairs of upper bound (s) and share.
     report_to_table_shares: Vec<(f64, f64)>,
     /// Cumulative distribution of the time from a report's receipt until its table is in the kernel.
@@ -60,56 +60,58 @@ pub struct WindowResult {
     sent_to_kernel_shares: Vec<(f64, f64)>,
 }
 
-/// Measures all windows. `sent` counts the reports sent to the controller. Fails when the controller does not answer.
+/// Measures all windows. `sent_count` counts the reports sent to the controller. Fails when the controller does not
+/// answer.
 pub async fn measure_windows(
     args: &ScaleArgs,
-    controller: &mut Controller,
-    sent: &AtomicU64,
-) -> anyhow::Result<Vec<WindowResult>> {
+    controller: &mut ControllerProcess,
+    sent_count: &AtomicU64,
+) -> anyhow::Result<Vec<ScaleWindow>> {
     let mut windows = Vec::new();
     for _ in 0..args.windows {
-        windows.push(measure_window(Duration::from_secs(args.window_seconds), controller, sent).await?);
+        windows.push(measure_window(Duration::from_secs(args.window_seconds), controller, sent_count).await?);
     }
     Ok(windows)
 }
 
 async fn measure_window(
     length: Duration,
-    controller: &mut Controller,
-    sent: &AtomicU64,
-) -> anyhow::Result<WindowResult> {
-    let asking = controller.operator_client().await?;
-    let accepted = async || {
-        let status = asking.status(false).await?;
-        let tables: u64 = status.services.iter().map(|service| service.table_generation).sum();
-        anyhow::Ok((status.accepted_reports as f64, tables as f64, Instant::now()))
+    controller: &mut ControllerProcess,
+    sent_count: &AtomicU64,
+) -> anyhow::Result<ScaleWindow> {
+    let api_client = controller.operator_client().await?;
+    let counts_and_time = async || {
+        let status = api_client.status(false).await?;
+        let table_count: u64 = status.services.iter().map(|service| service.table_generation).sum();
+        anyhow::Ok((status.accepted_reports as f64, table_count as f64, Instant::now()))
     };
-    let first = accepted().await?;
+    let first_counts = counts_and_time().await?;
     // Answers about thousands of servers take a while and delay other requests, which must not be measured.
-    sleep(SETTLE_TIME).await;
-    let before = scrape(controller.metrics_address)?;
-    sleep(SETTLE_TIME).await;
-    let (began, sent_before, cpu_before) = (Instant::now(), sent.load(Ordering::Relaxed), controller.cpu_seconds()?);
+    sleep(PAUSE_AFTER_STATUS_QUERY).await;
+    let metrics_before = fetch_metrics(controller.metrics_address)?;
+    sleep(PAUSE_AFTER_STATUS_QUERY).await;
+    let (start, sent_before, cpu_before) =
+        (Instant::now(), sent_count.load(Ordering::Relaxed), controller.user_and_system_cpu_seconds()?);
     sleep(length).await;
-    let (cpu, elapsed) = (controller.cpu_seconds()?, began.elapsed().as_secs_f64());
-    let sent = (sent.load(Ordering::Relaxed) - sent_before) as f64 / elapsed;
-    let after = scrape(controller.metrics_address)?;
-    let last = accepted().await?;
-    let between = (last.2 - first.2).as_secs_f64();
-    Ok(WindowResult {
-        cpu_pct: (cpu.0 + cpu.1 - cpu_before.0 - cpu_before.1) / elapsed * 100.0,
-        sent_per_second: sent,
-        accepted_per_second: (last.0 - first.0) / between,
-        tables_per_second: (last.1 - first.1) / between,
+    let (cpu_after, elapsed_seconds) = (controller.user_and_system_cpu_seconds()?, start.elapsed().as_secs_f64());
+    let sent_per_second = (sent_count.load(Ordering::Relaxed) - sent_before) as f64 / elapsed_seconds;
+    let metrics_after = fetch_metrics(controller.metrics_address)?;
+    let last_counts = counts_and_time().await?;
+    let query_interval_s = (last_counts.2 - first_counts.2).as_secs_f64();
+    Ok(ScaleWindow {
+        controller_cpu_pct: (cpu_after.0 + cpu_after.1 - cpu_before.0 - cpu_before.1) / elapsed_seconds * 100.0,
+        sent_per_second,
+        accepted_per_second: (last_counts.0 - first_counts.0) / query_interval_s,
+        tables_per_second: (last_counts.1 - first_counts.1) / query_interval_s,
         resident_mib: controller.memory_mib("VmRSS:")? as f64,
-        max_mib: controller.memory_mib("VmHWM:")? as f64,
-        report_to_table_shares: shares(&before, &after, "coreward_table_build_delay_seconds"),
-        report_to_kernel_shares: shares(&before, &after, "coreward_table_propagation_seconds"),
-        sent_to_kernel_shares: shares(&before, &after, "coreward_report_sent_to_kernel_seconds"),
+        max_resident_mib: controller.memory_mib("VmHWM:")? as f64,
+        report_to_table_shares: shares(&metrics_before, &metrics_after, "coreward_table_build_delay_seconds"),
+        report_to_kernel_shares: shares(&metrics_before, &metrics_after, "coreward_table_propagation_seconds"),
+        sent_to_kernel_shares: shares(&metrics_before, &metrics_after, "coreward_report_sent_to_kernel_seconds"),
     })
 }
 
-fn scrape(address: SocketAddr) -> anyhow::Result<String> {
+fn fetch_metrics(address: SocketAddr) -> anyhow::Result<String> {
     let mut stream = TcpStream::connect(address).context("the controller's metrics")?;
     write!(stream, "GET /metrics HTTP/1.1\r\nhost: bench\r\nconnection: close\r\n\r\n")?;
     let mut page = String::new();
@@ -131,42 +133,46 @@ fn cumulative_buckets(metrics_page: &str, name: &str) -> Vec<(f64, f64)> {
 /// Returns the cumulative distribution of the values that were observed between two metrics pages, as pairs of upper
 /// bound and share.
 fn shares(metrics_before: &str, metrics_after: &str, name: &str) -> Vec<(f64, f64)> {
-    let (before, after) = (cumulative_buckets(metrics_before, name), cumulative_buckets(metrics_after, name));
-    let new_buckets: Vec<(f64, f64)> = after.iter().zip(&before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
+    let (buckets_before, buckets_after) =
+        (cumulative_buckets(metrics_before, name), cumulative_buckets(metrics_after, name));
+    let new_buckets: Vec<(f64, f64)> =
+        buckets_after.iter().zip(&buckets_before).map(|(new, old)| (new.0, new.1 - old.1)).collect();
     let new_value_count = new_buckets.last().map_or(0.0, |(_, count)| *count);
-    new_buckets.into_iter().map(|(bound, count)| (bound, count / new_value_count)).collect()
+    new_buckets.into_iter().map(|(upper_bound, count)| (upper_bound, count / new_value_count)).collect()
 }
 
 /// Returns the quantile `quantile` (0 to 1) of a distribution in ms, interpolated within its bucket. The bounds are in
 /// seconds.
 fn quantile_ms(shares: &[(f64, f64)], quantile: f64) -> f64 {
     let mut lower_bound_and_share = (0.0, 0.0);
-    for (bound, share) in shares {
+    for (upper_bound, share) in shares {
         if *share >= quantile {
             let fraction_of_bucket = (quantile - lower_bound_and_share.1) / (share - lower_bound_and_share.1);
-            let upper = if bound.is_finite() { *bound } else { lower_bound_and_share.0 };
-            return (lower_bound_and_share.0 + (upper - lower_bound_and_share.0) * fraction_of_bucket) * 1e3;
+            let finite_upper_bound = if upper_bound.is_finite() { *upper_bound } else { lower_bound_and_share.0 };
+            return (lower_bound_and_share.0 + (finite_upper_bound - lower_bound_and_share.0) * fraction_of_bucket)
+                * 1e3;
         }
-        lower_bound_and_share = (*bound, *share);
+        lower_bound_and_share = (*upper_bound, *share);
     }
     f64::NAN
 }
 
 /// Returns the percentage of values up to `limit_seconds`, where the limit is rounded up to the next bucket bound.
 fn percent_at_most(shares: &[(f64, f64)], limit_seconds: f64) -> f64 {
-    shares.iter().find(|(bound, _)| *bound >= limit_seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
+    shares.iter().find(|(upper_bound, _)| *upper_bound >= limit_seconds).map_or(f64::NAN, |(_, share)| share * 100.0)
 }
 
 /// Adds rows with the results of all windows. `messages` names the messages whose sending rate is in the first row.
-pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[WindowResult]) {
-    let mut add_result_row =
-        |what: &str, of: &dyn Fn(&WindowResult) -> f64| table.add_summary_row(what, windows.iter().map(of), []);
+pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[ScaleWindow]) {
+    let mut add_result_row = |row_name: &str, to_value: &dyn Fn(&ScaleWindow) -> f64| {
+        table.add_summary_row(row_name, windows.iter().map(to_value), [])
+    };
     add_result_row(&format!("{messages} sent per second"), &|window| window.sent_per_second);
     add_result_row("reports taken per second", &|window| window.accepted_per_second);
-    add_result_row("CPU of the controller, % of one", &|window| window.cpu_pct);
+    add_result_row("CPU of the controller, % of one", &|window| window.controller_cpu_pct);
     add_result_row("tables made per second", &|window| window.tables_per_second);
     add_result_row("resident memory, MiB", &|window| window.resident_mib);
-    add_result_row("  at most so far", &|window| window.max_mib);
+    add_result_row("  at most so far", &|window| window.max_resident_mib);
     add_result_row("report to table, p50, ms", &|window| quantile_ms(&window.report_to_table_shares, 0.5));
     add_result_row("  p99", &|window| quantile_ms(&window.report_to_table_shares, 0.99));
     add_result_row("report received to table in the kernel, p50, ms", &|window| {
@@ -181,7 +187,7 @@ pub fn add_window_rows(table: &mut Table, messages: &str, windows: &[WindowResul
     add_result_row("  within 10 ms, %", &|window| percent_at_most(&window.sent_to_kernel_shares, 0.01));
 }
 
-fn report(args: &Args, windows: &[WindowResult]) -> Report {
+fn build_report(args: &Args, windows: &[ScaleWindow]) -> Report {
     let mut table = Table::new(&["", "median", "least", "most"]);
     add_window_rows(&mut table, "reports", windows);
     Report {

@@ -52,8 +52,8 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         }
     }
     let mut table = Table::new(&["requests at cores", "million requests/s", "least", "most", "goal", "verdict"]);
-    for (number, case) in cases.iter().enumerate() {
-        let goal = (number == 0).then_some(Goal::AtLeast(8.0));
+    for (case_index, case) in cases.iter().enumerate() {
+        let goal = (case_index == 0).then_some(Goal::AtLeast(8.0));
         table.add_row(std::iter::once(case.name.clone().into()).chain(rate_cells(&case.millions_per_second, goal)));
     }
     Ok(Report {
@@ -71,9 +71,9 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 /// Returns cells with the median, minimum and maximum of the rates, the goal, and whether the median meets it.
 fn rate_cells(millions_per_second: &[f64], goal: Option<Goal>) -> [Cell; 5] {
-    let [middle, least, most] = median_min_max(millions_per_second.iter().copied());
-    let [goal, verdict] = goal_cells(goal, middle);
-    [middle.into(), least.into(), most.into(), goal, verdict]
+    let [median_rate, min_rate, max_rate] = median_min_max(millions_per_second.iter().copied());
+    let [goal_cell, verdict_cell] = goal_cells(goal, median_rate);
+    [median_rate.into(), min_rate.into(), max_rate.into(), goal_cell, verdict_cell]
 }
 
 /// Number of bytes that are captured of each packet, which covers all headers up to the ports.

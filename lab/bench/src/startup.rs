@@ -16,8 +16,8 @@ use nix::net::if_::if_nametoindex;
 use nix::sys::socket::{MsgFlags, recv};
 
 use crate::agent::PinDirectory;
-use crate::controller::{self, fleet_document, vip};
-use crate::controller_process::{Controller, ScratchDirectory};
+use crate::controller::{self, fleet_document, service_vip};
+use crate::controller_process::{ControllerProcess, ScratchDirectory};
 use crate::fake_agent;
 use crate::namespace;
 use crate::report::{Report, Table};
@@ -41,7 +41,7 @@ pub struct Args {
 }
 
 /// Maximum time of each wait, which is reached only after a fault.
-const TIMEOUT: Duration = Duration::from_secs(60);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Measures starts and changes in a new thread, which enters its own network namespace. Fails without root, or when a
 /// process does not start.
@@ -51,42 +51,46 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
     make_veth_network()?;
-    let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
+    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, PinDirectory::new()?);
     let fleet_args = controller::Args { agents: args.servers, services: args.services, ..controller::Args::default() };
-    let mut controller = Controller::start_without_fleet(&scratch.0)?;
+    let mut controller = ControllerProcess::start_without_fleet(&scratch_directory.0)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut fleet_document = fleet_document(&fleet_args);
     let first_generation = runtime.block_on(apply_fleet_document(&mut controller, &fleet_document, 0))?;
     let mut start_times = Vec::new();
     for _ in 0..args.starts {
-        let _ = std::fs::remove_dir_all(pins.0.join("lb1"));
+        let _ = std::fs::remove_dir_all(pin_directory.0.join("lb1"));
         let start = Instant::now();
-        let balancer = LoadBalancerProcess::start(&controller, &scratch, &pins)?;
+        let balancer = LoadBalancerProcess::start(&controller, &scratch_directory, &pin_directory)?;
         start_times.push(measure_start_times(args.services, start)?);
         drop(balancer);
     }
-    let _balancer = LoadBalancerProcess::start(&controller, &scratch, &pins)?;
+    let _balancer = LoadBalancerProcess::start(&controller, &scratch_directory, &pin_directory)?;
     measure_start_times(args.services, Instant::now())?;
     let mut change_times = Vec::new();
-    for (generation, change) in (first_generation..).zip(0..args.changes) {
-        let server_index = change * (args.servers / args.changes);
-        let change = runtime.block_on(measure_draining_server(
+    for (generation, change_index) in (first_generation..).zip(0..args.changes) {
+        let server_index = change_index * (args.servers / args.changes);
+        let drain_times = runtime.block_on(measure_draining_server(
             &mut controller,
-            &pins,
+            &pin_directory,
             &mut fleet_document,
             generation,
             server_index,
             args,
         ))?;
-        change_times.push(change);
+        change_times.push(drain_times);
     }
     Ok(build_report(args, &start_times, &change_times))
 }
 
 /// Applies a fleet document, which replaces the one with this generation. Returns the new generation.
-async fn apply_fleet_document(controller: &mut Controller, document: &str, generation: u64) -> anyhow::Result<u64> {
-    let document = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
-    Ok(controller.operator_client().await?.put_fleet(&document).await?.generation)
+async fn apply_fleet_document(
+    controller: &mut ControllerProcess,
+    document: &str,
+    generation: u64,
+) -> anyhow::Result<u64> {
+    let new_fleet = NewFleet { name: "bench".into(), text: document.to_owned(), generation, dry_run: false };
+    Ok(controller.operator_client().await?.apply_fleet(&new_fleet).await?.generation)
 }
 
 /// Times from a load balancer's start to its first forwarded packet, and until it has forwarded one for every service.
@@ -166,10 +170,14 @@ fn device_mac(device: &str) -> anyhow::Result<[u8; 6]> {
 /// Sends SYNs to each service until the load balancer has forwarded one. Returns the times since `start`.
 fn measure_start_times(services: u32, start: Instant) -> anyhow::Result<StartTimes> {
     let server_socket = ServerSidePacketSocket::open()?;
-    let mut waiting_vips: BTreeSet<Ipv4Addr> = (0..services).map(|service| *vip(service).ip()).collect();
+    let mut waiting_vips: BTreeSet<Ipv4Addr> = (0..services).map(|service| *service_vip(service).ip()).collect();
     let (mut until_first_packet, mut client_port) = (None, 1024);
     while !waiting_vips.is_empty() {
-        ensure!(start.elapsed() < TIMEOUT, "{} services forward nothing after {TIMEOUT:?}", waiting_vips.len());
+        ensure!(
+            start.elapsed() < WAIT_TIMEOUT,
+            "{} services forward nothing after {WAIT_TIMEOUT:?}",
+            waiting_vips.len()
+        );
         // A batch is at most as long as a short queue. The other services follow in the next iteration.
         for vip in waiting_vips.iter().copied().take(64).collect::<Vec<_>>() {
             server_socket.send_syn(vip, client_port);
@@ -187,66 +195,68 @@ fn measure_start_times(services: u32, start: Instant) -> anyhow::Result<StartTim
 
 /// Times from the request of a change to the API's answer, and until the kernel has the change.
 struct ChangeTimes {
-    acknowledged: Duration,
-    in_kernel: Duration,
+    until_api_answer: Duration,
+    until_in_kernel: Duration,
 }
 
 async fn measure_draining_server(
-    controller: &mut Controller,
-    pins: &PinDirectory,
+    controller: &mut ControllerProcess,
+    pin_directory: &PinDirectory,
     document: &mut String,
     generation: u64,
-    server: u32,
+    server_index: u32,
     args: &Args,
 ) -> anyhow::Result<ChangeTimes> {
-    let client = controller.operator_client().await?;
-    let status = client.status(false).await?;
-    let name = fake_agent::server_name(server);
-    let known = status.servers.iter().find(|known| known.name == name).context("the server is not known")?;
-    let id = ServerId::try_from(u64::from(known.id))?;
-    let service = ServiceAddress { socket: vip(server % args.services).into(), protocol: Protocol::Tcp };
-    let servers = PinnedServers::open(&pins.0.join("lb1"))?;
-    let service = servers.service(&service).context("the service is not known")?;
-    let line = format!("name = \"{name}\"\n");
-    *document = document.replacen(&line, &format!("{line}state = \"draining\"\n"), 1);
-    let request = NewFleet { name: "bench".into(), text: document.clone(), generation, dry_run: false };
-    let began = Instant::now();
-    let watching = std::thread::spawn(move || {
-        while began.elapsed() < TIMEOUT {
-            if servers.server(service, id).is_some_and(|server| !server.is_eligible) {
-                return Some(began.elapsed());
+    let api_client = controller.operator_client().await?;
+    let status = api_client.status(false).await?;
+    let server_name = fake_agent::server_name_of_agent(server_index);
+    let server_status =
+        status.servers.iter().find(|known| known.name == server_name).context("the server is not known")?;
+    let server_id = ServerId::try_from(u64::from(server_status.id))?;
+    let service_address =
+        ServiceAddress { vip_and_port: service_vip(server_index % args.services).into(), protocol: Protocol::Tcp };
+    let pinned_servers = PinnedServers::open(&pin_directory.0.join("lb1"))?;
+    let service = pinned_servers.service_index(&service_address).context("the service is not known")?;
+    let name_line = format!("name = \"{server_name}\"\n");
+    *document = document.replacen(&name_line, &format!("{name_line}state = \"draining\"\n"), 1);
+    let new_fleet = NewFleet { name: "bench".into(), text: document.clone(), generation, dry_run: false };
+    let start = Instant::now();
+    let watcher_thread = std::thread::spawn(move || {
+        while start.elapsed() < WAIT_TIMEOUT {
+            if pinned_servers.server(service, server_id).is_some_and(|server| !server.is_eligible) {
+                return Some(start.elapsed());
             }
             std::thread::sleep(Duration::from_micros(100));
         }
         None
     });
-    client.put_fleet(&request).await?;
-    let acknowledged = began.elapsed();
-    let in_kernel = tokio::task::spawn_blocking(move || watching.join()).await?;
-    let in_kernel = in_kernel.ok().flatten().context("the change never came")?;
-    Ok(ChangeTimes { acknowledged, in_kernel })
+    api_client.apply_fleet(&new_fleet).await?;
+    let until_api_answer = start.elapsed();
+    let watcher_result = tokio::task::spawn_blocking(move || watcher_thread.join()).await?;
+    let until_in_kernel = watcher_result.ok().flatten().context("the change never came")?;
+    Ok(ChangeTimes { until_api_answer, until_in_kernel })
 }
 
 fn build_report(args: &Args, starts: &[StartTimes], changes: &[ChangeTimes]) -> Report {
     let mut table = Table::new(&["ms", "median", "least", "most"]);
-    let mut add_times_row = |what: &str, values: Vec<f64>| table.add_summary_row(what, values, []);
-    let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
+    let mut add_times_row = |row_name: &str, values: Vec<f64>| table.add_summary_row(row_name, values, []);
+    let to_ms = |time: Duration| time.as_secs_f64() * 1e3;
     add_times_row(
         "from exec to the first packet forwarded",
-        starts.iter().map(|start| milliseconds(start.until_first_packet)).collect(),
+        starts.iter().map(|start| to_ms(start.until_first_packet)).collect(),
     );
     add_times_row(
         "from exec to a packet of every service",
-        starts.iter().map(|start| milliseconds(start.until_all_services)).collect(),
+        starts.iter().map(|start| to_ms(start.until_all_services)).collect(),
     );
     add_times_row(
         "a server drained: from apply to its answer",
-        changes.iter().map(|change| milliseconds(change.acknowledged)).collect(),
+        changes.iter().map(|change| to_ms(change.until_api_answer)).collect(),
     );
-    let ms_after_acknowledgement =
-        |change: &ChangeTimes| milliseconds(change.in_kernel.saturating_sub(change.acknowledged));
-    add_times_row("  from the answer to the kernel", changes.iter().map(ms_after_acknowledgement).collect());
-    add_times_row("  from apply to the kernel", changes.iter().map(|change| milliseconds(change.in_kernel)).collect());
+    let ms_after_api_answer =
+        |change: &ChangeTimes| to_ms(change.until_in_kernel.saturating_sub(change.until_api_answer));
+    add_times_row("  from the answer to the kernel", changes.iter().map(ms_after_api_answer).collect());
+    add_times_row("  from apply to the kernel", changes.iter().map(|change| to_ms(change.until_in_kernel)).collect());
     Report {
         name: "start",
         heading: "The start of a load balancer",

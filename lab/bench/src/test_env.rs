@@ -13,7 +13,7 @@ use coreward_tls::Role;
 use crate::agent::PinDirectory;
 use crate::certificates::TestCertificateAuthority;
 use crate::controller;
-use crate::controller_process::{Controller, ScratchDirectory};
+use crate::controller_process::{ControllerProcess, ScratchDirectory};
 use crate::report::Report;
 
 /// Options shared by the benches of a controller at its limit.
@@ -40,34 +40,35 @@ pub struct ScaleArgs {
 /// `bench_name` is the name of the bench. Fails without root, when a process does not start, or as `measure` does.
 pub fn measure_at_scale<M>(bench_name: &str, agents: u32, args: &ScaleArgs, measure: M) -> anyhow::Result<Report>
 where
-    M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report> + Send + 'static,
+    M: AsyncFnOnce(&mut ControllerProcess, Duration) -> anyhow::Result<Report> + Send + 'static,
 {
     ensure!(nix::unistd::geteuid().is_root(), "coreward-bench {bench_name} loads BPF programs: run it as root");
-    let (cores, services, tls) = (args.cores, args.services, !args.plain);
+    let (cores, services, uses_tls) = (args.cores, args.services, !args.plain);
     let fleet_args = controller::Args { agents, cores, services, ..controller::Args::default() };
-    let measuring_thread = std::thread::spawn(move || set_up_and_measure(&fleet_args, tls, measure));
+    let measuring_thread = std::thread::spawn(move || set_up_and_measure(&fleet_args, uses_tls, measure));
     measuring_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
-fn set_up_and_measure<M>(fleet: &controller::Args, tls: bool, measure: M) -> anyhow::Result<Report>
+fn set_up_and_measure<M>(fleet_args: &controller::Args, uses_tls: bool, measure: M) -> anyhow::Result<Report>
 where
-    M: AsyncFnOnce(&mut Controller, Duration) -> anyhow::Result<Report>,
+    M: AsyncFnOnce(&mut ControllerProcess, Duration) -> anyhow::Result<Report>,
 {
     coreward_control_server::server::raise_file_limit();
     make_veth_network()?;
-    let (scratch, pins) = (ScratchDirectory::new()?, PinDirectory::new()?);
+    let (scratch_directory, pin_directory) = (ScratchDirectory::new()?, PinDirectory::new()?);
     let certificate_authority =
-        tls.then(|| TestCertificateAuthority::new(&scratch.0.join("certificates"))).transpose()?;
+        uses_tls.then(|| TestCertificateAuthority::new(&scratch_directory.0.join("certificates"))).transpose()?;
     // A process inherits the CPU of the thread that starts it.
     cpus::bind_to_cpu(THIS_THREAD, 0)?;
-    let mut controller = Controller::start(&controller::fleet_document(fleet), certificate_authority, &scratch.0)?;
+    let mut controller =
+        ControllerProcess::start(&controller::fleet_document(fleet_args), certificate_authority, &scratch_directory.0)?;
     cpus::bind_to_cpu(THIS_THREAD, 1)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         controller.wait_until_listening().await?;
-        let _balancer = LoadBalancerProcess::start(&controller, &scratch, &pins)?;
+        let _balancer = LoadBalancerProcess::start(&controller, &scratch_directory, &pin_directory)?;
         set_idle_priority()?;
-        measure(&mut controller, Duration::from_millis(fleet.report_interval_ms)).await
+        measure(&mut controller, Duration::from_millis(fleet_args.report_interval_ms)).await
     })
 }
 
@@ -87,15 +88,20 @@ pub fn run_process(args: &ProcessArgs) -> anyhow::Result<()> {
 pub struct LoadBalancerProcess(Child);
 
 impl LoadBalancerProcess {
-    /// Starts a load balancer at the device `eth0`, with its pins below `pins`. Fails when the process does not start.
-    pub fn start(controller: &Controller, scratch: &ScratchDirectory, pins: &PinDirectory) -> anyhow::Result<Self> {
-        let config_path = scratch.0.join("lb.toml");
+    /// Starts a load balancer at the device `eth0`, with its pins below `pin_directory`. Fails when the process does
+    /// not start.
+    pub fn start(
+        controller: &ControllerProcess,
+        scratch_directory: &ScratchDirectory,
+        pin_directory: &PinDirectory,
+    ) -> anyhow::Result<Self> {
+        let config_path = scratch_directory.0.join("lb.toml");
         let config_text = format!(
             "name = \"lb1\"\ncontroller = \"{}\"\ninterface = \"eth0\"\npin_directory = {:?}\n\
              state_directory = {:?}\nxdp_mode = \"generic\"\n{}",
-            controller.address,
-            pins.0.join("lb1"),
-            scratch.0,
+            controller.grpc_address,
+            pin_directory.0.join("lb1"),
+            scratch_directory.0,
             controller.tls_table(Role::Lb, "lb1")?,
         );
         std::fs::write(&config_path, config_text)?;

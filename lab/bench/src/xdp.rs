@@ -71,14 +71,14 @@ pub struct ConnectionCost {
 /// Measures the cost of packets on open connections, by program and number of connections.
 pub fn measure_connection_costs(args: &Args, progress: &dyn Fn(usize, usize)) -> anyhow::Result<Vec<ConnectionCost>> {
     let mut costs = Vec::new();
-    for measured in established::measure_connection_counts(args, progress)? {
-        let connection_count = measured.connection_count;
+    for count_costs in established::measure_connection_counts(args, progress)? {
+        let connection_count = count_costs.connection_count;
         let mut add_cost = |series, above_empty| {
             costs.push(ConnectionCost { series_label: series, connection_count, ns_above_empty: above_empty })
         };
-        add_cost("stateless and one more line".to_owned(), measured.ns_with_parallel_line);
-        for mode in [measured.stateless, measured.stateful, measured.hash_table] {
-            add_cost(mode.case.consistency().name(), mode.ns_above_empty);
+        add_cost("stateless and one more line".to_owned(), count_costs.ns_with_parallel_line);
+        for mode_measurement in [count_costs.stateless, count_costs.stateful, count_costs.hash_table] {
+            add_cost(mode_measurement.case.consistency().name(), mode_measurement.ns_above_empty);
         }
     }
     Ok(costs)
@@ -112,23 +112,23 @@ impl CaseMeasurement {
 /// Measures all selected cases. Fails without the capabilities to load BPF programs, or when a program does not do what
 /// the case expects.
 pub fn run(args: &Args) -> anyhow::Result<Report> {
-    let established =
+    let established_costs =
         if args.only.is_some() { Vec::new() } else { established::measure_connection_counts(args, &|_, _| {})? };
     let is_selected = |case: &PacketCase| args.only.as_ref().is_none_or(|text| case.to_string().contains(text));
     let separate_cases: Vec<CaseMeasurement> = PacketCase::separate_cases()
         .filter(is_selected)
         .map(|case| measure_separately(case, args).with_context(|| case.to_string()))
         .collect::<anyhow::Result<_>>()?;
-    ensure!(!(established.is_empty() && separate_cases.is_empty()), "no case has {:?} in its name", args.only);
+    ensure!(!(established_costs.is_empty() && separate_cases.is_empty()), "no case has {:?} in its name", args.only);
     let operation_table = if args.only.is_some() { None } else { Some(units::measure_operations(&args.length)?) };
-    Ok(build_report(&established, &separate_cases, operation_table, args))
+    Ok(build_report(&established_costs, &separate_cases, operation_table, args))
 }
 
 fn measure_separately(case: PacketCase, args: &Args) -> anyhow::Result<CaseMeasurement> {
     let balancer = CaseLoadBalancer::new(case)?;
     let runner = PacketRunner::new(&case.frame_template(), &balancer.packets()?, 0)?;
     let programs = [
-        Program::Baseline(runner.empty.as_fd()),
+        Program::Baseline(runner.empty_program.as_fd()),
         Program::Baseline(runner.parse_and_swap_macs.as_fd()),
         Program::Balancer(&balancer),
     ];
@@ -144,23 +144,23 @@ fn measure_separately(case: PacketCase, args: &Args) -> anyhow::Result<CaseMeasu
 }
 
 fn build_report(
-    established: &[ConnectionCountCosts],
+    established_costs: &[ConnectionCountCosts],
     separate_cases: &[CaseMeasurement],
-    units: Option<Table>,
+    operation_table: Option<Table>,
     args: &Args,
 ) -> Report {
-    let cost_goals = CostGoals::new(established, separate_cases);
-    let tables = [cost_table(established, separate_cases, &cost_goals), established::table(established)];
+    let cost_goals = CostGoals::new(established_costs, separate_cases);
+    let tables = [cost_table(established_costs, separate_cases, &cost_goals), established::table(established_costs)];
     Report {
         name: "xdp",
         heading: "The load balancer's program",
         method: describe_method(args, cost_goals.parse_and_swap_ns),
-        tables: tables.into_iter().chain(units).collect(),
+        tables: tables.into_iter().chain(operation_table).collect(),
     }
 }
 
 fn cost_table(
-    established: &[ConnectionCountCosts],
+    established_costs: &[ConnectionCountCosts],
     separate_cases: &[CaseMeasurement],
     goals: &CostGoals<'_>,
 ) -> Table {
@@ -175,17 +175,19 @@ fn cost_table(
         "empty, ns",
     ]);
     let measurement_of_mode: [fn(&ConnectionCountCosts) -> &CaseMeasurement; 3] =
-        [|of| &of.stateless, |of| &of.stateful, |of| &of.hash_table];
-    let established_cases = measurement_of_mode.into_iter().flat_map(|mode| established.iter().map(mode));
+        [|count_costs| &count_costs.stateless, |of| &of.stateful, |of| &of.hash_table];
+    let established_cases =
+        measurement_of_mode.into_iter().flat_map(|to_measurement| established_costs.iter().map(to_measurement));
     for measurement in established_cases.chain(separate_cases) {
-        let [goal, verdict] = goal_cells(goals.goal_for_case(measurement.case), measurement.fastest_ns_above_empty);
+        let [goal_cell, verdict_cell] =
+            goal_cells(goals.goal_for_case(measurement.case), measurement.fastest_ns_above_empty);
         table.add_row([
             measurement.case.to_string().into(),
             median_of_rounds(&measurement.ns_above_empty).into(),
             quartile_range(&measurement.ns_above_empty).into(),
             measurement.fastest_ns_above_empty.into(),
-            goal,
-            verdict,
+            goal_cell,
+            verdict_cell,
             (measurement.fastest_ns_above_empty / goals.parse_and_swap_ns).into(),
             measurement.empty_ns.into(),
         ]);

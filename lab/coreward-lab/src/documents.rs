@@ -106,11 +106,11 @@ fn broken_link_reason(link: &str, document_path: &Path, all_documents: &BTreeMap
         "" => document_path.to_owned(),
         file => document_path.parent().unwrap_or(Path::new("")).join(file),
     };
-    let Ok(found) = repository_root().join(&target_path).canonicalize() else {
+    let Ok(canonical_path) = repository_root().join(&target_path).canonicalize() else {
         return Some(format!("{link}: there is no {}", target_path.display()));
     };
     let anchor = anchor?;
-    let target_document = all_documents.get(found.strip_prefix(repository_root()).ok()?);
+    let target_document = all_documents.get(canonical_path.strip_prefix(repository_root()).ok()?);
     let anchor_exists = target_document.is_some_and(|target| target.heading_anchors.contains(anchor));
     (!anchor_exists).then(|| format!("{link}: no heading has the anchor #{anchor}"))
 }
@@ -119,8 +119,9 @@ fn broken_link_reason(link: &str, document_path: &Path, all_documents: &BTreeMap
 fn command_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item = Vec<&'a str>> {
     let code = line.split_once(" #").map_or(line, |(command, _)| command);
     let simple_commands = code.split(['|', ';', '&', '(', ')', '>']);
-    simple_commands.filter_map(move |part| {
-        let mut words = part.split_whitespace().skip_while(|word| matches!(*word, "$" | "sudo" | "exec")).peekable();
+    simple_commands.filter_map(move |simple_command| {
+        let mut words =
+            simple_command.split_whitespace().skip_while(|word| matches!(*word, "$" | "sudo" | "exec")).peekable();
         (words.next()? == program).then(|| words.map(|word| word.trim_matches(['`', '"', '\''])).collect())
     })
 }
@@ -130,17 +131,18 @@ fn command_arguments<'a>(line: &'a str, program: &'a str) -> impl Iterator<Item 
 fn unknown_argument_error(arguments: &[&str], program: &clap::Command) -> Option<String> {
     let mut command = program.clone();
     command.build();
-    let (mut command, mut words) = (&command, arguments.iter().copied().peekable());
-    while let Some(next) = words.peek().and_then(|word| command.find_subcommand(word)) {
-        command = next;
-        words.next();
+    let (mut command, mut remaining_arguments) = (&command, arguments.iter().copied().peekable());
+    while let Some(subcommand) = remaining_arguments.peek().and_then(|argument| command.find_subcommand(argument)) {
+        command = subcommand;
+        remaining_arguments.next();
     }
     let command_name = command.get_name();
-    let is_placeholder = |word: &str| word.starts_with(|c: char| c.is_uppercase() || "<[.-*…".contains(c));
-    if let Some(word) = words.peek().filter(|word| command.has_subcommands() && !is_placeholder(word)) {
-        return Some(format!("`{command_name}` has no sub-command `{word}`"));
+    let is_placeholder = |argument: &str| argument.starts_with(|c: char| c.is_uppercase() || "<[.-*…".contains(c));
+    if let Some(argument) = remaining_arguments.peek().filter(|word| command.has_subcommands() && !is_placeholder(word))
+    {
+        return Some(format!("`{command_name}` has no sub-command `{argument}`"));
     }
-    let flags = words.filter_map(|word| word.trim_start_matches('[').strip_prefix("--"));
+    let flags = remaining_arguments.filter_map(|argument| argument.trim_start_matches('[').strip_prefix("--"));
     let flags =
         flags.map(|flag| flag.split(['=', ']', ',', '.']).next().unwrap_or(flag)).filter(|flag| !flag.is_empty());
     let is_known_flag = |flag: &str| {
@@ -151,7 +153,7 @@ fn unknown_argument_error(arguments: &[&str], program: &clap::Command) -> Option
 
 /// Returns an error message for each command in a line that has an unknown sub-command or flag.
 fn unknown_argument_errors<'a>(line: &'a str, program: &'a clap::Command) -> impl Iterator<Item = String> {
-    command_arguments(line, program.get_name()).filter_map(|words| unknown_argument_error(&words, program))
+    command_arguments(line, program.get_name()).filter_map(|arguments| unknown_argument_error(&arguments, program))
 }
 
 fn assert_no_mistakes(mistakes: Vec<String>) {
@@ -164,7 +166,7 @@ fn every_link_in_the_documents_has_a_target() {
     let mistakes = all_documents.iter().flat_map(|(path, document)| {
         let broken_link_reasons =
             document.link_destinations.iter().filter_map(|link| broken_link_reason(link, path, &all_documents));
-        broken_link_reasons.map(|why| format!("{}: {why}", path.display()))
+        broken_link_reasons.map(|reason| format!("{}: {reason}", path.display()))
     });
     assert_no_mistakes(mistakes.collect());
 }
@@ -188,8 +190,8 @@ fn commands_in_the_documents_exist_with_their_flags() {
         let mistakes: Vec<String> = document
             .code_snippets
             .iter()
-            .flat_map(|line| programs.iter().flat_map(|of| unknown_argument_errors(line, of)))
-            .map(|why| format!("{}: {why}", path.display()))
+            .flat_map(|line| programs.iter().flat_map(|program| unknown_argument_errors(line, program)))
+            .map(|reason| format!("{}: {reason}", path.display()))
             .collect();
         mistakes
     });
@@ -204,7 +206,9 @@ fn make_targets_in_the_documents_exist() {
         let mentioned_targets: Vec<String> = document
             .code_snippets
             .iter()
-            .flat_map(|line| command_arguments(line, "make").filter_map(|words| Some((*words.first()?).to_owned())))
+            .flat_map(|line| {
+                command_arguments(line, "make").filter_map(|arguments| Some((*arguments.first()?).to_owned()))
+            })
             .collect();
         mentioned_targets.into_iter().map(move |target| (path.clone(), target))
     });
@@ -241,7 +245,7 @@ fn numbers_in_the_documents_equal_the_constants() {
     let max_servers = with_thousands_separator(coreward_model::ServerId::COUNT);
     let max_services_of_server = coreward_intf::MAX_SERVICES_OF_SERVER;
     let max_owners = coreward_model::connection_table::TableOwnerNumber::all().count();
-    let max_document_mib = coreward_http::endpoints::MAX_DOCUMENT_BYTES >> 20;
+    let max_document_mib = coreward_http::endpoints::MAX_FLEET_DOCUMENT_BYTES >> 20;
     let max_body_kib = coreward_http::endpoints::DEFAULT_MAX_BODY_BYTES >> 10;
     let max_audit_entries = with_thousands_separator(audit::MAX_ENTRIES);
     for (page, text) in [
@@ -262,8 +266,11 @@ fn dashboard_reads_existing_counters() {
     let dashboard_script =
         std::fs::read_to_string(repository_root().join("crates/control-server/src/api/dashboard/dashboard.js"))
             .unwrap();
-    let counter_names: Vec<&str> =
-        dashboard_script.split("per(last.").skip(1).filter_map(|rest| rest.split(' ').next()).collect();
+    let counter_names: Vec<&str> = dashboard_script
+        .split("per(last.")
+        .skip(1)
+        .filter_map(|text_after_prefix| text_after_prefix.split(' ').next())
+        .collect();
     assert!(!counter_names.is_empty());
     let unknown_counters = counter_names.iter().filter(|name| !coreward_intf::LB_COUNTER_NAMES.contains(name));
     assert_no_mistakes(
@@ -295,8 +302,8 @@ fn every_alert_is_explained_and_uses_known_metrics() {
     let drop_reasons: Vec<&str> = rules
         .split("coreward_lb_drops_total{reason=")
         .skip(1)
-        .filter_map(|rest| rest.split('"').nth(1))
-        .flat_map(|matched| matched.split('|'))
+        .filter_map(|text_after_label| text_after_label.split('"').nth(1))
+        .flat_map(|reason_pattern| reason_pattern.split('|'))
         .collect();
     assert!(drop_reasons.len() > 2, "{drop_reasons:?}");
     let unknown_reasons =

@@ -108,12 +108,12 @@ mod tests {
 
     #[test]
     fn every_live_scenario_is_valid() {
-        for live in LIVE_FIGURES {
-            let scenario = live.embedded_scenario.parse_scenario().unwrap_or_else(|error| panic!("{error}"));
+        for live_figure in LIVE_FIGURES {
+            let scenario = live_figure.embedded_scenario.parse_scenario().unwrap_or_else(|error| panic!("{error}"));
             assert!(
-                scenario.live.is_some() && live.embedded_scenario.name.ends_with("-live"),
+                scenario.live.is_some() && live_figure.embedded_scenario.name.ends_with("-live"),
                 "{}",
-                live.embedded_scenario.name
+                live_figure.embedded_scenario.name
             );
         }
     }

@@ -49,8 +49,8 @@ pub struct CampaignSummary {
 }
 
 impl Campaign {
-    pub fn epoch_seed(&self, number: u64) -> u64 {
-        seeded_rng(self.seed, number).next_u64()
+    pub fn epoch_seed(&self, epoch_number: u64) -> u64 {
+        seeded_rng(self.seed, epoch_number).next_u64()
     }
 
     /// Runs all epochs of the campaign. After each one, calls `progress` with the number of packets so far.
@@ -66,21 +66,21 @@ impl Campaign {
         });
         let run_epochs = || -> anyhow::Result<()> {
             while !has_ended.load(Ordering::Relaxed) {
-                let number = next_epoch.fetch_add(1, Ordering::Relaxed);
-                let Some(packet_limit) = self.epoch_packet_count(number, start) else { break };
+                let epoch_offset = next_epoch.fetch_add(1, Ordering::Relaxed);
+                let Some(packet_limit) = self.epoch_packet_count(epoch_offset, start) else { break };
                 let mut counts_by_outcome = vec![0; intf::LB_COUNTER_COUNT as usize];
                 let (compared_packets, mismatch) =
-                    self.run_epoch(number, packet_limit, start, &has_ended, &mut counts_by_outcome)?;
+                    self.run_epoch(epoch_offset, packet_limit, start, &has_ended, &mut counts_by_outcome)?;
                 let mut summary = summary.lock().expect("no thread panicked");
                 summary.packet_count += compared_packets;
                 summary.epoch_count += 1;
                 summary.counts_by_outcome.iter_mut().zip(&counts_by_outcome).for_each(|(sum, count)| *sum += count);
                 progress(summary.packet_count);
-                if let Some(found) = mismatch {
+                if let Some(mismatch) = mismatch {
                     has_ended.store(true, Ordering::Relaxed);
-                    let epoch = self.first_epoch + number;
+                    let epoch = self.first_epoch + epoch_offset;
                     let failure =
-                        EpochFailure { epoch, packet_count: found.packet_count, difference: found.difference };
+                        EpochFailure { epoch, packet_count: mismatch.packet_count, difference: mismatch.difference };
                     summary.failure.get_or_insert(failure);
                 }
             }
@@ -95,15 +95,18 @@ impl Campaign {
         Ok(summary)
     }
 
-    /// Returns how many packets epoch `number` has in this campaign, or `None` when the campaign ends before that
+    /// Returns how many packets epoch `epoch_offset` has in this campaign, or `None` when the campaign ends before that
     /// epoch.
-    fn epoch_packet_count(&self, number: u64, start: Instant) -> Option<u64> {
+    fn epoch_packet_count(&self, epoch_offset: u64, start: Instant) -> Option<u64> {
         match self.limit {
-            CampaignLimit::PacketCount(total) => {
-                let packets_before_epoch = number * epoch::PACKETS_PER_EPOCH;
-                (packets_before_epoch < total).then(|| epoch::PACKETS_PER_EPOCH.min(total - packets_before_epoch))
+            CampaignLimit::PacketCount(packet_total) => {
+                let packets_before_epoch = epoch_offset * epoch::PACKETS_PER_EPOCH;
+                (packets_before_epoch < packet_total)
+                    .then(|| epoch::PACKETS_PER_EPOCH.min(packet_total - packets_before_epoch))
             }
-            CampaignLimit::Elapsed(time) => (start.elapsed() < time).then_some(epoch::PACKETS_PER_EPOCH),
+            CampaignLimit::Elapsed(max_duration) => {
+                (start.elapsed() < max_duration).then_some(epoch::PACKETS_PER_EPOCH)
+            }
         }
     }
 
@@ -111,23 +114,23 @@ impl Campaign {
     /// difference if one was found.
     fn run_epoch(
         &self,
-        number: u64,
-        packets: u64,
+        epoch_offset: u64,
+        packet_limit: u64,
         start: Instant,
-        ended: &AtomicBool,
-        outcomes: &mut [u64],
+        has_ended: &AtomicBool,
+        counts_by_outcome: &mut [u64],
     ) -> anyhow::Result<(u64, Option<epoch::Mismatch>)> {
         const PACKETS_PER_PART: u64 = 8192;
-        let mut epoch = FuzzEpoch::new(self.epoch_seed(self.first_epoch + number), true)?;
+        let mut epoch = FuzzEpoch::new(self.epoch_seed(self.first_epoch + epoch_offset), true)?;
         let mut compared_packets = 0;
-        while compared_packets < packets && !ended.load(Ordering::Relaxed) {
-            compared_packets = packets.min(compared_packets + PACKETS_PER_PART);
+        while compared_packets < packet_limit && !has_ended.load(Ordering::Relaxed) {
+            compared_packets = packet_limit.min(compared_packets + PACKETS_PER_PART);
             let mismatch =
-                epoch.run_until_packet(compared_packets, |outcome| outcomes[outcome.counter as usize] += 1)?;
-            if let Some(found) = mismatch {
-                return Ok((found.packet_count, Some(found)));
+                epoch.run_until_packet(compared_packets, |outcome| counts_by_outcome[outcome.counter as usize] += 1)?;
+            if let Some(mismatch) = mismatch {
+                return Ok((mismatch.packet_count, Some(mismatch)));
             }
-            if matches!(self.limit, CampaignLimit::Elapsed(time) if start.elapsed() >= time) {
+            if matches!(self.limit, CampaignLimit::Elapsed(max_duration) if start.elapsed() >= max_duration) {
                 break;
             }
         }

@@ -152,10 +152,10 @@ fn shrink_and_describe(campaign: &Campaign, failure: &EpochFailure) -> anyhow::E
     println!("again: coreward-lab fuzz packets --seed {} --epoch {} --threads 1", campaign.seed, failure.epoch);
     println!("shrinking ...");
     match shrink_epoch(campaign.epoch_seed(failure.epoch), failure.packet_count) {
-        Ok(Some(shrunk)) => {
-            println!("the least that shows it: {} steps", shrunk.steps.len());
-            shrunk.steps.iter().for_each(print_step);
-            println!("then the two differ in {}", shrunk.difference);
+        Ok(Some(sequence)) => {
+            println!("the least that shows it: {} steps", sequence.steps.len());
+            sequence.steps.iter().for_each(print_step);
+            println!("then the two differ in {}", sequence.difference);
         }
         Ok(None) => println!("the same packets on a new load balancer show no difference"),
         Err(error) => println!("shrinking: {error:#}"),

@@ -33,7 +33,7 @@ const TCP_FLAG_ACK: u8 = 0x10;
 /// Number of packets with forged TSecr values that reached each server.
 #[derive(Debug, Clone)]
 pub struct TsecrCoverage {
-    pub tried_count: u64,
+    pub tried_tsecr_count: u64,
     pub packets_by_server: BTreeMap<ServerId, u64>,
 }
 
@@ -42,18 +42,22 @@ impl TsecrCoverage {
     /// mean. The mean assumes that each server gets a TSecr with probability 2^-15. (With thousands of servers,
     /// chi-square is nearly normal.)
     pub fn chi_square_z_score(&self) -> f64 {
-        let servers = self.packets_by_server.len() as f64;
-        let expected_per_server = self.tried_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
+        let server_count = self.packets_by_server.len() as f64;
+        let expected_per_server = self.tried_tsecr_count as f64 / f64::from(intf::COOKIE_HIDDEN_MASK + 1);
         let server_hits: u64 = self.packets_by_server.values().sum();
-        let expected_and_found_without_server =
-            (self.tried_count as f64 - expected_per_server * servers, (self.tried_count - server_hits) as f64);
-        let expected_and_found = self
+        let counts_without_server = (
+            self.tried_tsecr_count as f64 - expected_per_server * server_count,
+            (self.tried_tsecr_count - server_hits) as f64,
+        );
+        let expected_and_observed = self
             .packets_by_server
             .values()
             .map(|count| (expected_per_server, *count as f64))
-            .chain([expected_and_found_without_server]);
-        let chi_square: f64 = expected_and_found.map(|(expected, found)| (found - expected).powi(2) / expected).sum();
-        (chi_square - servers) / (2.0 * servers).sqrt()
+            .chain([counts_without_server]);
+        let chi_square: f64 = expected_and_observed
+            .map(|(expected_count, observed_count)| (observed_count - expected_count).powi(2) / expected_count)
+            .sum();
+        (chi_square - server_count) / (2.0 * server_count).sqrt()
     }
 }
 
@@ -80,18 +84,18 @@ pub struct CookieTester {
 }
 
 impl CookieTester {
-    /// Creates a service with `servers` servers (at most 16,384), whose ids are random. If `with_program` is true, also
-    /// loads the BPF program, which fails without the necessary capabilities.
-    pub fn new(seed: u64, servers: usize, with_program: bool) -> anyhow::Result<Self> {
+    /// Creates a service with `server_count` servers (at most 16,384), whose ids are random. If `with_program` is true,
+    /// also loads the BPF program, which fails without the necessary capabilities.
+    pub fn new(seed: u64, server_count: usize, with_program: bool) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(seed, 1);
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
         let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, cookie_keys), with_program)?;
-        let service_address = ServiceAddress { socket: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
+        let service_address = ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp };
         let service_slot =
             harness.apply_change(&StateChange::ReplaceServices(vec![(service_address, ServiceMode::default())]))?[0];
         let mut known_ids = BTreeSet::new();
-        while known_ids.len() < servers {
+        while known_ids.len() < server_count {
             let server_id = ServerId::try_from(rng.random_below(ServerId::COUNT) as u64)?;
             if known_ids.insert(server_id) {
                 let [id_high_byte, id_low_byte] = server_id.get().to_be_bytes();
@@ -109,17 +113,17 @@ impl CookieTester {
 
     /// Returns a random server, and a valid cookie for it under one of the two keys.
     fn random_valid_cookie(&mut self, client: (Ipv4Addr, u16)) -> (ServerId, u32) {
-        let server = self.rng.pick(&self.server_ids);
+        let server_id = self.rng.pick(&self.server_ids);
         let current = self.rng.pick(&[KeyIndex::First, KeyIndex::Second]);
         let keys_with_current = FleetCookieKeys { current, ..self.cookie_keys };
         let tsecr = cookie::stamp_tsval(
             &keys_with_current,
             &TIME_KEY,
             &FourTuple::ipv4(client, SERVICE_ADDRESS),
-            Cookie::Server(server),
+            Cookie::Server(server_id),
             self.rng.next_u32(),
         );
-        (server, tsecr)
+        (server_id, tsecr)
     }
 
     /// Sends a packet with this TSecr. Returns the server that it reaches, or `None` when it is broadcast.
@@ -144,7 +148,7 @@ impl CookieTester {
         if let Some(difference) = difference {
             anyhow::bail!("BPF program and reference model differ in {difference}");
         }
-        let destination_mac = &self.harness.frame_after()[..6];
+        let destination_mac = &self.harness.model_frame()[..6];
         match outcome.server {
             Some(id) => {
                 ensure!(self.known_ids.contains(&id), "a TSecr reached {id}, which is not known");
@@ -162,47 +166,47 @@ impl CookieTester {
 
     fn measure_coverage(
         &mut self,
-        tsecr_values: u64,
-        mut tsecr: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
+        tsecr_count: u64,
+        mut next_client_and_tsecr: impl FnMut(&mut Self) -> ((Ipv4Addr, u16), u32),
     ) -> anyhow::Result<TsecrCoverage> {
         let mut packets_by_server: BTreeMap<ServerId, u64> = self.server_ids.iter().map(|id| (*id, 0)).collect();
-        for _ in 0..tsecr_values {
-            let (client, tsecr) = tsecr(self);
+        for _ in 0..tsecr_count {
+            let (client, tsecr) = next_client_and_tsecr(self);
             if let Some(id) = self.send_and_find_server(client, tsecr)? {
                 *packets_by_server.get_mut(&id).expect("a known server") += 1;
             }
         }
-        Ok(TsecrCoverage { tried_count: tsecr_values, packets_by_server })
+        Ok(TsecrCoverage { tried_tsecr_count: tsecr_count, packets_by_server })
     }
 
     /// Sends random TSecr values from random clients. Fails when a packet reaches an unknown server, or when the
     /// program and its reference model differ.
-    pub fn send_random_tsecrs(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
-        self.measure_coverage(tsecr_values, |cookies| (cookies.random_client(), cookies.rng.next_u32()))
+    pub fn send_random_tsecrs(&mut self, tsecr_count: u64) -> anyhow::Result<TsecrCoverage> {
+        self.measure_coverage(tsecr_count, |tester| (tester.random_client(), tester.rng.next_u32()))
     }
 
     /// Sends valid cookies of one connection in packets of another connection.
-    pub fn replay_on_other_connections(&mut self, tsecr_values: u64) -> anyhow::Result<TsecrCoverage> {
-        self.measure_coverage(tsecr_values, |cookies| {
-            let (client, other) = (cookies.random_client(), cookies.random_client());
-            (other, cookies.random_valid_cookie(client).1)
+    pub fn replay_on_other_connections(&mut self, tsecr_count: u64) -> anyhow::Result<TsecrCoverage> {
+        self.measure_coverage(tsecr_count, |tester| {
+            let (cookie_client, other_client) = (tester.random_client(), tester.random_client());
+            (other_client, tester.random_valid_cookie(cookie_client).1)
         })
     }
 
-    /// Flips each single bit in `cookies` valid cookies. Fails as [`send_random_tsecrs`](Self::send_random_tsecrs)
+    /// Flips each single bit in `cookie_count` valid cookies. Fails as [`send_random_tsecrs`](Self::send_random_tsecrs)
     /// does, or when an unchanged cookie does not reach its server.
-    pub fn flip_cookie_bits(&mut self, cookies: u64) -> anyhow::Result<BitFlipCounts> {
-        let mut flip_counts = BitFlipCounts { cookie_count: cookies, ..BitFlipCounts::default() };
-        for _ in 0..cookies {
+    pub fn flip_cookie_bits(&mut self, cookie_count: u64) -> anyhow::Result<BitFlipCounts> {
+        let mut flip_counts = BitFlipCounts { cookie_count, ..BitFlipCounts::default() };
+        for _ in 0..cookie_count {
             let client = self.random_client();
-            let (server, tsecr) = self.random_valid_cookie(client);
+            let (server_id, tsecr) = self.random_valid_cookie(client);
             ensure!(
-                self.send_and_find_server(client, tsecr)? == Some(server),
-                "a valid cookie of {server} went astray"
+                self.send_and_find_server(client, tsecr)? == Some(server_id),
+                "a valid cookie of {server_id} went astray"
             );
             for bit in 0..32 {
                 match self.send_and_find_server(client, tsecr ^ 1 << bit)? {
-                    Some(id) if id == server => flip_counts.same_server_counts[bit] += 1,
+                    Some(id) if id == server_id => flip_counts.same_server_counts[bit] += 1,
                     Some(_) => flip_counts.other_server_counts[bit] += 1,
                     None => {}
                 }

@@ -83,10 +83,11 @@ impl FuzzEpoch {
         let service_slots = self.harness.apply_change(change)?;
         if let StateChange::ReplaceServices(services) = change {
             self.generator_state.record_service_slots(services, &service_slots);
-            for service in 0..services.len() {
+            for service_index in 0..services.len() {
                 // Only new services need these changes, because services that stay keep their servers.
-                if self.generator_state.services[service].server_ids.is_empty() {
-                    let mut filling_changes = self.generator_state.changes_to_fill_service(service, &mut self.rng);
+                if self.generator_state.services[service_index].server_ids.is_empty() {
+                    let mut filling_changes =
+                        self.generator_state.changes_to_fill_service(service_index, &mut self.rng);
                     filling_changes.reverse();
                     self.due_changes.splice(0..0, filling_changes);
                 }
@@ -116,19 +117,19 @@ impl FuzzEpoch {
         Ok((outcome, difference))
     }
 
-    /// Processes packets up to number `packets` or the first difference. Passes every outcome to `record_outcome`.
+    /// Processes packets up to number `packet_limit` or the first difference. Passes every outcome to `record_outcome`.
     pub fn run_until_packet(
         &mut self,
-        packets: u64,
+        packet_limit: u64,
         mut record_outcome: impl FnMut(Outcome),
     ) -> anyhow::Result<Option<Mismatch>> {
-        while self.packet_count < packets {
+        while self.packet_count < packet_limit {
             self.apply_due_changes(|_| ())?;
             let (outcome, difference) = self.process_next_packet()?;
             record_outcome(outcome);
             let difference = difference.or_else(|| {
                 let is_comparison_due =
-                    self.packet_count.is_multiple_of(PACKETS_PER_STATE_COMPARISON) || self.packet_count == packets;
+                    self.packet_count.is_multiple_of(PACKETS_PER_STATE_COMPARISON) || self.packet_count == packet_limit;
                 is_comparison_due.then(|| self.harness.compare_state()).flatten()
             });
             if let Some(difference) = difference {
@@ -144,12 +145,12 @@ impl FuzzEpoch {
         Ok(table_difference.map(|difference| Mismatch { packet_count: self.packet_count, difference }))
     }
 
-    /// Returns the setup of the epoch that `seed` determines, and its steps up to packet number `packets`.
-    pub fn record_steps(seed: u64, packets: u64) -> anyhow::Result<(HarnessSetup, Vec<EpochStep>)> {
+    /// Returns the setup of the epoch that `seed` determines, and its steps up to packet number `packet_limit`.
+    pub fn record_steps(seed: u64, packet_limit: u64) -> anyhow::Result<(HarnessSetup, Vec<EpochStep>)> {
         let mut epoch = FuzzEpoch::new(seed, false)?;
         let setup = epoch.generator_state.harness_setup;
         let mut steps = Vec::new();
-        while epoch.packet_count < packets {
+        while epoch.packet_count < packet_limit {
             epoch.apply_due_changes(|change| steps.push(EpochStep::Change(change)))?;
             epoch.process_next_packet()?;
             steps.push(EpochStep::Packet(epoch.packet_bytes.clone()));

@@ -33,11 +33,11 @@ pub struct TcpHeader {
     pub options: Vec<u8>,
 }
 
-/// Returns the sum of the 16-bit words of `bytes`, with end-around carry (RFC 1071), starting from `start`.
-pub fn ones_complement_sum(bytes: &[u8], start: u32) -> u16 {
-    let mut carry_sum = start;
-    for pair in bytes.chunks(2) {
-        carry_sum += u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
+/// Returns the sum of the 16-bit words of `bytes`, with end-around carry (RFC 1071), starting from `initial_sum`.
+pub fn ones_complement_sum(bytes: &[u8], initial_sum: u32) -> u16 {
+    let mut carry_sum = initial_sum;
+    for word_bytes in bytes.chunks(2) {
+        carry_sum += u32::from(word_bytes[0]) << 8 | u32::from(*word_bytes.get(1).unwrap_or(&0));
     }
     while carry_sum >> 16 != 0 {
         carry_sum = (carry_sum & 0xffff) + (carry_sum >> 16);
@@ -56,15 +56,15 @@ fn write_u16(frame: &mut [u8], offset: usize, value: u16) {
 }
 
 impl EthernetIpHeader {
-    /// Appends the Ethernet and IP headers, and then the payload that the function `payload` appends.
-    pub fn append_frame(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
+    /// Appends the Ethernet and IP headers, and then the payload that the function `append_payload` appends.
+    pub fn append_frame(&self, frame: &mut Vec<u8>, append_payload: impl FnOnce(&mut Vec<u8>)) {
         frame.extend(self.destination_mac);
         frame.extend([2, 0, 0, 0, 0, 9, 8, 0]);
-        self.append_datagram(frame, payload);
+        self.append_datagram(frame, append_payload);
     }
 
-    /// Appends the IP header, and then the payload that the function `payload` appends.
-    pub fn append_datagram(&self, frame: &mut Vec<u8>, payload: impl FnOnce(&mut Vec<u8>)) {
+    /// Appends the IP header, and then the payload that the function `append_payload` appends.
+    pub fn append_datagram(&self, frame: &mut Vec<u8>, append_payload: impl FnOnce(&mut Vec<u8>)) {
         let ip_offset = frame.len();
         frame.extend([0x45 + self.option_words as u8, self.tos_and_ttl[0], 0, 0]);
         frame.extend(self.ip_identification.to_be_bytes());
@@ -74,7 +74,7 @@ impl EthernetIpHeader {
         frame.extend(self.destination.octets());
         frame.extend(std::iter::repeat_n(1, 4 * self.option_words));
         let payload_offset = frame.len();
-        payload(frame);
+        append_payload(frame);
         let datagram_bytes = (frame.len() - ip_offset) as u16;
         write_u16(frame, ip_offset + 2, datagram_bytes);
         let header_checksum = !ones_complement_sum(&frame[ip_offset..payload_offset], 0);
@@ -106,32 +106,33 @@ impl EthernetIpHeader {
 }
 
 impl TcpHeader {
-    /// Appends the TCP header and `payload` bytes of data. `numbers` are the sequence and acknowledgement numbers.
-    pub fn append_segment(&self, frame: &mut Vec<u8>, numbers: (u32, u32), payload: usize) {
+    /// Appends the TCP header and `payload_bytes` bytes of data. `sequence_and_ack_numbers` are the sequence and
+    /// acknowledgement numbers.
+    pub fn append_segment(&self, frame: &mut Vec<u8>, sequence_and_ack_numbers: (u32, u32), payload_bytes: usize) {
         let option_bytes = self.options.len().next_multiple_of(4);
         frame.extend(self.ports.0.to_be_bytes());
         frame.extend(self.ports.1.to_be_bytes());
-        frame.extend(numbers.0.to_be_bytes());
-        frame.extend(numbers.1.to_be_bytes());
+        frame.extend(sequence_and_ack_numbers.0.to_be_bytes());
+        frame.extend(sequence_and_ack_numbers.1.to_be_bytes());
         frame.extend([((20 + option_bytes) as u8) << 2, self.flags, 0xff, 0xff, 0, 0, 0, 0]);
         frame.extend(&self.options);
         frame.extend(std::iter::repeat_n(0, option_bytes - self.options.len()));
-        frame.extend(std::iter::repeat_n(0x5a, payload));
+        frame.extend(std::iter::repeat_n(0x5a, payload_bytes));
     }
 }
 
-/// Appends a UDP header without a checksum, and `payload` bytes of data.
-pub fn append_udp(frame: &mut Vec<u8>, ports: (u16, u16), payload: usize) {
+/// Appends a UDP header without a checksum, and `payload_bytes` bytes of data.
+pub fn append_udp(frame: &mut Vec<u8>, ports: (u16, u16), payload_bytes: usize) {
     frame.extend(ports.0.to_be_bytes());
     frame.extend(ports.1.to_be_bytes());
-    frame.extend((8 + payload as u16).to_be_bytes());
+    frame.extend((8 + payload_bytes as u16).to_be_bytes());
     frame.extend([0, 0]);
-    frame.extend(std::iter::repeat_n(0xa5, payload));
+    frame.extend(std::iter::repeat_n(0xa5, payload_bytes));
 }
 
-pub fn timestamp_option(value: u32, tsecr: u32) -> [u8; 10] {
+pub fn timestamp_option(tsval: u32, tsecr: u32) -> [u8; 10] {
     let mut tcp_option = [8, 10, 0, 0, 0, 0, 0, 0, 0, 0];
-    tcp_option[2..6].copy_from_slice(&value.to_be_bytes());
+    tcp_option[2..6].copy_from_slice(&tsval.to_be_bytes());
     tcp_option[6..].copy_from_slice(&tsecr.to_be_bytes());
     tcp_option
 }

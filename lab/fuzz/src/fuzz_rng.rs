@@ -7,9 +7,9 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 pub struct FuzzRng(pub Xoshiro256PlusPlus);
 
 impl FuzzRng {
-    /// Returns the generator for one purpose. `seed` and `purpose` determine all its numbers.
-    pub fn new(seed: u64, purpose: u64) -> Self {
-        Self(seeded_rng(seed, purpose))
+    /// Returns the generator for one purpose. `seed` and `rng_stream` determine all its numbers.
+    pub fn new(seed: u64, rng_stream: u64) -> Self {
+        Self(seeded_rng(seed, rng_stream))
     }
 
     pub fn next_u64(&mut self) -> u64 {
@@ -33,9 +33,9 @@ impl FuzzRng {
         uniform_below(&mut self.0, bound as u32) as usize
     }
 
-    /// Returns true with the probability `times` / `of`.
-    pub fn random_bool(&mut self, times: usize, of: usize) -> bool {
-        self.random_below(of) < times
+    /// Returns true with the probability `numerator` / `denominator`.
+    pub fn random_bool(&mut self, numerator: usize, denominator: usize) -> bool {
+        self.random_below(denominator) < numerator
     }
 
     /// Returns a random element of `choices`, which must not be empty.

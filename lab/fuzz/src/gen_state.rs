@@ -20,8 +20,9 @@ use coreward_model::{ServerId, ServiceAddress};
 use crate::change::StateChange;
 use crate::frame::ETHERNET_HEADER_BYTES;
 use crate::fuzz_rng::FuzzRng;
-use crate::harness::{HarnessSetup, OWN_MAC, SERVER_VLAN_IDS};
+use crate::harness::{HarnessSetup, OWN_MAC};
 use crate::ipv6;
+use crate::server_networks::SERVER_VLAN_IDS;
 
 /// VIPs of generated services, of which two represent IPv6 VIPs.
 const SERVICE_VIPS: [Ipv4Addr; 5] = [
@@ -155,18 +156,18 @@ impl GeneratorState {
     /// Returns a change to a new list of services, in which some present services stay, perhaps with another mode.
     pub fn random_services_change(&mut self, rng: &mut FuzzRng) -> StateChange {
         let mut services: Vec<(ServiceAddress, ServiceMode)> = Vec::new();
-        for planned in &self.services {
+        for service in &self.services {
             if rng.random_bool(2, 3) {
                 let mode =
-                    if rng.random_bool(1, 4) { self.random_mode(planned.address.protocol, rng) } else { planned.mode };
-                services.push((planned.address, mode));
+                    if rng.random_bool(1, 4) { self.random_mode(service.address.protocol, rng) } else { service.mode };
+                services.push((service.address, mode));
             }
         }
         let service_count = 1 + rng.random_below(5);
         while services.len() < service_count {
             let socket = ipv6::service_socket((rng.pick(&self.allowed_vips), rng.pick(&SERVICE_PORTS)));
-            let address = ServiceAddress { socket, protocol: rng.pick(&self.allowed_protocols) };
-            if !services.iter().any(|(other, _)| *other == address) {
+            let address = ServiceAddress { vip_and_port: socket, protocol: rng.pick(&self.allowed_protocols) };
+            if !services.iter().any(|(other_address, _)| *other_address == address) {
                 services.push((address, self.random_mode(address.protocol, rng)));
             }
         }
@@ -177,8 +178,8 @@ impl GeneratorState {
     fn random_mode(&self, protocol: Protocol, rng: &mut FuzzRng) -> ServiceMode {
         if protocol == Protocol::Udp {
             let consistency = rng.pick(&[Consistency::HashTable, Consistency::None]);
-            let default = ServiceMode::default_for_protocol(Protocol::Udp);
-            return ServiceMode { consistency, forwarding: rng.pick(&self.allowed_forwardings), ..default };
+            let default_mode = ServiceMode::default_for_protocol(Protocol::Udp);
+            return ServiceMode { consistency, forwarding: rng.pick(&self.allowed_forwardings), ..default_mode };
         }
         let consistency = rng.pick(&self.allowed_modes);
         let timestamps = match rng.random_below(15) {
@@ -216,18 +217,18 @@ impl GeneratorState {
         let previous_services = std::mem::take(&mut self.services);
         let new_services = services.iter().zip(service_slots).map(|((address, mode), service_slot)| {
             let previous_service = previous_services.iter().find(|service| service.address == *address);
-            let vip = match address.socket.ip() {
+            let vip = match address.vip_and_port.ip() {
                 IpAddr::V4(vip) => vip,
                 IpAddr::V6(vip) => ipv6::ipv4_for_ipv6(vip),
             };
-            let (servers, server_macs) = previous_service
+            let (server_ids, server_macs) = previous_service
                 .map_or_else(Default::default, |service| (service.server_ids.clone(), service.server_macs.clone()));
             GeneratedService {
                 address: *address,
-                ipv4_address: (vip, address.socket.port()),
+                ipv4_address: (vip, address.vip_and_port.port()),
                 mode: *mode,
                 service_slot: *service_slot,
-                server_ids: servers,
+                server_ids,
                 server_macs,
             }
         });
@@ -235,7 +236,7 @@ impl GeneratorState {
     }
 
     /// Returns changes that give a new service servers and a placement table.
-    pub fn changes_to_fill_service(&mut self, service: usize, rng: &mut FuzzRng) -> Vec<StateChange> {
+    pub fn changes_to_fill_service(&mut self, service_index: usize, rng: &mut FuzzRng) -> Vec<StateChange> {
         // Some services have no server, some have thousands, some have the smallest and the largest id.
         let server_count = match rng.random_below(20) {
             0 => 0,
@@ -243,47 +244,47 @@ impl GeneratorState {
             _ => 1 + rng.random_below(40),
         };
         let mut changes: Vec<StateChange> =
-            (0..server_count).map(|_| self.random_new_server_change(service, rng)).collect();
-        let planned = &mut self.services[service];
-        if let Some(transfer) = planned.mode.migration
+            (0..server_count).map(|_| self.random_new_server_change(service_index, rng)).collect();
+        let planned = &mut self.services[service_index];
+        if let Some(migration) = planned.mode.migration
             && !rng.random_bool(1, 8)
         {
-            changes.push(planned.random_server_change(transfer.other_balancer(), rng));
+            changes.push(planned.random_server_change(migration.other_balancer(), rng));
         }
         if !rng.random_bool(1, 16) {
-            changes.extend(self.random_table_change(service, rng));
+            changes.extend(self.random_table_change(service_index, rng));
         }
         changes
     }
 
-    fn random_new_server_change(&mut self, service: usize, rng: &mut FuzzRng) -> StateChange {
-        let planned = &mut self.services[service];
+    fn random_new_server_change(&mut self, service_index: usize, rng: &mut FuzzRng) -> StateChange {
+        let service = &mut self.services[service_index];
         let random_id = match rng.random_below(40) {
             0 => 0,
             1 => intf::SERVER_ID_COUNT as usize - 1,
             // Cookies with LB-side stamping can contain nearly all ids, so most ids are such ones.
-            2..39 if planned.is_lb_stamped() => rng.random_below(lb_stamping::STAMPABLE_SERVER_ID_COUNT as usize),
+            2..39 if service.is_lb_stamped() => rng.random_below(lb_stamping::STAMPABLE_SERVER_ID_COUNT as usize),
             _ => rng.random_below(intf::SERVER_ID_COUNT as usize),
         };
         let id = ServerId::try_from(random_id as u64).expect("in range");
-        planned.server_ids.push(id);
-        planned.random_server_change(id, rng)
+        service.server_ids.push(id);
+        service.random_server_change(id, rng)
     }
 
-    fn random_table_change(&mut self, service: usize, rng: &mut FuzzRng) -> Option<StateChange> {
+    fn random_table_change(&mut self, service_index: usize, rng: &mut FuzzRng) -> Option<StateChange> {
         self.table_generation += 1 + rng.random_below(3) as u64 * 0x7ff;
-        let planned = &self.services[service];
-        let mut servers = planned.server_ids.clone();
-        servers.sort();
-        servers.dedup();
-        servers.truncate(400);
-        if servers.is_empty() {
+        let service = &self.services[service_index];
+        let mut server_ids = service.server_ids.clone();
+        server_ids.sort();
+        server_ids.dedup();
+        server_ids.truncate(400);
+        if server_ids.is_empty() {
             return None;
         }
         let rss_group_count = 1 + rng.random_below(intf::MAX_RSS_GROUPS as usize);
         let placement_rule = rng.pick(&self.allowed_rules);
         let mut table =
-            PlacementTable::random(placement_rule, self.table_generation, rss_group_count, &servers, &mut rng.0);
+            PlacementTable::random(placement_rule, self.table_generation, rss_group_count, &server_ids, &mut rng.0);
         if rng.random_bool(1, 20) {
             // This placement table has no eligible server.
             table.members.clear();
@@ -291,25 +292,27 @@ impl GeneratorState {
             table.previous_consistent_servers.clear();
         }
         let is_member = |id: &ServerId| table.members.iter().any(|member| member.server == *id);
-        table.down_servers = servers.into_iter().filter(|id| !is_member(id) && rng.random_bool(2, 3)).collect();
-        Some(StateChange::InstallTable(planned.service_slot, table))
+        table.down_servers = server_ids.into_iter().filter(|id| !is_member(id) && rng.random_bool(2, 3)).collect();
+        Some(StateChange::InstallTable(service.service_slot, table))
     }
 
     /// Records the table entry that a new connection has received. `frame` is the packet before the program changed it.
     pub fn record_new_entry(&mut self, outcome: &Outcome, frame: &[u8]) {
-        let (Some(reported_cookie), Some(service_slot)) = (outcome.syn_table_entry, outcome.service) else { return };
-        let address_bytes = |at: usize| <[u8; 4]>::try_from(&frame[at..at + 4]).expect("four bytes");
-        let (client, transport_offset) = match ipv6::parse_frame(frame) {
+        let (Some(reported_cookie), Some(service_slot)) = (outcome.syn_table_entry, outcome.service_slot) else {
+            return;
+        };
+        let address_bytes = |offset: usize| <[u8; 4]>::try_from(&frame[offset..offset + 4]).expect("four bytes");
+        let (client_ip, transport_offset) = match ipv6::parse_frame(frame) {
             Some(headers) => (ipv6::ipv4_for_ipv6(headers.source_and_destination[0]), headers.transport_offset),
             None => (
                 Ipv4Addr::from(address_bytes(ETHERNET_HEADER_BYTES + 12)),
                 ETHERNET_HEADER_BYTES + usize::from(frame[ETHERNET_HEADER_BYTES] & 0xf) * 4,
             ),
         };
-        let port = u16::from_be_bytes([frame[transport_offset], frame[transport_offset + 1]]);
+        let client_port = u16::from_be_bytes([frame[transport_offset], frame[transport_offset + 1]]);
         let table_connection = TableConnection {
             service_slot,
-            client_address: (client, port),
+            client_address: (client_ip, client_port),
             table_index: (reported_cookie & intf::COOKIE_ID_MASK) as u16,
         };
         // Makes room by forgetting an older connection.
@@ -338,8 +341,8 @@ impl GeneratorState {
 
     /// Returns a random change that needs no RCU grace period.
     pub fn random_change_without_grace_period(&mut self, rng: &mut FuzzRng) -> StateChange {
-        let service = rng.random_below(self.services.len());
-        let planned = &self.services[service];
+        let service_index = rng.random_below(self.services.len());
+        let planned = &self.services[service_index];
         match rng.random_below(16) {
             15 => StateChange::SweepExpiredEntries,
             14 => StateChange::LimitEntriesPerPrefix(rng.random_bool(1, 2).then(|| 1 + rng.random_below(3) as u32)),
@@ -387,26 +390,26 @@ impl GeneratorState {
             }
             6..10 if !planned.server_ids.is_empty() => {
                 let id = rng.pick(&planned.server_ids);
-                self.services[service].random_server_change(id, rng)
+                self.services[service_index].random_server_change(id, rng)
             }
-            _ => self.random_new_server_change(service, rng),
+            _ => self.random_new_server_change(service_index, rng),
         }
     }
 
     /// Returns a random change for which the load balancer waits for an RCU grace period.
     pub fn random_change_with_grace_period(&mut self, rng: &mut FuzzRng) -> Option<StateChange> {
-        let service = rng.random_below(self.services.len());
-        self.random_table_change(service, rng)
+        let service_index = rng.random_below(self.services.len());
+        self.random_table_change(service_index, rng)
     }
 }
 
-/// Returns the whole of `all`, or one or two random elements. With few elements, the program is compiled without the
-/// other features.
-fn random_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
+/// Returns the whole of `elements`, or one or two random elements. With few elements, the program is compiled without
+/// the other features.
+fn random_subset<T: Copy>(elements: &[T], rng: &mut FuzzRng) -> Vec<T> {
     match rng.random_below(3) {
-        0 => all.to_vec(),
-        1 => vec![rng.pick(all)],
-        _ => vec![rng.pick(all), rng.pick(all)],
+        0 => elements.to_vec(),
+        1 => vec![rng.pick(elements)],
+        _ => vec![rng.pick(elements), rng.pick(elements)],
     }
 }
 
@@ -414,7 +417,7 @@ fn random_subset<T: Copy>(all: &[T], rng: &mut FuzzRng) -> Vec<T> {
 fn random_vlans(rng: &mut FuzzRng) -> Vlans {
     let is_tagging_enabled = rng.random_bool(1, 3);
     let vip_vlan_id = if is_tagging_enabled { rng.pick(&SERVER_VLAN_IDS) } else { 0 };
-    Vlans { is_tagging_enabled, vip: Vlan::from_id_or_untagged(vip_vlan_id.into()).expect("in range") }
+    Vlans { is_tagging_enabled, vip_vlan: Vlan::from_id_or_untagged(vip_vlan_id.into()).expect("in range") }
 }
 
 fn random_keys(rng: &mut FuzzRng) -> FleetCookieKeys {

@@ -13,7 +13,8 @@ use coreward_model::tuple::Protocol;
 use crate::frame::{self, EthernetIpHeader, TcpHeader, timestamp_option};
 use crate::fuzz_rng::FuzzRng;
 use crate::gen_state::{GeneratedService, GeneratorState, TableConnection};
-use crate::harness::{OWN_MAC, SERVER_VLAN_IDS, TIME_KEY};
+use crate::harness::{OWN_MAC, TIME_KEY};
+use crate::server_networks::SERVER_VLAN_IDS;
 use crate::{ipv6, mutate};
 
 const TCP_FLAG_FIN: u8 = 0x01;
@@ -53,7 +54,7 @@ fn insert_random_vlan_tag(state: &GeneratorState, rng: &mut FuzzRng, packet: &mu
     let vlan_id = match rng.random_below(16) {
         0 => rng.pick(&SERVER_VLAN_IDS),
         1 => rng.next_u16() & 0xfff,
-        _ => vlans.vip.get(),
+        _ => vlans.vip_vlan.get(),
     };
     let priority_bits = if rng.random_bool(1, 8) { rng.next_u16() & 0xf000 } else { 0 };
     // A tag with VLAN 0 and a priority is a priority tag.
@@ -80,8 +81,8 @@ fn random_endpoints<'a>(
 ) -> ((Ipv4Addr, u16), &'a GeneratedService, (Ipv4Addr, u16)) {
     if !state.table_connections.is_empty() && rng.random_bool(1, 4) {
         let entry = rng.pick(&state.table_connections);
-        if let Some(planned) = state.services.iter().find(|planned| planned.service_slot == entry.service_slot) {
-            return (entry.client_address, planned, planned.ipv4_address);
+        if let Some(service) = state.services.iter().find(|planned| planned.service_slot == entry.service_slot) {
+            return (entry.client_address, service, service.ipv4_address);
         }
     }
     let client = random_client(state, rng);
@@ -145,7 +146,7 @@ fn write_packet_to_service(state: &GeneratorState, rng: &mut FuzzRng, packet: &m
 /// Otherwise the packet comes from the first service's address.
 fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let lb_stamped_services: Vec<&GeneratedService> =
-        state.services.iter().filter(|planned| planned.is_lb_stamped()).collect();
+        state.services.iter().filter(|service| service.is_lb_stamped()).collect();
     let service = if lb_stamped_services.is_empty() { &state.services[0] } else { rng.pick(&lb_stamped_services) };
     let (client, source) = (random_client(state, rng), service.ipv4_address);
     let mut server_mac = OWN_MAC;
@@ -175,15 +176,15 @@ fn write_packet_from_server(state: &GeneratorState, rng: &mut FuzzRng, packet: &
 
 /// Returns the TSval clock of the server with this MAC address, slightly late. Every fourth server has a separate clock
 /// for each connection, and half of these clocks tick every 10 ms.
-fn server_clock_ticks(state: &GeneratorState, address: &[u8; 6], client: (Ipv4Addr, u16), rng: &mut FuzzRng) -> u32 {
+fn server_clock_ticks(state: &GeneratorState, server_mac: &[u8; 6], client: (Ipv4Addr, u16), rng: &mut FuzzRng) -> u32 {
     let now_ms = state.clock.0.wrapping_mul(100);
-    let server_offset = u32::from_be_bytes([address[1], address[2], address[3], address[4]]);
-    if !address[5].is_multiple_of(4) {
+    let server_offset = u32::from_be_bytes([server_mac[1], server_mac[2], server_mac[3], server_mac[4]]);
+    if !server_mac[5].is_multiple_of(4) {
         return now_ms.wrapping_add(server_offset).wrapping_sub(rng.random_below(1200) as u32);
     }
     let connection_offset =
         server_offset.wrapping_add(u32::from(client.0)).wrapping_mul(0x9e37_79b1 ^ u32::from(client.1));
-    let clock_ticks = if address[5].is_multiple_of(8) { now_ms / 10 } else { now_ms };
+    let clock_ticks = if server_mac[5].is_multiple_of(8) { now_ms / 10 } else { now_ms };
     clock_ticks.wrapping_add(connection_offset).wrapping_sub(rng.random_below(60) as u32)
 }
 
@@ -191,11 +192,11 @@ fn server_clock_ticks(state: &GeneratorState, address: &[u8; 6], client: (Ipv4Ad
 fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let (client, service, vip) = random_endpoints(state, rng);
     let mut quoted_packet = Vec::new();
-    let source = if rng.random_bool(1, 30) { client.0 } else { vip.0 };
+    let quoted_source = if rng.random_bool(1, 30) { client.0 } else { vip.0 };
     let quoted_header = EthernetIpHeader {
         // Some quoted packets are fragments, of which only a first one has ports.
         fragment_flags_and_offset: rng.pick(&[0x4000, 0x4000, 0x4000, 0x4000, 0x2000, 0x2001]),
-        ..random_ip_header(rng, source, client.0, service.address.protocol.number())
+        ..random_ip_header(rng, quoted_source, client.0, service.address.protocol.number())
     };
     match service.address.protocol {
         Protocol::Udp => {
@@ -203,12 +204,12 @@ fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         }
         Protocol::Tcp => {
             let tsval = random_tsecr(state, service, rng, ipv6::four_tuple(client, vip));
-            let timestamp = timestamp_option(tsval, rng.next_u32());
+            let timestamp_option = timestamp_option(tsval, rng.next_u32());
             let tcp_options = match rng.random_below(8) {
-                0 => random_malformed_options(rng, &timestamp),
+                0 => random_malformed_options(rng, &timestamp_option),
                 1 => Vec::new(),
-                2 => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp, &[1, 3, 3, 7]].concat(),
-                _ => [&[1, 1][..], &timestamp].concat(),
+                2 => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option, &[1, 3, 3, 7]].concat(),
+                _ => [&[1, 1][..], &timestamp_option].concat(),
             };
             let tcp_header = TcpHeader { ports: (vip.1, client.1), flags: TCP_FLAG_ACK, options: tcp_options };
             quoted_header.append_datagram(&mut quoted_packet, |packet| tcp_header.append_segment(packet, (1, 2), 40));
@@ -240,7 +241,7 @@ fn random_payload_length(rng: &mut FuzzRng) -> usize {
 
 fn random_tcp_header(
     state: &GeneratorState,
-    planned: &GeneratedService,
+    service: &GeneratedService,
     rng: &mut FuzzRng,
     client: (Ipv4Addr, u16),
     vip: (Ipv4Addr, u16),
@@ -260,19 +261,19 @@ fn random_tcp_header(
         9..12 => TCP_FLAG_ACK | TCP_FLAG_PSH,
         _ => TCP_FLAG_ACK,
     };
-    let tsecr = random_tsecr(state, planned, rng, ipv6::four_tuple(client, vip));
+    let tsecr = random_tsecr(state, service, rng, ipv6::four_tuple(client, vip));
     TcpHeader { ports: (client.1, vip.1), flags: tcp_flags, options: random_options_with_tsecr(rng, tcp_flags, tsecr) }
 }
 
 /// Returns a random TSecr of a client, which is mostly the cookie of a service's present or earlier server.
-fn random_tsecr(state: &GeneratorState, planned: &GeneratedService, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
-    if planned.is_lb_stamped() {
-        return random_lb_stamped_tsecr(state, planned, rng, &tuple);
+fn random_tsecr(state: &GeneratorState, service: &GeneratedService, rng: &mut FuzzRng, tuple: FourTuple) -> u32 {
+    if service.is_lb_stamped() {
+        return random_lb_stamped_tsecr(state, service, rng, &tuple);
     }
     let any_server_id = |rng: &mut FuzzRng| {
         ServerId::try_from(rng.random_below(intf::SERVER_ID_COUNT as usize) as u64).expect("in range")
     };
-    if let Some(table_index) = table_index_of_connection(state, planned, &tuple).filter(|_| rng.random_bool(3, 4)) {
+    if let Some(table_index) = table_index_of_connection(state, service, &tuple).filter(|_| rng.random_bool(3, 4)) {
         return stamp_under_random_key(state, rng, &tuple, Cookie::TableIndex(table_index));
     }
     let cookie = match rng.random_below(20) {
@@ -280,8 +281,8 @@ fn random_tsecr(state: &GeneratorState, planned: &GeneratedService, rng: &mut Fu
         1 => return rng.next_u32(),
         2 => Cookie::TableIndex(rng.next_u16() & intf::COOKIE_ID_MASK as u16),
         3 => Cookie::Server(any_server_id(rng)),
-        _ if planned.server_ids.is_empty() => Cookie::Server(any_server_id(rng)),
-        _ => Cookie::Server(rng.pick(&planned.server_ids)),
+        _ if service.server_ids.is_empty() => Cookie::Server(any_server_id(rng)),
+        _ => Cookie::Server(rng.pick(&service.server_ids)),
     };
     stamp_under_random_key(state, rng, &tuple, cookie)
 }
@@ -289,16 +290,16 @@ fn random_tsecr(state: &GeneratorState, planned: &GeneratedService, rng: &mut Fu
 /// Returns a random TSecr of a client for a service with LB-side stamping.
 fn random_lb_stamped_tsecr(
     state: &GeneratorState,
-    planned: &GeneratedService,
+    service: &GeneratedService,
     rng: &mut FuzzRng,
     tuple: &FourTuple,
 ) -> u32 {
-    if planned.server_ids.is_empty() || rng.random_bool(1, 10) {
+    if service.server_ids.is_empty() || rng.random_bool(1, 10) {
         return rng.next_u32();
     }
     let current = rng.pick(&[KeyIndex::First, KeyIndex::Second]);
     let keys_with_current = FleetCookieKeys { current, ..state.harness_setup.cookie_keys };
-    lb_stamping::stamp_tsval(&keys_with_current, &TIME_KEY, tuple, rng.pick(&planned.server_ids), rng.next_u32())
+    lb_stamping::stamp_tsval(&keys_with_current, &TIME_KEY, tuple, rng.pick(&service.server_ids), rng.next_u32())
 }
 
 fn stamp_under_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &FourTuple, cookie: Cookie) -> u32 {
@@ -313,40 +314,40 @@ fn stamp_under_random_key(state: &GeneratorState, rng: &mut FuzzRng, tuple: &Fou
 }
 
 /// Returns the index of the connection's table entry, if the service is stateful and the connection has an entry.
-fn table_index_of_connection(state: &GeneratorState, planned: &GeneratedService, tuple: &FourTuple) -> Option<u16> {
-    if planned.mode.consistency != Consistency::Stateful {
+fn table_index_of_connection(state: &GeneratorState, service: &GeneratedService, tuple: &FourTuple) -> Option<u16> {
+    if service.mode.consistency != Consistency::Stateful {
         return None;
     }
     let is_connection = |entry: &&TableConnection| {
-        entry.service_slot == planned.service_slot
-            && ipv6::four_tuple(entry.client_address, planned.ipv4_address) == *tuple
+        entry.service_slot == service.service_slot
+            && ipv6::four_tuple(entry.client_address, service.ipv4_address) == *tuple
     };
     state.table_connections.iter().rev().find(is_connection).map(|entry| entry.table_index)
 }
 
 fn random_options_with_tsecr(rng: &mut FuzzRng, flags: u8, tsecr: u32) -> Vec<u8> {
-    let timestamp =
+    let timestamp_option =
         timestamp_option(rng.next_u32(), if flags & TCP_FLAG_SYN != 0 && rng.random_bool(15, 16) { 0 } else { tsecr });
-    random_options_with_timestamp(rng, flags, &timestamp)
+    random_options_with_timestamp(rng, flags, &timestamp_option)
 }
 
-/// Returns random TCP options, which mostly include the timestamp option `time`.
-fn random_options_with_timestamp(rng: &mut FuzzRng, flags: u8, time: &[u8]) -> Vec<u8> {
+/// Returns random TCP options, which mostly include the timestamp option `timestamp_option`.
+fn random_options_with_timestamp(rng: &mut FuzzRng, flags: u8, timestamp_option: &[u8]) -> Vec<u8> {
     match rng.random_below(24) {
-        _ if flags & TCP_FLAG_SYN != 0 && rng.random_bool(1, 2) => random_syn_options(rng, time),
-        0..16 => [&[1, 1][..], time].concat(),
+        _ if flags & TCP_FLAG_SYN != 0 && rng.random_bool(1, 2) => random_syn_options(rng, timestamp_option),
+        0..16 => [&[1, 1][..], timestamp_option].concat(),
         16..19 => Vec::new(),
         19 => vec![1; rng.random_below(41)],
-        _ => random_malformed_options(rng, time),
+        _ => random_malformed_options(rng, timestamp_option),
     }
 }
 
 /// Returns SYN options in the order of Linux, FreeBSD or macOS, sometimes with one wrong byte.
-fn random_syn_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
+fn random_syn_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u8> {
     let mut options = match rng.random_below(3) {
-        0 => [&[2, 4, 5, 0xb4, 4, 2][..], time, &[1, 3, 3, 7]].concat(),
-        1 => [&[2, 4, 5, 0xb4, 1, 3, 3, 6, 4, 2][..], time].concat(),
-        _ => [&[2, 4, 5, 0xb4, 1, 3, 3, 6, 1, 1][..], time, &[4, 2, 0, 0]].concat(),
+        0 => [&[2, 4, 5, 0xb4, 4, 2][..], timestamp_option, &[1, 3, 3, 7]].concat(),
+        1 => [&[2, 4, 5, 0xb4, 1, 3, 3, 6, 4, 2][..], timestamp_option].concat(),
+        _ => [&[2, 4, 5, 0xb4, 1, 3, 3, 6, 1, 1][..], timestamp_option, &[4, 2, 0, 0]].concat(),
     };
     if rng.random_bool(1, 4) {
         let changed_offset = rng.random_below(options.len());
@@ -356,7 +357,7 @@ fn random_syn_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
 }
 
 /// Returns options in random order and at random offsets, some of them malformed.
-fn random_malformed_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
+fn random_malformed_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u8> {
     let mut options = Vec::new();
     while options.len() < 40 {
         match rng.random_below(14) {
@@ -364,7 +365,7 @@ fn random_malformed_options(rng: &mut FuzzRng, time: &[u8]) -> Vec<u8> {
             3 => options.extend([3, 3, rng.next_u8()]),
             4 => options.extend([4, 2]),
             5 => options.extend([2, 4, rng.next_u8(), rng.next_u8()]),
-            6..9 => options.extend(time),
+            6..9 => options.extend(timestamp_option),
             9 => {
                 let length = 2 + rng.random_below(12);
                 let mut option = vec![rng.next_u8(); length];
@@ -394,7 +395,7 @@ fn write_packet_of_other_protocol(state: &GeneratorState, rng: &mut FuzzRng, pac
 /// fills.
 fn write_fragment(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
     let client = state.client_addresses[rng.random_below(16)];
-    let (planned, vip) = random_destination(state, rng);
+    let (service, vip) = random_destination(state, rng);
     let fragment_flags_and_offset = match rng.random_below(8) {
         0..3 => 0x2000,
         3 => 0x2000 | rng.next_u16() & 0x1fff,
@@ -404,10 +405,10 @@ fn write_fragment(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8
     let ip_header = EthernetIpHeader {
         fragment_flags_and_offset,
         ip_identification: rng.random_below(8) as u16,
-        ..random_ip_header(rng, client.0, vip.0, planned.address.protocol.number())
+        ..random_ip_header(rng, client.0, vip.0, service.address.protocol.number())
     };
-    let tcp_header = random_tcp_header(state, planned, rng, client, vip);
-    match planned.address.protocol {
+    let tcp_header = random_tcp_header(state, service, rng, client, vip);
+    match service.address.protocol {
         Protocol::Tcp => ip_header.append_frame(packet, |packet| tcp_header.append_segment(packet, (1, 2), 8)),
         Protocol::Udp => ip_header.append_frame(packet, |packet| {
             frame::append_udp(packet, (client.1, vip.1), 8);

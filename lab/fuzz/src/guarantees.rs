@@ -19,9 +19,9 @@ use crate::ipv6;
 #[derive(Debug)]
 struct ServiceExpectations {
     address: ServiceAddress,
-    other_balancer: Option<ServerId>,
+    migration_balancer_id: Option<ServerId>,
     /// Servers of the service, with whether their configuration lets them take new connections (false while draining).
-    takes_new_by_server: HashMap<ServerId, bool>,
+    is_eligible_by_server: HashMap<ServerId, bool>,
     /// Servers that are members of the placement table.
     table_servers: HashSet<ServerId>,
     /// Servers that the placement table marks as down.
@@ -50,22 +50,24 @@ struct FrameHeader {
 
 fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
     const SYN_ACK_FIN_RST: u8 = 0x17;
-    let word_at = |bytes: &[u8], at: usize| Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]));
+    let read_u16_at =
+        |bytes: &[u8], offset: usize| Some(u16::from_be_bytes([*bytes.get(offset)?, *bytes.get(offset + 1)?]));
     if let Some(headers) = ipv6::parse_frame(frame) {
         let transport_header =
             frame.get(headers.transport_offset..).filter(|_| !headers.is_later_fragment).unwrap_or_default();
         let tcp_flags = transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST;
         let ([source, destination], ports) = (
             headers.source_and_destination.map(IpAddr::from),
-            word_at(transport_header, 0).zip(word_at(transport_header, 2)),
+            read_u16_at(transport_header, 0).zip(read_u16_at(transport_header, 2)),
         );
         return Some(FrameHeader { source, destination, protocol: headers.protocol, ports, tcp_flags });
     }
     let ip_packet = frame.get(ETHERNET_HEADER_BYTES..)?;
-    let address_at = |at: usize| Some(IpAddr::from(<[u8; 4]>::try_from(ip_packet.get(at..at + 4)?).ok()?));
+    let address_at = |offset: usize| Some(IpAddr::from(<[u8; 4]>::try_from(ip_packet.get(offset..offset + 4)?).ok()?));
     let transport_header = ip_packet.get(usize::from(*ip_packet.first()? & 0xf) * 4..)?;
-    let is_later_fragment = word_at(ip_packet, 6)? & 0x1fff != 0;
-    let ports = if is_later_fragment { None } else { word_at(transport_header, 0).zip(word_at(transport_header, 2)) };
+    let is_later_fragment = read_u16_at(ip_packet, 6)? & 0x1fff != 0;
+    let ports =
+        if is_later_fragment { None } else { read_u16_at(transport_header, 0).zip(read_u16_at(transport_header, 2)) };
     let tcp_flags =
         if is_later_fragment { 0 } else { transport_header.get(13).copied().unwrap_or(0) & SYN_ACK_FIN_RST };
     Some(FrameHeader {
@@ -79,7 +81,7 @@ fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
 
 impl ServiceExpectations {
     fn takes_new_connections(&self, id: ServerId) -> bool {
-        self.takes_new_by_server.get(&id) == Some(&true) && !self.is_down(id)
+        self.is_eligible_by_server.get(&id) == Some(&true) && !self.is_down(id)
     }
 
     fn is_down(&self, id: ServerId) -> bool {
@@ -99,13 +101,13 @@ impl GuaranteeChecker {
                         previous_services.remove(service_slot).filter(|service| service.address == *address);
                     let mut service = previous_service.unwrap_or_else(|| ServiceExpectations {
                         address: *address,
-                        other_balancer: None,
-                        takes_new_by_server: HashMap::new(),
+                        migration_balancer_id: None,
+                        is_eligible_by_server: HashMap::new(),
                         table_servers: HashSet::new(),
                         down_servers: HashSet::new(),
                         known_udp_flows: HashSet::new(),
                     });
-                    service.other_balancer = mode.migration.map(|transfer| transfer.other_balancer());
+                    service.migration_balancer_id = mode.migration.map(|migration| migration.other_balancer());
                     self.services.insert(*service_slot, service);
                 }
             }
@@ -113,11 +115,11 @@ impl GuaranteeChecker {
                 let Some(service) = self.services.get_mut(service_slot) else { return };
                 match server {
                     Some(server) => {
-                        service.takes_new_by_server.insert(*id, server.is_eligible);
+                        service.is_eligible_by_server.insert(*id, server.is_eligible);
                         self.server_macs.insert(*id, server.mac);
                     }
                     None => {
-                        service.takes_new_by_server.remove(id);
+                        service.is_eligible_by_server.remove(id);
                         service.down_servers.remove(id);
                     }
                 }
@@ -127,8 +129,10 @@ impl GuaranteeChecker {
                 service.table_servers = table.members.iter().map(|member| member.server).collect();
                 service.down_servers = table.down_servers.iter().copied().collect();
             }
-            StateChange::SetOwner(number, TableOwner::Reachable(mac)) => _ = self.owner_macs.insert(number.get(), *mac),
-            StateChange::SetOwner(number, _) => drop(self.owner_macs.remove(&number.get())),
+            StateChange::SetOwner(owner_number, TableOwner::Reachable(mac)) => {
+                _ = self.owner_macs.insert(owner_number.get(), *mac)
+            }
+            StateChange::SetOwner(owner_number, _) => drop(self.owner_macs.remove(&owner_number.get())),
             _ => {}
         }
     }
@@ -144,9 +148,9 @@ impl GuaranteeChecker {
         if destination_mac == [0xff; 6] {
             return None;
         }
-        let has_vip = |service: &&ServiceExpectations| service.address.socket.ip() == frame_header.destination;
+        let has_vip = |service: &&ServiceExpectations| service.address.vip_and_port.ip() == frame_header.destination;
         let has_port_and_protocol = |service: &&ServiceExpectations| {
-            frame_header.ports.is_some_and(|(_, port)| port == service.address.socket.port())
+            frame_header.ports.is_some_and(|(_, port)| port == service.address.vip_and_port.port())
                 && service.address.protocol.number() == frame_header.protocol
         };
         let has_ports = frame_header.ports.is_some() && [PROTOCOL_TCP, PROTOCOL_UDP].contains(&frame_header.protocol);
@@ -156,21 +160,21 @@ impl GuaranteeChecker {
             .filter(has_vip)
             .filter(|service| !has_ports || has_port_and_protocol(service))
             .collect();
-        let is_any_server = |fits: &dyn Fn(&ServiceExpectations, ServerId) -> bool| {
+        let is_any_server = |is_match: &dyn Fn(&ServiceExpectations, ServerId) -> bool| {
             matching_services.iter().any(|service| {
                 service
-                    .takes_new_by_server
+                    .is_eligible_by_server
                     .keys()
-                    .any(|id| fits(service, *id) && self.has_address(*id, destination_mac))
+                    .any(|id| is_match(service, *id) && self.has_address(*id, destination_mac))
             })
         };
         let goes_to_other_balancer = matching_services
             .iter()
-            .any(|service| service.other_balancer.is_some_and(|id| self.has_address(id, destination_mac)));
+            .any(|service| service.migration_balancer_id.is_some_and(|id| self.has_address(id, destination_mac)));
         let is_new_connection = frame_header.protocol == PROTOCOL_TCP && frame_header.tcp_flags == 0x02;
         let goes_to_owner = !is_new_connection
             && frame_header.protocol != PROTOCOL_UDP
-            && self.owner_macs.values().any(|owner| *owner == destination_mac);
+            && self.owner_macs.values().any(|owner_mac| *owner_mac == destination_mac);
         let broken_guarantee = if goes_to_other_balancer || goes_to_owner {
             None
         } else if !is_any_server(&|_, _| true) {
@@ -197,14 +201,18 @@ impl GuaranteeChecker {
         }
     }
 
-    fn record_udp_flow(&mut self, seen: &FrameHeader) {
-        let Some((source_port, port)) = seen.ports.filter(|_| seen.protocol == PROTOCOL_UDP) else { return };
+    fn record_udp_flow(&mut self, frame_header: &FrameHeader) {
+        let Some((source_port, destination_port)) =
+            frame_header.ports.filter(|_| frame_header.protocol == PROTOCOL_UDP)
+        else {
+            return;
+        };
         let has_destination = |service: &&mut ServiceExpectations| {
-            service.address.socket == SocketAddr::new(seen.destination, port)
-                && service.address.protocol.number() == seen.protocol
+            service.address.vip_and_port == SocketAddr::new(frame_header.destination, destination_port)
+                && service.address.protocol.number() == frame_header.protocol
         };
         if let Some(service) = self.services.values_mut().find(has_destination) {
-            service.known_udp_flows.insert(SocketAddr::new(seen.source, source_port));
+            service.known_udp_flows.insert(SocketAddr::new(frame_header.source, source_port));
         }
     }
 
@@ -212,19 +220,19 @@ impl GuaranteeChecker {
     fn find_flow_violation(
         &self,
         services: &[&ServiceExpectations],
-        seen: &FrameHeader,
-        destination: MacAddress,
+        frame_header: &FrameHeader,
+        destination_mac: MacAddress,
     ) -> Option<&'static str> {
         let [service] = services else { return None };
-        let (port, _) = seen.ports?;
+        let (source_port, _) = frame_header.ports?;
         let servers_with_mac: Vec<ServerId> =
-            service.takes_new_by_server.keys().copied().filter(|id| self.has_address(*id, destination)).collect();
+            service.is_eligible_by_server.keys().copied().filter(|id| self.has_address(*id, destination_mac)).collect();
         let can_take_new_flows =
             |id: &ServerId| service.takes_new_connections(*id) && self.server_macs.get(id).copied().flatten().is_some();
         if servers_with_mac.iter().any(can_take_new_flows) {
             return None;
         }
-        if !service.known_udp_flows.contains(&SocketAddr::new(seen.source, port)) {
+        if !service.known_udp_flows.contains(&SocketAddr::new(frame_header.source, source_port)) {
             return Some("a new UDP flow goes to a server that takes new ones");
         }
         // The placement rule tries only some members of the table, so it may miss the eligible ones if they are few.

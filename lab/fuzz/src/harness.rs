@@ -19,12 +19,12 @@ use coreward_model::lb::{
     TableOwner, TokenRate, TunnelEndpoint, Vlans, XdpVerdict,
 };
 use coreward_model::lb_stamping::ServerClock;
-use coreward_model::vlan::Vlan;
 
 use crate::change::{ModelDifference, StateChange};
 use crate::frame::{ETHERNET_HEADER_BYTES, format_hex, ones_complement_sum, without_vlan_tag};
 use crate::guarantees::GuaranteeChecker;
 use crate::memory::{COUNTER_U64_COUNT, ProgramMaps};
+use crate::server_networks::{SERVER_VLAN_IDS, broadcast_vlan, server_tunnel, server_vlan, vlan_from_id};
 
 /// Verdict of linux/bpf.h that sends the packet back out of its device.
 const XDP_TX: i32 = 3;
@@ -60,38 +60,10 @@ pub struct HarnessSetup {
 
 /// Default values of the fields that are the same in all outer headers.
 const DEFAULT_OUTER_HEADER: OuterHeader = OuterHeader {
-    address: Ipv4Addr::new(10, 2, 0, 1),
+    source_ipv4: Ipv4Addr::new(10, 2, 0, 1),
     source_ipv6: Ipv6Addr::new(0x2001, 0xdb8, 2, 0, 0, 0, 0, 1),
     mtu: 1500,
 };
-
-/// Returns the tunnel endpoint of a server, which is derived from the server's id.
-fn server_tunnel(id: ServerId) -> TunnelEndpoint {
-    let [id_high_byte, id_low_byte] = id.get().to_be_bytes();
-    let address = if id.get().is_multiple_of(2) {
-        Ipv4Addr::new(10, 9, id_high_byte, id_low_byte).into()
-    } else {
-        Ipv6Addr::new(0x2001, 0xdb8, 9, 0, 0, 0, 0, id.get()).into()
-    };
-    TunnelEndpoint { address, source_port: id.get().is_multiple_of(3).then_some(40_000) }
-}
-
-/// Ids of the VLANs to which servers belong, where 0 means untagged.
-pub const SERVER_VLAN_IDS: [u16; 3] = [0, 20, 4094];
-
-fn vlan_from_id(id: u16) -> Vlan {
-    Vlan::from_id_or_untagged(id.into()).expect("in range")
-}
-
-/// Returns the VLAN of a server, which is derived from the server's id.
-fn server_vlan(id: ServerId) -> Vlan {
-    vlan_from_id(SERVER_VLAN_IDS[usize::from(id.get()) % SERVER_VLAN_IDS.len()])
-}
-
-/// Returns the VLAN of a service's broadcasts, which is derived from its slot. Every fourth service has no such VLAN.
-fn broadcast_vlan(service_slot: usize) -> Option<Vlan> {
-    SERVER_VLAN_IDS.get(service_slot % 4).map(|id| vlan_from_id(*id))
-}
 
 impl HarnessSetup {
     /// Returns the default setup of a load balancer with this MAC address and these keys.
@@ -114,8 +86,8 @@ impl HarnessSetup {
 /// Loaded BPF program, with the load balancer in user space that manages it.
 pub struct LoadedProgram {
     load_balancer: dataplane::LoadBalancer,
-    program_memory: ProgramMaps,
-    indexes_by_slot: Vec<Option<ServiceIndex>>,
+    program_maps: ProgramMaps,
+    service_index_by_slot: Vec<Option<ServiceIndex>>,
     processed_frame: Vec<u8>,
 }
 
@@ -128,7 +100,7 @@ impl LoadedProgram {
             flow_table_entry_count: setup.flow_set_count * intf::FLOW_SET_ENTRIES,
             connection_table_size,
             connection_hash_key: Some(setup.connection_key),
-            vip_vlan: setup.vlans.vip,
+            vip_vlan: setup.vlans.vip_vlan,
             // With this clock, the reference model sees the same time.
             lb_stamping_clock: dataplane::LbStampingClock::DaemonTicks,
             ..Default::default()
@@ -137,46 +109,45 @@ impl LoadedProgram {
         load_balancer.set_own_mac(mac::MacAddress(setup.own_mac));
         load_balancer.set_keys(&setup.cookie_keys);
         let outer_sources =
-            OuterSourceAddresses { ipv4: setup.outer_header.address, ipv6: setup.outer_header.source_ipv6 };
+            OuterSourceAddresses { ipv4: setup.outer_header.source_ipv4, ipv6: setup.outer_header.source_ipv6 };
         load_balancer.set_outer_header(outer_sources, setup.outer_header.mtu as u32);
         load_balancer.set_traffic_counting(setup.counts_traffic)?;
         if setup.vlans.is_tagging_enabled {
             load_balancer.use_server_vlans(SERVER_VLAN_IDS.iter().map(|id| vlan_from_id(*id)).collect())?;
         }
-        let program_memory = ProgramMaps::of(load_balancer.program())?;
-        let indexes_by_slot = vec![None; intf::MAX_SERVICES as usize];
-        Ok(Self { load_balancer, program_memory, indexes_by_slot, processed_frame: vec![0; 1 << 14] })
+        let program_maps = ProgramMaps::of(load_balancer.program())?;
+        let service_index_by_slot = vec![None; intf::MAX_SERVICES as usize];
+        Ok(Self { load_balancer, program_maps, service_index_by_slot, processed_frame: vec![0; 1 << 14] })
     }
 
     fn service_index(&self, service_slot: usize) -> ServiceIndex {
-        self.indexes_by_slot[service_slot].expect("a service that was set")
+        self.service_index_by_slot[service_slot].expect("a service that was set")
     }
 
     /// Applies a change to the program. `service_slots` are the slots that the reference model gave to the services of
-    /// a [`StateChange::ReplaceServices`]. `freed` are the connections of a [`StateChange::FreeEntries`].
+    /// a [`StateChange::ReplaceServices`]. `freed_connections` are the connections of a [`StateChange::FreeEntries`].
     fn apply_change(
         &mut self,
         change: &StateChange,
         service_slots: &[usize],
-        freed: &[Connection],
+        freed_connections: &[Connection],
     ) -> anyhow::Result<()> {
         match change {
             StateChange::SetKeys(keys) => self.load_balancer.set_keys(keys),
             StateChange::ReplaceServices(services) => {
                 let service_indexes = self.load_balancer.set_services(services)?;
-                self.indexes_by_slot.fill(None);
-                for ((_, mode), index) in services.iter().zip(&service_indexes) {
+                self.service_index_by_slot.fill(None);
+                for ((_, mode), service_index) in services.iter().zip(&service_indexes) {
                     if mode.timestamps == TimestampOrigin::LoadBalancer {
-                        self.load_balancer.set_time_key(*index, TIME_KEY);
+                        self.load_balancer.set_time_key(*service_index, TIME_KEY);
                     }
                 }
-                service_slots
-                    .iter()
-                    .zip(service_indexes)
-                    .for_each(|(service_slot, index)| self.indexes_by_slot[*service_slot] = Some(index));
-                for slot in service_slots {
-                    let index = self.service_index(*slot);
-                    self.load_balancer.set_broadcast_vlan(index, broadcast_vlan(*slot));
+                service_slots.iter().zip(service_indexes).for_each(|(service_slot, service_index)| {
+                    self.service_index_by_slot[*service_slot] = Some(service_index)
+                });
+                for service_slot in service_slots {
+                    let service_index = self.service_index(*service_slot);
+                    self.load_balancer.set_broadcast_vlan(service_index, broadcast_vlan(*service_slot));
                 }
             }
             StateChange::SetServer(service_slot, id, Some(server)) => {
@@ -184,7 +155,7 @@ impl LoadedProgram {
                     dataplane::Server { mac: server.mac.map(mac::MacAddress), is_eligible: server.is_eligible };
                 self.load_balancer.set_server(self.service_index(*service_slot), *id, server);
                 let TunnelEndpoint { address, source_port } = server_tunnel(*id);
-                self.load_balancer.set_tunnel(*id, dataplane::Tunnel { address, source_port })?;
+                self.load_balancer.set_tunnel(*id, dataplane::Tunnel { destination_address: address, source_port })?;
                 self.load_balancer.set_server_vlan(*id, server_vlan(*id));
             }
             StateChange::SetServer(service_slot, id, None) => {
@@ -196,23 +167,29 @@ impl LoadedProgram {
             StateChange::InstallTable(service_slot, table) => {
                 self.load_balancer.install_table(self.service_index(*service_slot), table)?
             }
-            StateChange::SetBroadcastTokens(buckets, there) => {
-                self.program_memory.set_tokens_paid_until(*buckets, paid_until_ns(*there))
+            StateChange::SetBroadcastTokens(buckets, has_tokens) => {
+                self.program_maps.set_tokens_paid_until(*buckets, paid_until_ns(*has_tokens))
             }
-            StateChange::SetLocalOwnerNumber(owner) => self.load_balancer.set_owner_number(*owner),
-            StateChange::LimitEntriesPerPrefix(per_source) => self.program_memory.limit_entries_per_source(*per_source),
-            StateChange::SetOwner(number, TableOwner::Unknown) => self.load_balancer.remove_owner(*number),
-            StateChange::SetOwner(number, TableOwner::Lost) => self.load_balancer.set_owner_mac(*number, None),
-            StateChange::SetOwner(number, TableOwner::Reachable(mac)) => {
-                self.load_balancer.set_owner_mac(*number, Some(mac::MacAddress(*mac)))
+            StateChange::SetLocalOwnerNumber(owner_number) => self.load_balancer.set_owner_number(*owner_number),
+            StateChange::LimitEntriesPerPrefix(max_entries) => self.program_maps.limit_entries_per_source(*max_entries),
+            StateChange::SetOwner(owner_number, TableOwner::Unknown) => self.load_balancer.remove_owner(*owner_number),
+            StateChange::SetOwner(owner_number, TableOwner::Lost) => {
+                self.load_balancer.set_owner_mac(*owner_number, None)
+            }
+            StateChange::SetOwner(owner_number, TableOwner::Reachable(mac)) => {
+                self.load_balancer.set_owner_mac(*owner_number, Some(mac::MacAddress(*mac)))
             }
             StateChange::SetClock(clock) => self.load_balancer.tick(Duration::from_millis(u64::from(clock.0) * 100)),
             StateChange::SweepExpiredEntries => {
                 drop(self.load_balancer.scan_expired_connections(&ConnectionTimeouts::default(), 0))
             }
             StateChange::FreeEntries(_) => {
-                let freed_count = self.load_balancer.free_connections(freed)?;
-                ensure!(freed_count == freed.len(), "{freed_count} of {} entries were freed", freed.len());
+                let freed_count = self.load_balancer.free_connections(freed_connections)?;
+                ensure!(
+                    freed_count == freed_connections.len(),
+                    "{freed_count} of {} entries were freed",
+                    freed_connections.len()
+                );
             }
         }
         Ok(())
@@ -224,39 +201,41 @@ impl LoadedProgram {
     }
 }
 
-fn paid_until_ns(tokens: bool) -> u64 {
-    if tokens { 0 } else { u64::MAX }
+fn paid_until_ns(has_tokens: bool) -> u64 {
+    if has_tokens { 0 } else { u64::MAX }
 }
 
 fn difference_of_values<T: PartialEq>(
-    what: &str,
+    subject: &str,
     expected: T,
-    found: T,
-    text: impl Fn(&T) -> String,
+    actual: T,
+    to_text: impl Fn(&T) -> String,
 ) -> Option<ModelDifference> {
-    (expected != found).then(|| ModelDifference {
-        subject: what.to_owned(),
-        expected: text(&expected),
-        actual: text(&found),
+    (expected != actual).then(|| ModelDifference {
+        subject: subject.to_owned(),
+        expected: to_text(&expected),
+        actual: to_text(&actual),
     })
 }
 
 /// Returns a difference when an IPv4 header's checksum was correct before the packet was processed, but is wrong
 /// afterwards.
-fn find_broken_checksum(before: &[u8], after: &[u8]) -> Option<ModelDifference> {
+fn find_broken_checksum(frame_before: &[u8], frame_after: &[u8]) -> Option<ModelDifference> {
     let has_right_checksum =
         |frame: &[u8]| ones_complement_sum(&frame[ETHERNET_HEADER_BYTES..ETHERNET_HEADER_BYTES + 20], 0) == 0xffff;
     // Only headers without options are checked, because the program never changes others. An outer IPv6 header has no
     // checksum.
     let has_plain_ipv4_header =
         |frame: &[u8]| frame.len() >= ETHERNET_HEADER_BYTES + 20 && frame[ETHERNET_HEADER_BYTES] == 0x45;
-    let is_packet_changed = has_plain_ipv4_header(before)
-        && has_plain_ipv4_header(after)
-        && before[ETHERNET_HEADER_BYTES..] != after[ETHERNET_HEADER_BYTES..];
-    (is_packet_changed && has_right_checksum(before) && !has_right_checksum(after)).then(|| ModelDifference {
-        subject: "an IP header checksum was right and is not any more".to_owned(),
-        expected: format_hex(before),
-        actual: format_hex(after),
+    let is_packet_changed = has_plain_ipv4_header(frame_before)
+        && has_plain_ipv4_header(frame_after)
+        && frame_before[ETHERNET_HEADER_BYTES..] != frame_after[ETHERNET_HEADER_BYTES..];
+    (is_packet_changed && has_right_checksum(frame_before) && !has_right_checksum(frame_after)).then(|| {
+        ModelDifference {
+            subject: "an IP header checksum was right and is not any more".to_owned(),
+            expected: format_hex(frame_before),
+            actual: format_hex(frame_after),
+        }
     })
 }
 
@@ -341,12 +320,12 @@ impl Harness {
                 self.model.set_server_masked(*service_slot, *id, *is_masked)
             }
             StateChange::InstallTable(service_slot, table) => self.model.install_table(*service_slot, table.clone()),
-            StateChange::SetBroadcastTokens(buckets, there) => {
-                self.model.set_paid_until(*buckets, paid_until_ns(*there))
+            StateChange::SetBroadcastTokens(buckets, has_tokens) => {
+                self.model.set_paid_until(*buckets, paid_until_ns(*has_tokens))
             }
-            StateChange::SetLocalOwnerNumber(owner) => self.model.set_own_number(*owner),
-            StateChange::LimitEntriesPerPrefix(per_source) => self.model.set_max_entries_per_source(*per_source),
-            StateChange::SetOwner(number, owner) => self.model.set_other_owner(*number, *owner),
+            StateChange::SetLocalOwnerNumber(owner_number) => self.model.set_own_number(*owner_number),
+            StateChange::LimitEntriesPerPrefix(max_entries) => self.model.set_max_entries_per_source(*max_entries),
+            StateChange::SetOwner(owner_number, owner) => self.model.set_other_owner(*owner_number, *owner),
             StateChange::SetClock(clock) => self.model.set_clock(*clock),
             StateChange::SweepExpiredEntries => self.model.record_sweep(),
             StateChange::FreeEntries(_) => self.model.free_connections(&freed_connections),
@@ -374,15 +353,15 @@ impl Harness {
         self.now_ns += 1;
         self.expected_frame.clear();
         self.expected_frame.extend_from_slice(frame);
-        let outcome = self.model.receive(&mut self.expected_frame, self.now_ns);
+        let outcome = self.model.process_frame(&mut self.expected_frame, self.now_ns);
         let (untagged_input, untagged_output) =
             (without_vlan_tag(frame), without_vlan_tag(&self.expected_frame).into_owned());
         self.count_expected(&outcome, untagged_input.len());
         let Some(program) = &mut self.program else { return Ok((outcome, None)) };
-        let (verdict, output_bytes) = program.process_frame(frame)?;
+        let (actual_verdict, output_bytes) = program.process_frame(frame)?;
         let exceeds_mtu =
             [intf::LB_COUNTER_DROP_EXCEEDS_MTU, intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED].contains(&outcome.counter);
-        let is_forwarded = verdict == XDP_TX && !exceeds_mtu;
+        let is_forwarded = actual_verdict == XDP_TX && !exceeds_mtu;
         let broken_guarantee = if is_forwarded {
             self.guarantees.find_violation(&untagged_input, &program.processed_frame[..output_bytes])
         } else {
@@ -397,7 +376,7 @@ impl Harness {
                 difference_of_values(
                     "the verdict (1: drop, 2: pass, 3: transmit)",
                     expected_verdict,
-                    verdict,
+                    actual_verdict,
                     i32::to_string,
                 )
             })
@@ -410,48 +389,48 @@ impl Harness {
                 )
             })
             .or_else(|| find_broken_checksum(&untagged_input, &untagged_output))
-            .or_else(|| self.compare_counters(outcome.service.unwrap_or(NO_SERVICE)));
+            .or_else(|| self.compare_counters(outcome.service_slot.unwrap_or(NO_SERVICE)));
         Ok((outcome, difference))
     }
 
     /// Returns the last frame of [`process_packet`](Self::process_packet), with the reference model's changes.
-    pub fn frame_after(&self) -> &[u8] {
+    pub fn model_frame(&self) -> &[u8] {
         &self.expected_frame
     }
 
-    fn count_expected(&mut self, outcome: &Outcome, length: usize) {
-        let counters_index = outcome.service.unwrap_or(NO_SERVICE);
+    fn count_expected(&mut self, outcome: &Outcome, packet_bytes: usize) {
+        let counters_index = outcome.service_slot.unwrap_or(NO_SERVICE);
         let counter_words = &mut self.expected_counters[counters_index];
         counter_words[offset_of!(intf::lb_counters, packets) / 8 + outcome.counter as usize] += 1;
         if let Some(event) = outcome.event {
             counter_words[offset_of!(intf::lb_counters, events) / 8 + event as usize] += 1;
         }
-        if outcome.service.is_some() {
+        if outcome.service_slot.is_some() {
             counter_words[offset_of!(intf::lb_counters, opened) / 8] = self.model.opened_connections(counters_index);
         }
         if outcome.verdict() == XdpVerdict::Transmit && outcome.counter != intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED {
-            counter_words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += length as u64;
+            counter_words[offset_of!(intf::lb_counters, forwarded_bytes) / 8] += packet_bytes as u64;
         }
     }
 
-    fn compare_counters(&self, service: usize) -> Option<ModelDifference> {
-        let memory = &self.program.as_ref()?.program_memory;
+    fn compare_counters(&self, service_slot: usize) -> Option<ModelDifference> {
+        let program_maps = &self.program.as_ref()?.program_maps;
         let actual_counters: [u64; COUNTER_U64_COUNT] =
-            std::array::from_fn(|word| memory.service_counter(service, word));
-        let expected_counters = self.expected_counters[service];
+            std::array::from_fn(|word_index| program_maps.service_counter(service_slot, word_index));
+        let expected_counters = self.expected_counters[service_slot];
         if expected_counters == actual_counters {
             return None;
         }
         let format_different_counters = |counters: &[u64; COUNTER_U64_COUNT]| {
-            let different_words =
-                (0..COUNTER_U64_COUNT).filter(|word| expected_counters[*word] != actual_counters[*word]);
+            let different_words = (0..COUNTER_U64_COUNT)
+                .filter(|word_index| expected_counters[*word_index] != actual_counters[*word_index]);
             different_words
-                .map(|word| format!("{} {}", counter_name(word), counters[word]))
+                .map(|word_index| format!("{} {}", counter_name(word_index), counters[word_index]))
                 .collect::<Vec<_>>()
                 .join(", ")
         };
         difference_of_values(
-            &format!("the counters of service {service}"),
+            &format!("the counters of service {service_slot}"),
             expected_counters,
             actual_counters,
             format_different_counters,
@@ -462,12 +441,12 @@ impl Harness {
     /// take long to read.
     pub fn compare_state(&self) -> Option<ModelDifference> {
         let program = self.program.as_ref()?;
-        let memory = &program.program_memory;
+        let program_maps = &program.program_maps;
         let is_compared = |service_slot: &usize| *service_slot == NO_SERVICE || self.model.has_service(*service_slot);
         let mut compared_slots = (0..self.expected_counters.len()).filter(is_compared);
-        let counter_difference = compared_slots.find_map(|service| self.compare_counters(service));
+        let counter_difference = compared_slots.find_map(|service_slot| self.compare_counters(service_slot));
         let mut traffic_differences = self.model.traffic().iter().filter_map(|(id, expected)| {
-            let actual_traffic = memory.traffic_of_server(*id);
+            let actual_traffic = program_maps.traffic_of_server(*id);
             difference_of_values(&format!("the traffic of server {id}"), *expected, actual_traffic, |traffic| {
                 format!("{traffic:?}")
             })
@@ -478,19 +457,22 @@ impl Harness {
             service_slots.filter_map(|service_slot| self.compare_service(program, service_slot));
         counter_difference.or_else(|| service_differences.next()).or_else(|| traffic_differences.next()).or_else(|| {
             let expected_placements = self.model.recent_placements().to_vec();
-            difference_of_values("recent_placements", expected_placements, memory.recent_placements(), |words| {
-                format!("{words:x?}")
-            })
+            difference_of_values(
+                "recent_placements",
+                expected_placements,
+                program_maps.recent_placements(),
+                |placement_words| format!("{placement_words:x?}"),
+            )
         })
     }
 
-    fn compare_service(&self, instance: &LoadedProgram, service_slot: usize) -> Option<ModelDifference> {
+    fn compare_service(&self, program: &LoadedProgram, service_slot: usize) -> Option<ModelDifference> {
         let assigned_counts = self.model.assigned_counts(service_slot).to_vec();
-        let actual_counts = instance
+        let actual_counts = program
             .load_balancer
-            .assigned_connection_counts(instance.service_index(service_slot), assigned_counts.len() as u16);
+            .assigned_connection_counts(program.service_index(service_slot), assigned_counts.len() as u16);
         let round_robin_counters =
-            (self.model.round_robin_counter(service_slot), instance.program_memory.round_robin_counter(service_slot));
+            (self.model.round_robin_counter(service_slot), program.program_maps.round_robin_counter(service_slot));
         difference_of_values("the counts of assigned connections", assigned_counts, actual_counts, |counts| {
             format!("{counts:?}")
         })
@@ -507,7 +489,7 @@ impl Harness {
     /// Compares the state of the servers' clocks in a service with LB-side stamping.
     fn compare_server_clocks(
         &self,
-        instance: &LoadedProgram,
+        program: &LoadedProgram,
         service_slot: usize,
     ) -> anyhow::Result<Option<ModelDifference>> {
         let model_clock_values = |clock: ServerClock| {
@@ -531,8 +513,8 @@ impl Harness {
         let model_clocks = self
             .model
             .lb_stamped_servers(service_slot)
-            .map(|(_, known)| (known.server, model_clock_values(known.clock)));
-        let program_clocks = instance.load_balancer.server_clocks(instance.service_index(service_slot))?.into_iter();
+            .map(|(_, stamped_server)| (stamped_server.server, model_clock_values(stamped_server.clock)));
+        let program_clocks = program.load_balancer.server_clocks(program.service_index(service_slot))?.into_iter();
         let expected_by_server: BTreeMap<ServerId, [u64; 5]> = model_clocks.collect();
         let actual_by_server = program_clocks.map(|(id, clock)| (id, program_clock_values(clock))).collect();
         Ok(difference_of_values(
@@ -549,10 +531,10 @@ impl Harness {
         let Some(program) = &self.program else { return Ok(None) };
         let used_entry_counts = (self.model.connections().count(), program.load_balancer.scan_used_entry_count());
         let connection_difference = self.model.connections().find_map(|expected| {
-            let service_slot = usize::from(expected.identity.service);
-            let service = program.indexes_by_slot[service_slot]?;
+            let service_slot = usize::from(expected.identity.service_slot);
+            let service_index = program.service_index_by_slot[service_slot]?;
             let actual_connection =
-                program.load_balancer.connections(service).find(|found| found.index == expected.index);
+                program.load_balancer.connections(service_index).find(|actual| actual.index == expected.index);
             difference_of_values("a connection", Some(expected), actual_connection, |connection| {
                 format!("{connection:?}")
             })
@@ -565,34 +547,35 @@ impl Harness {
         }
         let service_slots =
             (0..intf::MAX_SERVICES as usize).filter(|service_slot| self.model.has_service(*service_slot));
-        for service_slot in service_slots.filter(|service_slot| program.indexes_by_slot[*service_slot].is_some()) {
+        for service_slot in service_slots.filter(|service_slot| program.service_index_by_slot[*service_slot].is_some())
+        {
             let difference = self.compare_server_clocks(program, service_slot)?;
             if difference.is_some() {
                 return Ok(difference);
             }
         }
         let expected_words = self.model.flow_table_words();
-        let actual_words = program.program_memory.flow_table_words(expected_words.len());
+        let actual_words = program.program_maps.flow_table_words(expected_words.len());
         let different_word =
-            expected_words.iter().zip(actual_words).enumerate().find(|(_, (expected, found))| *expected != found);
-        let Some((word, (expected, found))) = different_word else { return Ok(None) };
-        Ok(difference_of_values(&format!("word {word} of the flow table"), *expected, found, |word| {
-            format!("{word:#x}")
+            expected_words.iter().zip(actual_words).enumerate().find(|(_, (expected, actual))| *expected != actual);
+        let Some((word_index, (expected, actual))) = different_word else { return Ok(None) };
+        Ok(difference_of_values(&format!("word {word_index} of the flow table"), *expected, actual, |word_value| {
+            format!("{word_value:#x}")
         }))
     }
 }
 
-fn counter_name(word: usize) -> &'static str {
+fn counter_name(word_index: usize) -> &'static str {
     let first_packet_word = offset_of!(intf::lb_counters, packets) / 8;
     let first_event_word = offset_of!(intf::lb_counters, events) / 8;
-    match word {
-        word if word == offset_of!(intf::lb_counters, forwarded_bytes) / 8 => "forwarded_bytes",
-        word if word == offset_of!(intf::lb_counters, opened) / 8 => "opened",
-        word if word >= first_packet_word && word < first_event_word => {
-            intf::LB_COUNTER_NAMES[word - first_packet_word]
+    match word_index {
+        word_index if word_index == offset_of!(intf::lb_counters, forwarded_bytes) / 8 => "forwarded_bytes",
+        word_index if word_index == offset_of!(intf::lb_counters, opened) / 8 => "opened",
+        word_index if word_index >= first_packet_word && word_index < first_event_word => {
+            intf::LB_COUNTER_NAMES[word_index - first_packet_word]
         }
-        word if word >= first_event_word => {
-            intf::LB_EVENT_NAMES.get(word - first_event_word).copied().unwrap_or("unused")
+        word_index if word_index >= first_event_word => {
+            intf::LB_EVENT_NAMES.get(word_index - first_event_word).copied().unwrap_or("unused")
         }
         _ => "unused",
     }

@@ -44,12 +44,12 @@ pub fn four_tuple(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16)) -> FourTuple {
     }
 }
 
-fn read_ipv4(bytes: &[u8], at: usize) -> Ipv4Addr {
-    Ipv4Addr::from(<[u8; 4]>::try_from(&bytes[at..at + 4]).expect("four bytes"))
+fn read_ipv4(bytes: &[u8], offset: usize) -> Ipv4Addr {
+    Ipv4Addr::from(<[u8; 4]>::try_from(&bytes[offset..offset + 4]).expect("four bytes"))
 }
 
-fn read_be_u16(bytes: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes([bytes[at], bytes[at + 1]])
+fn read_be_u16(bytes: &[u8], offset: usize) -> u16 {
+    u16::from_be_bytes([bytes[offset], bytes[offset + 1]])
 }
 
 /// Translates a well-formed IPv4 packet to IPv6 if its source or destination is a placeholder.
@@ -64,7 +64,7 @@ pub fn translate_to_ipv6(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
     if header_bytes < IPV4_HEADER_BYTES
         || packet_bytes < header_bytes
         || packet_bytes > ipv4_packet.len()
-        || !source_and_destination.iter().any(|end| IPV6_PLACEHOLDERS.contains(end))
+        || !source_and_destination.iter().any(|address| IPV6_PLACEHOLDERS.contains(address))
     {
         return;
     }
@@ -78,8 +78,8 @@ pub fn translate_to_ipv6(rng: &mut FuzzRng, frame: &mut Vec<u8>) {
     let payload_bytes = extensions.len() + transport_bytes.len();
     let mut ipv6_frame = [&frame[..12], &[0x86, 0xdd]].concat();
     ipv6_frame.extend(ipv6_header(rng, payload_bytes, next_header, source_and_destination));
-    for part in [extensions, transport_bytes, trailer] {
-        ipv6_frame.extend(part);
+    for section_bytes in [extensions, transport_bytes, trailer] {
+        ipv6_frame.extend(section_bytes);
     }
     *frame = ipv6_frame;
 }
@@ -93,39 +93,40 @@ fn ipv6_header(
     let mut header = vec![0x60 | rng.next_u8() & 0xf, rng.next_u8(), rng.next_u8(), rng.next_u8()];
     header.extend((payload_bytes as u16).to_be_bytes());
     header.extend([next_header, 64]);
-    header.extend(source_and_destination.map(|end| ipv6_for_ipv4(end).octets()).concat());
+    header.extend(source_and_destination.map(|address| ipv6_for_ipv4(address).octets()).concat());
     header
 }
 
 /// Returns random extension headers that precede `protocol`, and the header number to write into the fixed header.
-fn random_extension_headers(rng: &mut FuzzRng, ipv4: &[u8], protocol: u8) -> (u8, Vec<u8>) {
+fn random_extension_headers(rng: &mut FuzzRng, ipv4_packet: &[u8], protocol: u8) -> (u8, Vec<u8>) {
     let mut headers: Vec<(u8, Vec<u8>)> = Vec::new();
     if rng.random_bool(1, 8) {
         let max_count = if rng.random_bool(1, 16) { 8 } else { 3 };
         for _ in 0..1 + rng.random_below(max_count) {
-            let (number, units) = (rng.pick(&[0, 43, 60, NEXT_HEADER_AUTHENTICATION]), rng.random_below(3));
-            let header_bytes = if number == NEXT_HEADER_AUTHENTICATION { 8 + 4 * units } else { 8 * (units + 1) };
-            headers.push((number, [&[0, units as u8][..], &vec![0; header_bytes - 2]].concat()));
+            let (header_number, unit_count) = (rng.pick(&[0, 43, 60, NEXT_HEADER_AUTHENTICATION]), rng.random_below(3));
+            let header_bytes =
+                if header_number == NEXT_HEADER_AUTHENTICATION { 8 + 4 * unit_count } else { 8 * (unit_count + 1) };
+            headers.push((header_number, [&[0, unit_count as u8][..], &vec![0; header_bytes - 2]].concat()));
         }
     }
-    let fragment = read_be_u16(ipv4, 6) & 0x3fff;
-    if fragment != 0 || rng.random_bool(1, 30) {
+    let fragment_field = read_be_u16(ipv4_packet, 6) & 0x3fff;
+    if fragment_field != 0 || rng.random_bool(1, 30) {
         // The offset moves up by three bits, and the flag "more fragments" moves to the lowest bit.
-        let offset_and_flag = fragment.rotate_left(3).to_be_bytes();
-        headers.push((NEXT_HEADER_FRAGMENT, [&[0, 0][..], &offset_and_flag, &[0, 0], &ipv4[4..6]].concat()));
+        let offset_and_flag = fragment_field.rotate_left(3).to_be_bytes();
+        headers.push((NEXT_HEADER_FRAGMENT, [&[0, 0][..], &offset_and_flag, &[0, 0], &ipv4_packet[4..6]].concat()));
     }
-    let header_numbers: Vec<u8> = headers.iter().map(|(number, _)| *number).chain([protocol]).collect();
-    for ((_, bytes), next) in headers.iter_mut().zip(&header_numbers[1..]) {
-        bytes[0] = *next;
+    let header_numbers: Vec<u8> = headers.iter().map(|(header_number, _)| *header_number).chain([protocol]).collect();
+    for ((_, bytes), next_number) in headers.iter_mut().zip(&header_numbers[1..]) {
+        bytes[0] = *next_number;
     }
     (header_numbers[0], headers.into_iter().flat_map(|(_, bytes)| bytes).collect())
 }
 
 /// Translates an ICMP message to ICMPv6, together with the headers of the quoted packet.
 fn translate_icmp_to_icmpv6(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
-    let mut translated = message[..ICMP_HEADER_BYTES.min(message.len())].to_vec();
-    if let Some(kind) = translated.first_mut() {
-        *kind = match *kind {
+    let mut icmpv6_message = message[..ICMP_HEADER_BYTES.min(message.len())].to_vec();
+    if let Some(icmp_type) = icmpv6_message.first_mut() {
+        *icmp_type = match *icmp_type {
             3 => rng.pick(&[1, 2]),
             11 => 3,
             12 => 4,
@@ -134,19 +135,19 @@ fn translate_icmp_to_icmpv6(rng: &mut FuzzRng, message: &[u8]) -> Vec<u8> {
     }
     let quoted_packet = message.get(ICMP_HEADER_BYTES..).unwrap_or_default();
     if quoted_packet.len() < IPV4_HEADER_BYTES {
-        translated.resize(translated.len() + 2 * quoted_packet.len(), 0);
-        return translated;
+        icmpv6_message.resize(icmpv6_message.len() + 2 * quoted_packet.len(), 0);
+        return icmpv6_message;
     }
     let header_bytes = (usize::from(quoted_packet[0] & 0xf) * 4).min(quoted_packet.len());
     let payload_bytes = usize::from(read_be_u16(quoted_packet, 2)).saturating_sub(header_bytes);
-    translated.extend(ipv6_header(
+    icmpv6_message.extend(ipv6_header(
         rng,
         payload_bytes,
         quoted_packet[9],
         [read_ipv4(quoted_packet, 12), read_ipv4(quoted_packet, 16)],
     ));
-    translated.extend(&quoted_packet[header_bytes..]);
-    translated
+    icmpv6_message.extend(&quoted_packet[header_bytes..]);
+    icmpv6_message
 }
 
 /// Fields of the headers of an IPv6 packet.
@@ -164,7 +165,9 @@ pub fn parse_frame(frame: &[u8]) -> Option<Ipv6Headers> {
     let packet = frame
         .get(ETHERNET_HEADER_BYTES..)
         .filter(|packet| packet.len() >= IPV6_HEADER_BYTES && frame[12..14] == [0x86, 0xdd])?;
-    let address_at = |at: usize| Some(Ipv6Addr::from(<[u8; 16]>::try_from(packet.get(at..at + 16)?).ok()?));
+    let address_at = |address_offset: usize| {
+        Some(Ipv6Addr::from(<[u8; 16]>::try_from(packet.get(address_offset..address_offset + 16)?).ok()?))
+    };
     let (mut protocol, mut offset, mut is_later_fragment) = (packet[6], IPV6_HEADER_BYTES, false);
     while let 0 | 43 | NEXT_HEADER_FRAGMENT | NEXT_HEADER_AUTHENTICATION | 60 = protocol {
         let header = packet.get(offset..offset + 4)?;

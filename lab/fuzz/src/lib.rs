@@ -27,4 +27,5 @@ pub mod harness;
 mod ipv6;
 pub mod memory;
 pub mod mutate;
+mod server_networks;
 pub mod shrink;

@@ -57,15 +57,17 @@ impl ProgramMaps {
     }
 
     /// Returns one 64-bit word of a service's counters, as the sum over all rows.
-    pub fn service_counter(&self, service: usize, word: usize) -> u64 {
+    pub fn service_counter(&self, service_slot: usize, word_index: usize) -> u64 {
         let row_offset =
-            |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service) * size_of::<intf::lb_counters>();
-        (0..self.row_count).map(|row| self.counters.load(row_offset(row) + word * size_of::<u64>())).sum()
+            |row: usize| (row * intf::LB_COUNTERS_PER_ROW as usize + service_slot) * size_of::<intf::lb_counters>();
+        (0..self.row_count).map(|row| self.counters.load(row_offset(row) + word_index * size_of::<u64>())).sum()
     }
 
     pub fn set_tokens_paid_until(&self, buckets: TokenBucketSelector, paid_until: u64) {
-        let word_offset = |at: usize| at * size_of::<u64>();
-        let store_word = |start: usize, at: usize| self.broadcast_buckets.store(start + word_offset(at), paid_until);
+        let word_offset = |word_index: usize| word_index * size_of::<u64>();
+        let store_word = |array_offset: usize, word_index: usize| {
+            self.broadcast_buckets.store(array_offset + word_offset(word_index), paid_until)
+        };
         match buckets {
             TokenBucketSelector::Service(service, reason) => {
                 store_word(
@@ -78,43 +80,46 @@ impl ProgramMaps {
             }
             TokenBucketSelector::Sources(first) => {
                 TokenBucketSelector::source_bucket_indexes(first)
-                    .for_each(|at| store_word(offset_of!(intf::broadcast_buckets, per_source), at));
+                    .for_each(|word_index| store_word(offset_of!(intf::broadcast_buckets, per_source), word_index));
             }
         }
     }
 
     /// Limits the number of connection-table entries per source prefix, or removes the limit (`None`).
-    pub fn limit_entries_per_source(&self, per_source: Option<u32>) {
-        self.lb_state.store(offset_of!(intf::lb_state, entries_per_source), per_source.unwrap_or(0).into());
+    pub fn limit_entries_per_source(&self, max_entries: Option<u32>) {
+        self.lb_state.store(offset_of!(intf::lb_state, entries_per_source), max_entries.unwrap_or(0).into());
     }
 
-    pub fn round_robin_counter(&self, service: usize) -> u64 {
-        self.lb_state.load(service_state_offset(service) + offset_of!(intf::service_state, round_robin))
+    pub fn round_robin_counter(&self, service_slot: usize) -> u64 {
+        self.lb_state.load(service_state_offset(service_slot) + offset_of!(intf::service_state, round_robin))
     }
 
     /// Returns the traffic counters of a server, as sums over all rows.
     pub fn traffic_of_server(&self, id: ServerId) -> ServerTraffic {
         let row_offset =
             |row: usize| (row * ServerId::COUNT + usize::from(id.get())) * size_of::<intf::server_traffic>();
-        let sum_over_rows =
-            |field| (0..self.row_count).map(|row| self.server_traffic.load(row_offset(row) + field)).sum();
+        let sum_over_rows = |field_offset| {
+            (0..self.row_count).map(|row| self.server_traffic.load(row_offset(row) + field_offset)).sum()
+        };
         ServerTraffic {
-            opened: sum_over_rows(offset_of!(intf::server_traffic, opened)),
-            closed: sum_over_rows(offset_of!(intf::server_traffic, closed)),
+            opened_connection_count: sum_over_rows(offset_of!(intf::server_traffic, opened)),
+            closed_connection_count: sum_over_rows(offset_of!(intf::server_traffic, closed)),
             packet_count: sum_over_rows(offset_of!(intf::server_traffic, packets)),
-            bytes: sum_over_rows(offset_of!(intf::server_traffic, bytes)),
+            frame_bytes: sum_over_rows(offset_of!(intf::server_traffic, bytes)),
         }
     }
 
     pub fn flow_table_words(&self, count: usize) -> impl Iterator<Item = u64> + '_ {
-        (0..count).map(|word| self.flow_table.load(word * size_of::<u64>()))
+        (0..count).map(|word_index| self.flow_table.load(word_index * size_of::<u64>()))
     }
 
     pub fn recent_placements(&self) -> Vec<u64> {
-        (0..intf::RECENT_PLACEMENTS as usize).map(|word| self.recent_placements.load(word * size_of::<u64>())).collect()
+        (0..intf::RECENT_PLACEMENTS as usize)
+            .map(|word_index| self.recent_placements.load(word_index * size_of::<u64>()))
+            .collect()
     }
 }
 
-fn service_state_offset(service: usize) -> usize {
-    offset_of!(intf::lb_state, services) + service * size_of::<intf::service_state>()
+fn service_state_offset(service_slot: usize) -> usize {
+    offset_of!(intf::lb_state, services) + service_slot * size_of::<intf::service_state>()
 }

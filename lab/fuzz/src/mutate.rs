@@ -85,8 +85,8 @@ fn mutate_once(rng: &mut FuzzRng, packet: &mut Vec<u8>) {
 fn corrupt_length_field(rng: &mut FuzzRng, packet: &mut [u8]) {
     let ip_header_bytes = packet.get(ETHERNET_HEADER_BYTES).map_or(20, |byte| usize::from(byte & 0xf) * 4);
     let length_change = rng.pick(&[-20i16, -12, -8, -4, -1, 1, 4, 8, 20]);
-    let mut change_field_at = |at: usize| {
-        if let Some(bytes) = packet.get_mut(at..at + 2) {
+    let mut change_field_at = |field_offset: usize| {
+        if let Some(bytes) = packet.get_mut(field_offset..field_offset + 2) {
             let value = u16::from_be_bytes([bytes[0], bytes[1]]).wrapping_add_signed(length_change);
             bytes.copy_from_slice(&value.to_be_bytes());
         }

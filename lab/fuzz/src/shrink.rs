@@ -47,15 +47,15 @@ impl SequenceShrinker {
     /// Returns the length of the shortest prefix of `steps` that ends with a difference. A difference in the state may
     /// be found long after the packet that caused it.
     fn shortest_failing_prefix(&self, steps: &[EpochStep]) -> anyhow::Result<usize> {
-        let (mut longest_passing, mut shortest_failing) = (0, steps.len());
-        while longest_passing + 1 < shortest_failing {
-            let middle = longest_passing.midpoint(shortest_failing);
-            match self.find_difference(&steps[..middle])? {
-                Some(_) => shortest_failing = middle,
-                None => longest_passing = middle,
+        let (mut longest_passing_length, mut shortest_failing_length) = (0, steps.len());
+        while longest_passing_length + 1 < shortest_failing_length {
+            let tried_length = longest_passing_length.midpoint(shortest_failing_length);
+            match self.find_difference(&steps[..tried_length])? {
+                Some(_) => shortest_failing_length = tried_length,
+                None => longest_passing_length = tried_length,
             }
         }
-        Ok(shortest_failing)
+        Ok(shortest_failing_length)
     }
 
     fn has_time_left(&self) -> bool {
@@ -63,15 +63,15 @@ impl SequenceShrinker {
     }
 
     /// Removes unnecessary steps in ever smaller chunks, by delta debugging (Zeller and Hildebrandt, TSE 2002).
-    fn remove_needless_steps(&self, shrunk: &mut FailingSequence) -> anyhow::Result<()> {
-        let mut chunk_length = shrunk.steps.len().div_ceil(2);
+    fn remove_needless_steps(&self, sequence: &mut FailingSequence) -> anyhow::Result<()> {
+        let mut chunk_length = sequence.steps.len().div_ceil(2);
         while chunk_length > 0 && self.has_time_left() {
             let mut chunk_start = 0;
-            while chunk_start + 1 < shrunk.steps.len() && self.has_time_left() {
-                let chunk_end = (chunk_start + chunk_length).min(shrunk.steps.len() - 1);
-                let remaining_steps = [&shrunk.steps[..chunk_start], &shrunk.steps[chunk_end..]].concat();
+            while chunk_start + 1 < sequence.steps.len() && self.has_time_left() {
+                let chunk_end = (chunk_start + chunk_length).min(sequence.steps.len() - 1);
+                let remaining_steps = [&sequence.steps[..chunk_start], &sequence.steps[chunk_end..]].concat();
                 match self.find_difference(&remaining_steps)? {
-                    Some(difference) => *shrunk = FailingSequence { steps: remaining_steps, difference },
+                    Some(difference) => *sequence = FailingSequence { steps: remaining_steps, difference },
                     None => chunk_start = chunk_end,
                 }
             }
@@ -81,32 +81,32 @@ impl SequenceShrinker {
     }
 
     /// Shortens the last packet, and zeroes all bytes that do not affect the difference.
-    fn simplify_packet(&self, shrunk: &mut FailingSequence) -> anyhow::Result<()> {
-        let replace_if_still_failing = |shrunk: &mut FailingSequence, frame: Vec<u8>| -> anyhow::Result<()> {
-            let mut steps = shrunk.steps.clone();
+    fn simplify_packet(&self, sequence: &mut FailingSequence) -> anyhow::Result<()> {
+        let replace_if_still_failing = |sequence: &mut FailingSequence, frame: Vec<u8>| -> anyhow::Result<()> {
+            let mut steps = sequence.steps.clone();
             *steps.last_mut().expect("a packet at the end") = EpochStep::Packet(frame);
             if let Some(difference) = self.find_difference(&steps)? {
-                *shrunk = FailingSequence { steps, difference };
+                *sequence = FailingSequence { steps, difference };
             }
             Ok(())
         };
-        let last_frame = |shrunk: &FailingSequence| match shrunk.steps.last() {
+        let last_frame = |sequence: &FailingSequence| match sequence.steps.last() {
             Some(EpochStep::Packet(frame)) => frame.clone(),
             _ => Vec::new(),
         };
-        for part in [256, 64, 16, 4, 1] {
-            let frame = last_frame(shrunk);
-            if frame.len() > MIN_FRAME_BYTES + part && self.has_time_left() {
-                replace_if_still_failing(shrunk, frame[..frame.len() - part].to_vec())?;
+        for cut_bytes in [256, 64, 16, 4, 1] {
+            let frame = last_frame(sequence);
+            if frame.len() > MIN_FRAME_BYTES + cut_bytes && self.has_time_left() {
+                replace_if_still_failing(sequence, frame[..frame.len() - cut_bytes].to_vec())?;
             }
         }
         let mut offset = 0;
-        while offset < last_frame(shrunk).len() && self.has_time_left() {
-            let mut frame = last_frame(shrunk);
+        while offset < last_frame(sequence).len() && self.has_time_left() {
+            let mut frame = last_frame(sequence);
             let end = (offset + 2).min(frame.len());
             if frame[offset..end].iter().any(|byte| *byte != 0) {
                 frame[offset..end].fill(0);
-                replace_if_still_failing(shrunk, frame)?;
+                replace_if_still_failing(sequence, frame)?;
             }
             offset = end;
         }
@@ -114,10 +114,10 @@ impl SequenceShrinker {
     }
 }
 
-/// Shrinks the steps of an epoch in which packet number `packets` shows a difference. Returns `None` if the difference
-/// cannot be reproduced.
-pub fn shrink_epoch(seed: u64, packets: u64) -> anyhow::Result<Option<FailingSequence>> {
-    let (setup, mut steps) = FuzzEpoch::record_steps(seed, packets)?;
+/// Shrinks the steps of an epoch in which packet number `failing_packet_number` shows a difference. Returns `None` if
+/// the difference cannot be reproduced.
+pub fn shrink_epoch(seed: u64, failing_packet_number: u64) -> anyhow::Result<Option<FailingSequence>> {
+    let (setup, mut steps) = FuzzEpoch::record_steps(seed, failing_packet_number)?;
     let shrinker = SequenceShrinker { setup, deadline: Instant::now() + SHRINK_TIMEOUT };
     if shrinker.find_difference(&steps)?.is_none() {
         return Ok(None);
@@ -128,14 +128,14 @@ pub fn shrink_epoch(seed: u64, packets: u64) -> anyhow::Result<Option<FailingSeq
     let mut sequence = FailingSequence { steps, difference };
     // Most differences need no earlier packet, so changes and the last packet are tried alone first.
     let last_index = sequence.steps.len() - 1;
-    let changes_and_last = sequence
+    let changes_and_last_step = sequence
         .steps
         .iter()
         .enumerate()
-        .filter(|(at, step)| *at == last_index || matches!(step, EpochStep::Change(_)));
-    let changes_and_last: Vec<EpochStep> = changes_and_last.map(|(_, step)| step.clone()).collect();
-    if let Some(difference) = shrinker.find_difference(&changes_and_last)? {
-        sequence = FailingSequence { steps: changes_and_last, difference };
+        .filter(|(step_index, step)| *step_index == last_index || matches!(step, EpochStep::Change(_)));
+    let changes_and_last_steps: Vec<EpochStep> = changes_and_last_step.map(|(_, step)| step.clone()).collect();
+    if let Some(difference) = shrinker.find_difference(&changes_and_last_steps)? {
+        sequence = FailingSequence { steps: changes_and_last_steps, difference };
     }
     shrinker.remove_needless_steps(&mut sequence)?;
     shrinker.simplify_packet(&mut sequence)?;

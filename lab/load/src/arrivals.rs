@@ -27,13 +27,13 @@ pub struct ArrivalSchedule {
 
 impl ArrivalSchedule {
     /// Creates a schedule with `rate` requests per second, which must be above 0. Schedules with the same `seed` differ
-    /// if they differ in `purpose`.
-    pub fn new(arrivals: ArrivalProcess, rate: f64, seed: u64, purpose: u64) -> Self {
+    /// if they differ in `rng_stream`.
+    pub fn new(arrivals: ArrivalProcess, rate: f64, seed: u64, rng_stream: u64) -> Self {
         let mut schedule = Self {
             arrival_process: arrivals,
             mean_gap_ns: 1e9 / rate,
             next_due_ns: 0.0,
-            rng: seeded_rng(seed, purpose),
+            rng: seeded_rng(seed, rng_stream),
         };
         schedule.advance();
         schedule
@@ -76,7 +76,7 @@ mod tests {
             let (count, mean_ns) = (200_000, 1e9 / rate);
             let gaps = gaps_ns(ArrivalProcess::Poisson, rate, seed, count);
             let mean = gaps.iter().sum::<f64>() / count as f64;
-            let variance = gaps.iter().map(|gap| (gap - mean).powi(2)).sum::<f64>() / count as f64;
+            let variance = gaps.iter().map(|gap_ns| (gap_ns - mean).powi(2)).sum::<f64>() / count as f64;
             // The tolerances are four standard errors. 200,000 exponential gaps have standard errors of 0.22 % (mean)
             // and 0.63 % (variance).
             assert!((mean / mean_ns - 1.0).abs() < 0.009, "mean {mean} of {mean_ns}");
@@ -90,11 +90,11 @@ mod tests {
         // other.
         let mut counts_by_window = vec![0.0; 2_000];
         let mut now_ns = 0.0;
-        for gap in gaps_ns(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
-            now_ns += gap;
-            let window = (now_ns / 10e6) as usize;
-            if window < counts_by_window.len() {
-                counts_by_window[window] += 1.0;
+        for gap_ns in gaps_ns(ArrivalProcess::Poisson, 1_000.0, 4, 20_000) {
+            now_ns += gap_ns;
+            let window_index = (now_ns / 10e6) as usize;
+            if window_index < counts_by_window.len() {
+                counts_by_window[window_index] += 1.0;
             }
         }
         let complete_window_counts = &counts_by_window[..1_900];

@@ -120,9 +120,9 @@ pub enum TransportName {
     Http,
 }
 
-fn parse_number(text: &str, holds: fn(f64) -> bool, expected: &str) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && holds(*number));
-    number.ok_or_else(|| format!("expected a number {expected}"))
+fn parse_number(text: &str, is_in_range: fn(f64) -> bool, expected_range: &str) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number: &f64| number.is_finite() && is_in_range(*number));
+    number.ok_or_else(|| format!("expected a number {expected_range}"))
 }
 
 fn parse_positive(text: &str) -> Result<f64, String> {
@@ -141,11 +141,11 @@ fn parse_path(text: &str) -> Result<String, String> {
 /// Sends requests to a service and returns the report. Fails when an option is invalid, a source address or port cannot
 /// be bound, or the target is unreachable.
 pub fn run(args: &LoadArgs) -> anyhow::Result<String> {
-    let report = measure(args)?;
+    let report = run_measurement(args)?;
     Ok(report.render(args.format))
 }
 
-fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
+fn run_measurement(args: &LoadArgs) -> anyhow::Result<Report> {
     let main_workload = build_workload(args, RNG_STREAM_REQUESTS)?;
     let request_types = main_workload.request_types().to_vec();
     let schedule = ArrivalSchedule::new(args.arrivals, args.rate, args.seed, RNG_STREAM_ARRIVALS);
@@ -177,7 +177,7 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
             }
             progress_bar.set_position(since_ns / 1_000_000);
             let sum_of_classes =
-                |of: fn(&crate::results::ClassResults) -> u64| results.classes.iter().map(of).sum::<u64>();
+                |to_count: fn(&crate::results::ClassResults) -> u64| results.classes.iter().map(to_count).sum::<u64>();
             progress_bar.set_message(format!(
                 "{} answered, {} lost",
                 sum_of_classes(|class| class.completed_count),
@@ -185,7 +185,7 @@ fn measure(args: &LoadArgs) -> anyhow::Result<Report> {
             ));
             histogram_log.write_if_interval_ended(since_ns, results)
         })?;
-    histogram_log.write_last_interval(results.end_ns, &mut results)?;
+    histogram_log.write_last_interval(results.last_outcome_ns, &mut results)?;
     log_output.flush()?;
     progress_bar.finish_and_clear();
     ensure!(!results.measured_window_ns.is_empty(), "interrupted before anything was measured");
@@ -196,15 +196,15 @@ fn seconds_to_ns(seconds: f64) -> u64 {
     Duration::from_secs_f64(seconds).as_nanos() as u64
 }
 
-fn build_workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
+fn build_workload(args: &LoadArgs, rng_stream: u64) -> anyhow::Result<Workload> {
     if let Some(service) = &args.service {
-        return Ok(Workload::from_service_times(service, args.multiplier.unwrap_or(1.0), args.seed, purpose));
+        return Ok(Workload::from_service_times(service, args.multiplier.unwrap_or(1.0), args.seed, rng_stream));
     }
     // Requests over TCP carry only service times, so they need some even without --multiplier.
     let multiplier = args.multiplier.or((args.transport == TransportName::Tcp).then_some(1.0));
     let service_times =
         multiplier.map_or_else(|| Ok(ServiceTimesByType::default()), ServiceTimesByType::multiples_of_turbo)?;
-    let workload = Workload::from_mix(&args.mix, &service_times, args.seed, purpose);
+    let workload = Workload::from_mix(&args.mix, &service_times, args.seed, rng_stream);
     let type_without_time =
         workload.request_types().iter().find(|class| !service_times.is_empty() && service_times.get(**class).is_none());
     ensure!(
@@ -216,11 +216,11 @@ fn build_workload(args: &LoadArgs, purpose: u64) -> anyhow::Result<Workload> {
 }
 
 fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
-    if let Some(first) = args.first_port {
-        let last_port = u32::from(first) + u32::from(args.flows) - 1;
+    if let Some(first_port) = args.first_port {
+        let last_port = u32::from(first_port) + u32::from(args.flows) - 1;
         ensure!(
-            first > 0 && last_port <= 65_535,
-            "ports {first} to {last_port} of {} flows: expected 1 to 65535",
+            first_port > 0 && last_port <= 65_535,
+            "ports {first_port} to {last_port} of {} flows: expected 1 to 65535",
             args.flows
         );
     }
@@ -230,7 +230,7 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     }
     let flow_sources =
         FlowSources { addresses: args.sources.clone(), flow_count: args.flows, first_port: args.first_port };
-    let key_settings = KeyValueSettings { count: args.keys, value_bytes: args.value_bytes };
+    let key_settings = KeyValueSettings { key_count: args.keys, value_bytes: args.value_bytes };
     Ok(match args.transport {
         TransportName::Udp => Box::new(UdpTransport::open(
             args.target,
@@ -260,8 +260,8 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
                 has_default_requests,
                 "--transport http asks for --path only: expected no --mix, --service or --multiplier"
             );
-            let http = HttpGetClient::new(&args.path, &args.target.to_string());
-            Box::new(ConnectionPool::open(http, args.target, flow_sources, args.seed)?)
+            let http_client = HttpGetClient::new(&args.path, &args.target.to_string());
+            Box::new(ConnectionPool::open(http_client, args.target, flow_sources, args.seed)?)
         }
     })
 }

@@ -52,7 +52,7 @@ impl FromStr for DnsQuery {
             _ => return Err(query_error()),
         };
         let (_, query_type_code) =
-            QUERY_TYPE_CODES.into_iter().find(|(known, _)| *known == query_type).ok_or_else(query_error)?;
+            QUERY_TYPE_CODES.into_iter().find(|(type_name, _)| *type_name == query_type).ok_or_else(query_error)?;
         let mut wire_name = Vec::new();
         for label in name.trim_end_matches('.').split('.') {
             if label.is_empty() || label.len() > MAX_LABEL_BYTES || !label.is_ascii() {
@@ -77,7 +77,7 @@ impl fmt::Display for DnsQuery {
 
 impl DnsQuery {
     /// Replaces the contents of `datagram` by this query, with `id` as the message id.
-    pub fn write(&self, id: u16, datagram: &mut Vec<u8>) {
+    pub fn write_datagram(&self, id: u16, datagram: &mut Vec<u8>) {
         datagram.clear();
         datagram.extend(id.to_be_bytes());
         // The flags request no recursion, and the counts announce one question and one additional record (for EDNS).
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn dns_query_has_the_wire_format_of_rfc_1035_and_rfc_6891() {
         let mut datagram = vec![9];
-        "www.example./A/dnssec".parse::<DnsQuery>().unwrap().write(0x1234, &mut datagram);
+        "www.example./A/dnssec".parse::<DnsQuery>().unwrap().write_datagram(0x1234, &mut datagram);
         let expected_parts = [
             &[0x12, 0x34, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1][..],
             b"\x03www\x07example\x00\x00\x01\x00\x01",

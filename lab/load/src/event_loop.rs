@@ -69,8 +69,11 @@ impl Epoll {
     /// [`now_ns`], if given. A signal also ends the wait early.
     pub fn wait(&mut self, until_ns: Option<u64>) -> io::Result<impl Iterator<Item = ReadyEvent> + use<'_>> {
         let relative_timeout = until_ns.map(|until_ns| {
-            let remaining = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
-            libc::timespec { tv_sec: remaining.as_secs() as i64, tv_nsec: i64::from(remaining.subsec_nanos()) }
+            let remaining_time = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
+            libc::timespec {
+                tv_sec: remaining_time.as_secs() as i64,
+                tv_nsec: i64::from(remaining_time.subsec_nanos()),
+            }
         });
         let timeout_pointer = relative_timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         let (set_descriptor, capacity) = (self.epoll_fd.as_raw_fd(), self.ready_events.len() as i32);
@@ -87,7 +90,7 @@ impl Epoll {
         });
         let ready_count = match ready_count {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => 0,
-            other => other?,
+            result => result?,
         };
         Ok(self.ready_events[..ready_count as usize]
             .iter()

@@ -52,12 +52,12 @@ struct Generator<'a> {
 
 /// Sends the requests of all streams over `transport`, and returns when the last one is answered or lost. `progress`
 /// receives the time since the start (ns) and the results so far, and may end the run early by [`Results::stop`]. If
-/// `intervals` is true, latencies are also recorded by interval. Fails when the transport fails permanently.
+/// `records_intervals` is true, latencies are also recorded by interval. Fails when the transport fails permanently.
 pub fn run_open_loop(
     streams: Vec<RequestStream>,
     transport: &mut dyn Transport,
     durations: Durations,
-    intervals: bool,
+    records_intervals: bool,
     mut progress: impl FnMut(u64, &mut Results) -> anyhow::Result<()>,
 ) -> anyhow::Result<Results> {
     // The kernel's default timer slack would delay every request by 50 us (prctl(2), PR_SET_TIMERSLACK).
@@ -65,7 +65,7 @@ pub fn run_open_loop(
     let start_ns = now_ns() + DELAY_BEFORE_FIRST_REQUEST_NS;
     let class_count = streams.iter().map(|stream| stream.workload.request_types().len()).sum();
     let measured_window_ns = start_ns + durations.warm_up_ns..start_ns + durations.warm_up_ns + durations.measured_ns;
-    let results = Results::new(class_count, measured_window_ns, intervals)?;
+    let results = Results::new(class_count, measured_window_ns, records_intervals)?;
     let outstanding_requests = OutstandingRequests::default();
     let mut generator =
         Generator { streams, transport, durations, outstanding_requests, answer_buffer: Vec::new(), start_ns, results };
@@ -76,7 +76,7 @@ pub fn run_open_loop(
             progress(now_ns().saturating_sub(start_ns), &mut generator.results)?;
         }
     }
-    generator.results.end_ns = now_ns().saturating_sub(start_ns);
+    generator.results.last_outcome_ns = now_ns().saturating_sub(start_ns);
     generator.results.transport_errors = generator.transport.error_counts();
     Ok(generator.results)
 }
@@ -84,16 +84,17 @@ pub fn run_open_loop(
 impl Generator<'_> {
     /// Sends a batch of due requests, then receives responses. Returns `false` once every request is answered or lost.
     fn send_and_receive_once(&mut self) -> io::Result<bool> {
-        let end_ns = self.results.measured_window_ns.end;
-        let mut next_request = self.next_due_stream(end_ns);
+        let window_end_ns = self.results.measured_window_ns.end;
+        let mut next_request = self.next_due_stream(window_end_ns);
         for _ in 0..OVERDUE_BATCH_SIZE {
-            let Some((stream, due_ns)) = next_request.filter(|(_, due_ns)| *due_ns <= now_ns()) else { break };
-            self.send_request(stream, due_ns);
-            next_request = self.next_due_stream(end_ns);
+            let Some((stream_index, due_ns)) = next_request.filter(|(_, due_ns)| *due_ns <= now_ns()) else { break };
+            self.send_request(stream_index, due_ns);
+            next_request = self.next_due_stream(window_end_ns);
         }
         let results = &mut self.results;
-        self.outstanding_requests
-            .expire(now_ns().saturating_sub(self.durations.timeout_ns), |sent| results.record_lost(sent));
+        self.outstanding_requests.expire(now_ns().saturating_sub(self.durations.timeout_ns), |lost_request| {
+            results.record_lost(lost_request)
+        });
         let Some(until_ns) = next_request.map(|(_, due_ns)| due_ns).or_else(|| {
             let has_unanswered = self.outstanding_requests.unanswered_count() > 0;
             has_unanswered.then(|| now_ns() + EXPIRE_INTERVAL_NS)
@@ -109,13 +110,13 @@ impl Generator<'_> {
 
     /// Returns the index of the stream whose request is due first, and the due time. Returns `None` when all streams
     /// have ended.
-    fn next_due_stream(&self, end_ns: u64) -> Option<(usize, u64)> {
+    fn next_due_stream(&self, window_end_ns: u64) -> Option<(usize, u64)> {
         let due_times = self.streams.iter().map(|stream| self.start_ns + stream.schedule.next_due_ns());
-        due_times.enumerate().filter(|(_, due_ns)| *due_ns < end_ns).min_by_key(|(_, due_ns)| *due_ns)
+        due_times.enumerate().filter(|(_, due_ns)| *due_ns < window_end_ns).min_by_key(|(_, due_ns)| *due_ns)
     }
 
-    fn send_request(&mut self, stream: usize, due_ns: u64) {
-        let stream = &mut self.streams[stream];
+    fn send_request(&mut self, stream_index: usize, due_ns: u64) {
+        let stream = &mut self.streams[stream_index];
         stream.schedule.advance();
         let request = stream.workload.next_request();
         let sent_request = SentRequest { due_ns, class: stream.first_class_index + request.class_index };
@@ -125,9 +126,11 @@ impl Generator<'_> {
     }
 
     fn handle_answer(&mut self, answer: Answer) {
-        let (part_index, part_count) = answer.part;
+        let (part_index, part_count) = answer.part_index_and_count;
         match self.outstanding_requests.record_part(answer.id, part_index, part_count) {
-            AnswerOutcome::Complete(sent) => self.results.record_answer(sent, answer.arrived_ns, answer.worker),
+            AnswerOutcome::Complete(sent_request) => {
+                self.results.record_answer(sent_request, answer.arrived_ns, answer.worker)
+            }
             AnswerOutcome::Partial => {}
             AnswerOutcome::Duplicate => self.results.duplicate_responses += 1,
             AnswerOutcome::Late => self.results.late_responses += 1,

@@ -148,7 +148,9 @@ mod tests {
         let log_lines = read_log(&path);
         let line_summaries: Vec<_> = log_lines
             .iter()
-            .map(|(at, lasted, tag, of)| (at.as_millis(), lasted.as_millis(), &tag[..], of.len()))
+            .map(|(start, duration, tag, histogram)| {
+                (start.as_millis(), duration.as_millis(), &tag[..], histogram.len())
+            })
             .collect();
         assert_eq!(line_summaries, [(0, 1_100, "GET", 200), (0, 1_100, "SCAN46", 10), (1_100, 400, "SCAN46", 1_000)]);
         // The sum of all intervals must equal the results of the whole run.

@@ -44,13 +44,13 @@ struct RequestHeader {
 pub struct ResponseHeader {
     pub request_type: u8,
     /// Outcome of the request, as the number of a [`ResponseStatus`].
-    pub status: u8,
+    pub status_code: u8,
     /// Number of the worker that answered the request, from 0.
     pub worker_index: U16,
     /// Id of the request, by which the client finds it.
     pub id: U32,
     /// Index of this datagram among the response's datagrams, from 0.
-    pub part: u8,
+    pub part_index: u8,
     /// Number of datagrams in the response, at least 1.
     pub part_count: u8,
     pub pair_count: U16,
@@ -115,15 +115,15 @@ impl fmt::Debug for Request<'_> {
 
 impl<'a> Request<'a> {
     pub fn parse(datagram: &'a [u8]) -> Result<Self, RequestError> {
-        let too_short = |_| RequestError::TooShort(datagram.len());
-        let (header, rest) = RequestHeader::read_from_prefix(datagram).map_err(too_short)?;
+        let too_short_error = |_| RequestError::TooShort(datagram.len());
+        let (header, key_and_value) = RequestHeader::read_from_prefix(datagram).map_err(too_short_error)?;
         let request_type = RequestType::try_from(header.request_type)?;
         let (key_length, value_length) = (usize::from(header.key_length), usize::from(header.value_length.get()));
-        if rest.len() != key_length + value_length {
+        if key_and_value.len() != key_length + value_length {
             let expected = REQUEST_HEADER_BYTES + key_length + value_length;
             return Err(RequestError::WrongLength { given: datagram.len(), expected });
         }
-        let (key, value) = rest.split_at(key_length);
+        let (key, value) = key_and_value.split_at(key_length);
         if key.is_empty() && matches!(request_type, RequestType::GET | RequestType::PUT) {
             return Err(RequestError::MissingKey(request_type));
         }
@@ -135,7 +135,7 @@ impl<'a> Request<'a> {
 
     /// Replaces the contents of `buffer` by the request's datagram. Panics when the key is longer than
     /// [`MAX_KEY_BYTES`] or the value longer than 65,535 bytes.
-    pub fn write(&self, buffer: &mut Vec<u8>) {
+    pub fn write_datagram(&self, buffer: &mut Vec<u8>) {
         let header = RequestHeader {
             request_type: self.request_type.as_byte(),
             key_length: self.key.len().try_into().expect("a key of at most 255 bytes"),
@@ -159,19 +159,19 @@ pub fn key_name(number: u32) -> String {
 #[derive(Debug, Default)]
 pub struct ResponseWriter {
     datagrams: Vec<Vec<u8>>,
-    used_datagrams: usize,
+    used_datagram_count: usize,
 }
 
 impl ResponseWriter {
     /// Begins a response that has one datagram without pairs, and discards the previous response.
     pub fn begin(&mut self, request: &Request<'_>, status: ResponseStatus, worker: u16) {
-        self.used_datagrams = 0;
+        self.used_datagram_count = 0;
         self.add_datagram(ResponseHeader {
             request_type: request.request_type.as_byte(),
-            status: status as u8,
+            status_code: status as u8,
             worker_index: worker.into(),
             id: request.id.into(),
-            part: 0,
+            part_index: 0,
             part_count: 1,
             pair_count: 0.into(),
         });
@@ -179,7 +179,7 @@ impl ResponseWriter {
 
     /// Adds a key-value pair, in a further datagram if necessary. Returns `false` if no datagram can hold the pair, or
     /// if the response already has 255 datagrams and no room.
-    pub fn push(&mut self, key: &[u8], value: &[u8]) -> bool {
+    pub fn push_pair(&mut self, key: &[u8], value: &[u8]) -> bool {
         let pair_bytes = size_of::<PairHeader>() + key.len() + value.len();
         let (Ok(key_length), Ok(value_length)) = (u8::try_from(key.len()), u16::try_from(value.len())) else {
             return false;
@@ -187,14 +187,14 @@ impl ResponseWriter {
         if size_of::<ResponseHeader>() + pair_bytes > MAX_DATAGRAM_BYTES {
             return false;
         }
-        if self.datagrams[self.used_datagrams - 1].len() + pair_bytes > MAX_DATAGRAM_BYTES {
-            let Ok(part) = u8::try_from(self.used_datagrams) else { return false };
-            let header = *self.header_of_datagram(self.used_datagrams - 1);
-            self.add_datagram(ResponseHeader { part, pair_count: 0.into(), ..header });
+        if self.datagrams[self.used_datagram_count - 1].len() + pair_bytes > MAX_DATAGRAM_BYTES {
+            let Ok(part) = u8::try_from(self.used_datagram_count) else { return false };
+            let header = *self.header_of_datagram(self.used_datagram_count - 1);
+            self.add_datagram(ResponseHeader { part_index: part, pair_count: 0.into(), ..header });
         }
-        self.header_of_datagram(self.used_datagrams - 1).pair_count += 1;
+        self.header_of_datagram(self.used_datagram_count - 1).pair_count += 1;
         let pair_header = PairHeader { key_length, reserved: 0, value_length: value_length.into() };
-        let datagram = &mut self.datagrams[self.used_datagrams - 1];
+        let datagram = &mut self.datagrams[self.used_datagram_count - 1];
         datagram.extend_from_slice(pair_header.as_bytes());
         datagram.extend_from_slice(key);
         datagram.extend_from_slice(value);
@@ -203,9 +203,9 @@ impl ResponseWriter {
 
     /// Completes the headers, and returns the response's datagrams in order.
     pub fn finish_response(&mut self) -> impl Iterator<Item = &[u8]> {
-        let part_count = self.used_datagrams as u8;
-        (0..self.used_datagrams).for_each(|index| self.header_of_datagram(index).part_count = part_count);
-        self.datagrams[..self.used_datagrams].iter().map(Vec::as_slice)
+        let part_count = self.used_datagram_count as u8;
+        (0..self.used_datagram_count).for_each(|index| self.header_of_datagram(index).part_count = part_count);
+        self.datagrams[..self.used_datagram_count].iter().map(Vec::as_slice)
     }
 
     fn header_of_datagram(&mut self, index: usize) -> &mut ResponseHeader {
@@ -213,13 +213,13 @@ impl ResponseWriter {
     }
 
     fn add_datagram(&mut self, header: ResponseHeader) {
-        if self.used_datagrams == self.datagrams.len() {
+        if self.used_datagram_count == self.datagrams.len() {
             self.datagrams.push(Vec::with_capacity(MAX_DATAGRAM_BYTES));
         }
-        let datagram = &mut self.datagrams[self.used_datagrams];
+        let datagram = &mut self.datagrams[self.used_datagram_count];
         datagram.clear();
         datagram.extend_from_slice(header.as_bytes());
-        self.used_datagrams += 1;
+        self.used_datagram_count += 1;
     }
 }
 
@@ -227,16 +227,16 @@ pub type KeyValuePair<'a> = (&'a [u8], &'a [u8]);
 
 /// Returns the header and key-value pairs of a response datagram, or `None` for other datagrams.
 pub fn parse_response(datagram: &[u8]) -> Option<(ResponseHeader, Vec<KeyValuePair<'_>>)> {
-    let (header, mut rest) = ResponseHeader::read_from_prefix(datagram).ok()?;
+    let (header, mut unparsed_bytes) = ResponseHeader::read_from_prefix(datagram).ok()?;
     let mut pairs = Vec::with_capacity(header.pair_count.get().into());
     for _ in 0..header.pair_count.get() {
-        let (pair, after) = PairHeader::read_from_prefix(rest).ok()?;
-        let (key, after) = after.split_at_checked(pair.key_length.into())?;
-        let (value, after) = after.split_at_checked(pair.value_length.get().into())?;
+        let (pair_header, remaining_bytes) = PairHeader::read_from_prefix(unparsed_bytes).ok()?;
+        let (key, remaining_bytes) = remaining_bytes.split_at_checked(pair_header.key_length.into())?;
+        let (value, remaining_bytes) = remaining_bytes.split_at_checked(pair_header.value_length.get().into())?;
         pairs.push((key, value));
-        rest = after;
+        unparsed_bytes = remaining_bytes;
     }
-    (header.part < header.part_count && rest.is_empty()).then_some((header, pairs))
+    (header.part_index < header.part_count && unparsed_bytes.is_empty()).then_some((header, pairs))
 }
 
 #[cfg(test)]
@@ -255,12 +255,12 @@ mod tests {
             key: b"key",
             value: b"value",
         };
-        request.write(&mut datagram);
+        request.write_datagram(&mut datagram);
         assert_eq!(datagram, b"\x02\x03\x05\x00\x04\x03\x02\x01\xe8\x03\x00\x00keyvalue");
         assert_eq!(Request::parse(&datagram), Ok(request));
         let mut response = ResponseWriter::default();
         response.begin(&request, ResponseStatus::StoreFull, 0x0506);
-        assert!(response.push(b"k", b"vw"));
+        assert!(response.push_pair(b"k", b"vw"));
         let datagrams: Vec<&[u8]> = response.finish_response().collect();
         assert_eq!(datagrams, [b"\x02\x02\x06\x05\x04\x03\x02\x01\x00\x01\x01\x00\x01\x00\x02\x00kvw"]);
     }
@@ -275,9 +275,9 @@ mod tests {
         let mut datagram = Vec::new();
         let value = [0; MAX_VALUE_BYTES + 1];
         let put_request = |value| Request { request_type: RequestType::PUT, id: 1, service_ns: 0, key: b"k", value };
-        put_request(&value[1..]).write(&mut datagram);
+        put_request(&value[1..]).write_datagram(&mut datagram);
         assert!(Request::parse(&datagram).is_ok());
-        put_request(&value).write(&mut datagram);
+        put_request(&value).write_datagram(&mut datagram);
         assert!(
             parse_error(&datagram).contains("a value of 1202 bytes: expected at most 1201"),
             "{}",
@@ -302,13 +302,13 @@ mod tests {
             // The second response reuses the buffers of the first one.
             for _ in 0..2 {
                 response.begin(&request, ResponseStatus::Done, 3);
-                prop_assert!(pairs.iter().all(|(key, value)| response.push(key, value)));
+                prop_assert!(pairs.iter().all(|(key, value)| response.push_pair(key, value)));
                 let datagrams: Vec<&[u8]> = response.finish_response().collect();
                 let mut read_pairs = Vec::new();
                 for (index, datagram) in datagrams.iter().enumerate() {
                     prop_assert!(datagram.len() <= MAX_DATAGRAM_BYTES);
                     let (header, datagram_pairs) = parse_response(datagram).unwrap();
-                    prop_assert_eq!((header.part, header.part_count), (index as u8, datagrams.len() as u8));
+                    prop_assert_eq!((header.part_index, header.part_count), (index as u8, datagrams.len() as u8));
                     read_pairs.extend(datagram_pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
                 }
                 prop_assert_eq!(&read_pairs, &pairs);

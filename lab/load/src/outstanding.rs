@@ -14,7 +14,7 @@ pub struct SentRequest {
 struct OutstandingEntry {
     request: SentRequest,
     /// Bitmap of the response's parts that have been received.
-    received_parts: u128,
+    received_part_bits: u128,
     is_answered: bool,
 }
 
@@ -46,35 +46,36 @@ const MAX_PARTS: u8 = 128;
 
 impl OutstandingRequests {
     /// Adds a request, and returns the id under which it must be sent.
-    pub fn add_request(&mut self, sent: SentRequest) -> u32 {
+    pub fn add_request(&mut self, sent_request: SentRequest) -> u32 {
         let id = self.first_entry_id.wrapping_add(self.entries.len() as u32);
-        self.entries.push_back(OutstandingEntry { request: sent, received_parts: 0, is_answered: false });
+        self.entries.push_back(OutstandingEntry { request: sent_request, received_part_bits: 0, is_answered: false });
         self.sent_count += 1;
         self.unanswered_count += 1;
         id
     }
 
-    /// Records that part `part` (from 0) of the response to request `id` has arrived. The response has `parts` parts.
-    pub fn record_part(&mut self, id: u32, part: u8, parts: u8) -> AnswerOutcome {
+    /// Records that part `part_index` (from 0) of the response to request `id` has arrived. The response has
+    /// `part_count` parts.
+    pub fn record_part(&mut self, id: u32, part_index: u8, part_count: u8) -> AnswerOutcome {
         let index = id.wrapping_sub(self.first_entry_id) as usize;
         let Some(entry) = self.entries.get_mut(index) else {
-            let ids_before_first = u64::from(self.first_entry_id.wrapping_sub(id));
+            let distance_before_first_id = u64::from(self.first_entry_id.wrapping_sub(id));
             let removed_count = self.sent_count - self.entries.len() as u64;
-            return if ids_before_first > 0 && ids_before_first <= removed_count {
+            return if distance_before_first_id > 0 && distance_before_first_id <= removed_count {
                 AnswerOutcome::Late
             } else {
                 AnswerOutcome::Unknown
             };
         };
-        if part >= parts || parts > MAX_PARTS {
+        if part_index >= part_count || part_count > MAX_PARTS {
             return AnswerOutcome::Unknown;
         }
-        let part_bit = 1 << part;
-        if entry.is_answered || entry.received_parts & part_bit != 0 {
+        let part_bit = 1 << part_index;
+        if entry.is_answered || entry.received_part_bits & part_bit != 0 {
             return AnswerOutcome::Duplicate;
         }
-        entry.received_parts |= part_bit;
-        if entry.received_parts.count_ones() < parts.into() {
+        entry.received_part_bits |= part_bit;
+        if entry.received_part_bits.count_ones() < part_count.into() {
             return AnswerOutcome::Partial;
         }
         entry.is_answered = true;
@@ -112,7 +113,7 @@ mod tests {
     #[test]
     fn complete_partial_duplicate_late_and_unknown_answers_are_distinguished() {
         let mut outstanding = OutstandingRequests::default();
-        let request_ids: Vec<u32> = (0..4).map(|due| outstanding.add_request(sent_request(due))).collect();
+        let request_ids: Vec<u32> = (0..4).map(|due_ns| outstanding.add_request(sent_request(due_ns))).collect();
         assert_eq!(outstanding.record_part(request_ids[1], 0, 1), AnswerOutcome::Complete(sent_request(1)));
         assert_eq!(outstanding.record_part(request_ids[1], 0, 1), AnswerOutcome::Duplicate);
         assert_eq!(outstanding.record_part(request_ids[2], 1, 2), AnswerOutcome::Partial);
@@ -121,12 +122,12 @@ mod tests {
         assert_eq!(outstanding.record_part(4, 0, 1), AnswerOutcome::Unknown);
         assert_eq!(outstanding.record_part(u32::MAX, 0, 1), AnswerOutcome::Unknown);
         let mut lost_due_times = Vec::new();
-        outstanding.expire(2, |sent| lost_due_times.push(sent.due_ns));
+        outstanding.expire(2, |lost_request| lost_due_times.push(lost_request.due_ns));
         assert_eq!((lost_due_times, outstanding.unanswered_count()), (vec![0], 2));
         assert_eq!(outstanding.record_part(request_ids[0], 0, 1), AnswerOutcome::Late);
         assert_eq!(outstanding.record_part(request_ids[2], 0, 2), AnswerOutcome::Complete(sent_request(2)));
         let mut lost_due_times = Vec::new();
-        outstanding.expire(u64::MAX, |sent| lost_due_times.push(sent.due_ns));
+        outstanding.expire(u64::MAX, |lost_request| lost_due_times.push(lost_request.due_ns));
         assert_eq!((lost_due_times, outstanding.unanswered_count()), (vec![3], 0));
         assert_eq!(outstanding.record_part(request_ids[3], 0, 1), AnswerOutcome::Late);
     }
@@ -134,7 +135,7 @@ mod tests {
     #[test]
     fn answers_are_matched_after_request_ids_wrapped_around() {
         let mut outstanding = OutstandingRequests { first_entry_id: u32::MAX - 1, ..OutstandingRequests::default() };
-        let request_ids: Vec<u32> = (0..4).map(|due| outstanding.add_request(sent_request(due))).collect();
+        let request_ids: Vec<u32> = (0..4).map(|due_ns| outstanding.add_request(sent_request(due_ns))).collect();
         assert_eq!(request_ids, [u32::MAX - 1, u32::MAX, 0, 1]);
         assert_eq!(outstanding.record_part(0, 0, 1), AnswerOutcome::Complete(sent_request(2)));
         outstanding.expire(u64::MAX, |_| {});

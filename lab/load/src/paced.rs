@@ -24,7 +24,7 @@ pub struct PacedRequest {
 #[repr(C)]
 pub struct PacedResponse {
     pub id: U32,
-    pub server: u8,
+    pub server_number: u8,
     /// Number of the core on which the worker runs.
     pub core_number: u8,
     /// Reserved bytes, which are zero.

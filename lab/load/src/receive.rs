@@ -46,10 +46,10 @@ impl TimestampedReceiver {
     /// Receives a datagram, or the available part of a stream. Blocks if the socket is blocking. Fails like recvmsg(2),
     /// with WouldBlock when nothing is available, and ConnectionRefused when the target has no listener.
     pub fn receive(&mut self, socket: &impl AsFd, buffer: &mut [u8]) -> io::Result<ReceivedBytes> {
-        let mut slices = [IoSliceMut::new(buffer)];
+        let mut io_slices = [IoSliceMut::new(buffer)];
         let descriptor = socket.as_fd().as_raw_fd();
         let message =
-            recvmsg::<SockaddrStorage>(descriptor, &mut slices, Some(&mut self.control_buffer), MsgFlags::empty())?;
+            recvmsg::<SockaddrStorage>(descriptor, &mut io_slices, Some(&mut self.control_buffer), MsgFlags::empty())?;
         let mut arrival_time = None;
         for control in message.cmsgs()? {
             if let ControlMessageOwned::ScmTimestampns(kernel_time) = control {
@@ -103,12 +103,12 @@ mod tests {
         let after_ns = now_ns();
         std::thread::sleep(Duration::from_millis(300));
         let mut buffer = [0; 3];
-        let received = TimestampedReceiver::default().receive(receiver, &mut buffer).unwrap();
-        assert_eq!((received.length, received.is_truncated), (3, true));
-        assert_eq!(received.sender, Some(sender.local_addr().unwrap()));
+        let received_bytes = TimestampedReceiver::default().receive(receiver, &mut buffer).unwrap();
+        assert_eq!((received_bytes.length, received_bytes.is_truncated), (3, true));
+        assert_eq!(received_bytes.sender, Some(sender.local_addr().unwrap()));
         // The tolerance allows the machine to pause between the reads of the two clocks.
         let tolerance_ns = 100_000_000;
-        println!("{before_ns}, {after_ns}: {received:?}");
-        (before_ns - tolerance_ns..after_ns + tolerance_ns).contains(&received.arrived_ns)
+        println!("{before_ns}, {after_ns}: {received_bytes:?}");
+        (before_ns - tolerance_ns..after_ns + tolerance_ns).contains(&received_bytes.arrived_ns)
     }
 }

@@ -94,25 +94,27 @@ impl Report {
     /// Creates a report from `results`. Its classes are the types in `load`, followed by `measure` if the run has a
     /// measuring stream.
     pub fn new(results: &Results, load: &[RequestType], measure: Option<RequestType>) -> Self {
-        let class_report = |(of_class, class): (&ClassResults, &RequestType)| ClassReport {
+        let class_report = |(class_results, class): (&ClassResults, &RequestType)| ClassReport {
             class: *class,
-            requests: of_class.request_count,
-            completed: of_class.completed_count,
-            lost: of_class.lost_count,
-            arrived: of_class.arrived_count,
-            latency_us: Latency::from(&of_class.latency_ns),
+            requests: class_results.request_count,
+            completed: class_results.completed_count,
+            lost: class_results.lost_count,
+            arrived: class_results.arrived_response_count,
+            latency_us: Latency::from(&class_results.latency_ns),
         };
         let (load_results, measured_results) = results.classes.split_at(load.len());
         let seconds = (results.measured_window_ns.end - results.measured_window_ns.start) as f64 / 1e9;
-        let sum_of_load = |of: fn(&ClassResults) -> u64| load_results.iter().map(of).sum::<u64>();
+        let sum_of_load = |to_count: fn(&ClassResults) -> u64| load_results.iter().map(to_count).sum::<u64>();
         let mut load_latency_ns = results.lateness_ns.clone();
         load_latency_ns.reset();
-        load_results.iter().for_each(|of_class| load_latency_ns.add(&of_class.latency_ns).expect("made alike"));
+        load_results
+            .iter()
+            .for_each(|class_results| load_latency_ns.add(&class_results.latency_ns).expect("made alike"));
         let worker_report =
-            |(worker, completed): (&Worker, &u64)| WorkerReport { worker: *worker, completed: *completed };
+            |(worker, completed_count): (&Worker, &u64)| WorkerReport { worker: *worker, completed: *completed_count };
         Self {
             offered_rps: sum_of_load(|class| class.request_count) as f64 / seconds,
-            completed_rps: sum_of_load(|class| class.arrived_count) as f64 / seconds,
+            completed_rps: sum_of_load(|class| class.arrived_response_count) as f64 / seconds,
             lost: sum_of_load(|class| class.lost_count),
             latency_us: Latency::from(&load_latency_ns),
             seconds,
@@ -148,21 +150,22 @@ impl Printable for Report {
     }
 
     fn remarks(&self) -> Vec<String> {
-        let (offered_rps, completed, lateness) = (self.offered_rps, self.completed_rps, self.lateness_us);
+        let (offered_rps, completed_rps, lateness_us) = (self.offered_rps, self.completed_rps, self.lateness_us);
         let mut remarks = vec![
             format!(
-                "{offered_rps:.0} requests a second were due, {completed:.0} were answered, for {} s.",
+                "{offered_rps:.0} requests a second were due, {completed_rps:.0} were answered, for {} s.",
                 self.seconds
             ),
             format!(
                 "Sent late by {} us (p99), {} us at worst.",
-                format_latency_us(lateness.p99),
-                format_latency_us(lateness.max)
+                format_latency_us(lateness_us.p99),
+                format_latency_us(lateness_us.max)
             ),
         ];
         if !self.workers.is_empty() {
-            let worker_text =
-                |of: &WorkerReport| format!("{}/{}: {}", of.worker.server, of.worker.worker, of.completed);
+            let worker_text = |worker_report: &WorkerReport| {
+                format!("{}/{}: {}", worker_report.worker.server, worker_report.worker.worker, worker_report.completed)
+            };
             let workers: Vec<String> = self.workers.iter().map(worker_text).collect();
             remarks.push(format!("Answered by server/worker: {}.", workers.join(", ")));
         }
@@ -177,16 +180,19 @@ impl Printable for Report {
             (self.errors.broken_connections, "broken connections"),
         ];
         remarks.extend(
-            irregular_counts.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}.")),
+            irregular_counts
+                .iter()
+                .filter(|(count, _)| *count > 0)
+                .map(|(count, description)| format!("{count} {description}.")),
         );
         remarks
     }
 }
 
 fn format_row(name: String, [requests, completed, lost]: [u64; 3], latency: Latency) -> Vec<String> {
-    let counts = [requests, completed, lost].map(|count| count.to_string());
-    let times = [latency.p50, latency.p90, latency.p99, latency.p999, latency.max].map(format_latency_us);
-    std::iter::once(name).chain(counts).chain(times).collect()
+    let count_cells = [requests, completed, lost].map(|count| count.to_string());
+    let latency_cells = [latency.p50, latency.p90, latency.p99, latency.p999, latency.max].map(format_latency_us);
+    std::iter::once(name).chain(count_cells).chain(latency_cells).collect()
 }
 
 fn format_latency_us(microseconds: Option<f64>) -> String {

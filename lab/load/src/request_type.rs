@@ -87,11 +87,13 @@ impl FromStr for RequestType {
     type Err = RequestTypeError;
 
     fn from_str(name: &str) -> Result<Self, RequestTypeError> {
-        let number_after = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
+        let parse_number_after = |prefix: &str| name.strip_prefix(prefix).and_then(|number| number.parse().ok());
         let request_type = match name {
             "GET" => Some(Self::GET),
             "PUT" => Some(Self::PUT),
-            _ => number_after("SCAN").and_then(Self::scan).or_else(|| number_after("WORK").and_then(Self::work)),
+            _ => parse_number_after("SCAN")
+                .and_then(Self::scan)
+                .or_else(|| parse_number_after("WORK").and_then(Self::work)),
         };
         request_type.ok_or_else(|| RequestTypeError::UnknownName(name.to_owned()))
     }
@@ -188,8 +190,10 @@ impl FromStr for ServiceTimesByType {
     /// Parses service times in microseconds by request type, as in `GET=200,SCAN46=2000`.
     fn from_str(text: &str) -> Result<Self, ServiceTimesError> {
         let mut service_times_ns = BTreeMap::new();
-        for pair in text.split(',') {
-            let (name, time) = pair.split_once('=').ok_or_else(|| ServiceTimesError::MissingTime(pair.to_owned()))?;
+        for type_and_time in text.split(',') {
+            let (name, time) = type_and_time
+                .split_once('=')
+                .ok_or_else(|| ServiceTimesError::MissingTime(type_and_time.to_owned()))?;
             let request_type: RequestType = name.parse()?;
             let invalid_time = || ServiceTimesError::InvalidTime { request_type, given: time.to_owned() };
             let microseconds: f64 = time.parse().map_err(|_| invalid_time())?;
@@ -219,8 +223,11 @@ mod tests {
         }
         assert_eq!(known_count, 2 + usize::from(WORK_CLASS_COUNT) + usize::from(MAX_SCAN_PAIRS));
         assert_eq!("SCAN46".parse::<RequestType>().unwrap().as_byte(), 174);
-        for wrong in ["SCAN0", "SCAN128", "WORK16", "get", "", "SCAN"] {
-            assert_eq!(wrong.parse::<RequestType>(), Err(RequestTypeError::UnknownName(wrong.to_owned())));
+        for invalid_name in ["SCAN0", "SCAN128", "WORK16", "get", "", "SCAN"] {
+            assert_eq!(
+                invalid_name.parse::<RequestType>(),
+                Err(RequestTypeError::UnknownName(invalid_name.to_owned()))
+            );
         }
     }
 

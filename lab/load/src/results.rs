@@ -20,7 +20,7 @@ pub struct ClassResults {
     /// Times from each request's due time to its response (ns).
     pub latency_ns: Histogram<u64>,
     /// Number of responses that arrived in the measured time, including those to requests that were due before it.
-    pub arrived_count: u64,
+    pub arrived_response_count: u64,
 }
 
 #[derive(Debug)]
@@ -40,7 +40,7 @@ pub struct Results {
     pub unknown_responses: u64,
     pub transport_errors: TransportErrorCounts,
     /// Time when the last request was answered or lost (ns since the start).
-    pub end_ns: u64,
+    pub last_outcome_ns: u64,
     /// Latencies of each class in the current interval, which is empty unless the run records intervals.
     interval_latencies_ns: Vec<Histogram<u64>>,
 }
@@ -52,24 +52,30 @@ fn new_time_histogram() -> anyhow::Result<Histogram<u64>> {
 }
 
 impl Results {
-    /// Creates empty results. If `intervals` is true, latencies are also recorded by interval. Fails when memory is
-    /// short.
-    pub fn new(classes: usize, measured_window_ns: Range<u64>, intervals: bool) -> anyhow::Result<Self> {
+    /// Creates empty results. If `records_intervals` is true, latencies are also recorded by interval. Fails when
+    /// memory is short.
+    pub fn new(class_count: usize, measured_window_ns: Range<u64>, records_intervals: bool) -> anyhow::Result<Self> {
         let empty_class = |_| {
             let latency_ns = new_time_histogram()?;
-            Ok(ClassResults { request_count: 0, completed_count: 0, lost_count: 0, latency_ns, arrived_count: 0 })
+            Ok(ClassResults {
+                request_count: 0,
+                completed_count: 0,
+                lost_count: 0,
+                latency_ns,
+                arrived_response_count: 0,
+            })
         };
         Ok(Self {
             measured_window_ns,
-            classes: (0..classes).map(empty_class).collect::<anyhow::Result<_>>()?,
+            classes: (0..class_count).map(empty_class).collect::<anyhow::Result<_>>()?,
             lateness_ns: new_time_histogram()?,
             answers_by_worker: BTreeMap::new(),
             duplicate_responses: 0,
             late_responses: 0,
             unknown_responses: 0,
             transport_errors: TransportErrorCounts::default(),
-            end_ns: 0,
-            interval_latencies_ns: (0..if intervals { classes } else { 0 })
+            last_outcome_ns: 0,
+            interval_latencies_ns: (0..if records_intervals { class_count } else { 0 })
                 .map(|_| new_time_histogram())
                 .collect::<anyhow::Result<_>>()?,
         })
@@ -85,22 +91,22 @@ impl Results {
         self.interval_latencies_ns.iter_mut()
     }
 
-    pub(crate) fn record_sent(&mut self, sent: SentRequest, now_ns: u64) {
-        if let Some(class) = self.class_if_measured(sent) {
+    pub(crate) fn record_sent(&mut self, sent_request: SentRequest, now_ns: u64) {
+        if let Some(class) = self.class_if_measured(sent_request) {
             class.request_count += 1;
-            self.lateness_ns.saturating_record(now_ns.saturating_sub(sent.due_ns));
+            self.lateness_ns.saturating_record(now_ns.saturating_sub(sent_request.due_ns));
         }
     }
 
-    pub(crate) fn record_answer(&mut self, sent: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
+    pub(crate) fn record_answer(&mut self, sent_request: SentRequest, arrived_ns: u64, worker: Option<Worker>) {
         if self.measured_window_ns.contains(&arrived_ns) {
-            self.classes[usize::from(sent.class)].arrived_count += 1;
+            self.classes[usize::from(sent_request.class)].arrived_response_count += 1;
         }
-        let latency_ns = arrived_ns.saturating_sub(sent.due_ns);
-        if let Some(class) = self.class_if_measured(sent) {
+        let latency_ns = arrived_ns.saturating_sub(sent_request.due_ns);
+        if let Some(class) = self.class_if_measured(sent_request) {
             class.completed_count += 1;
             class.latency_ns.saturating_record(latency_ns);
-            if let Some(interval_latency_ns) = self.interval_latencies_ns.get_mut(usize::from(sent.class)) {
+            if let Some(interval_latency_ns) = self.interval_latencies_ns.get_mut(usize::from(sent_request.class)) {
                 interval_latency_ns.saturating_record(latency_ns);
             }
             if let Some(worker) = worker {
@@ -109,13 +115,15 @@ impl Results {
         }
     }
 
-    pub(crate) fn record_lost(&mut self, sent: SentRequest) {
-        if let Some(class) = self.class_if_measured(sent) {
+    pub(crate) fn record_lost(&mut self, sent_request: SentRequest) {
+        if let Some(class) = self.class_if_measured(sent_request) {
             class.lost_count += 1;
         }
     }
 
-    fn class_if_measured(&mut self, sent: SentRequest) -> Option<&mut ClassResults> {
-        self.measured_window_ns.contains(&sent.due_ns).then(|| &mut self.classes[usize::from(sent.class)])
+    fn class_if_measured(&mut self, sent_request: SentRequest) -> Option<&mut ClassResults> {
+        self.measured_window_ns
+            .contains(&sent_request.due_ns)
+            .then(|| &mut self.classes[usize::from(sent_request.class)])
     }
 }

@@ -58,14 +58,14 @@ const MAX_CLASSES: usize = 16;
 impl FromStr for RequestMix {
     type Err = MixError;
 
-    fn from_str(given: &str) -> Result<Self, MixError> {
-        let preset = MIX_PRESETS.iter().find(|(name, _)| *name == given);
-        let mix_text = preset.map_or(given, |(_, text)| text);
+    fn from_str(input: &str) -> Result<Self, MixError> {
+        let preset = MIX_PRESETS.iter().find(|(name, _)| *name == input);
+        let mix_text = preset.map_or(input, |(_, text)| text);
         let mut type_shares = Vec::new();
-        for pair in mix_text.split(',') {
-            let (name, share) = pair.split_once('=').ok_or_else(|| MixError::UnknownMix(given.to_owned()))?;
+        for type_and_share in mix_text.split(',') {
+            let (name, share) = type_and_share.split_once('=').ok_or_else(|| MixError::UnknownMix(input.to_owned()))?;
             let request_type: RequestType = name.parse()?;
-            if type_shares.iter().any(|(present, _)| *present == request_type) {
+            if type_shares.iter().any(|(listed_type, _)| *listed_type == request_type) {
                 return Err(MixError::DuplicateType(request_type));
             }
             let share_number = share.parse().ok().filter(|share| *share > 0.0 && *share <= 1.0);
@@ -126,18 +126,18 @@ const RINGLEADER_DISTRIBUTIONS: [(&str, &str, f64); 2] =
 impl FromStr for ServiceDistribution {
     type Err = ServiceTimeError;
 
-    fn from_str(given: &str) -> Result<Self, ServiceTimeError> {
-        if let Some((_, text, unit_us)) = RINGLEADER_DISTRIBUTIONS.iter().find(|(name, ..)| *name == given) {
+    fn from_str(input: &str) -> Result<Self, ServiceTimeError> {
+        if let Some((_, text, unit_us)) = RINGLEADER_DISTRIBUTIONS.iter().find(|(name, ..)| *name == input) {
             return Ok(Self { unit_distribution: text.parse()?, unit_us: *unit_us });
         }
-        if let Some(mean) = given.strip_prefix("exp:") {
+        if let Some(mean) = input.strip_prefix("exp:") {
             let valid_mean = mean.parse().ok().filter(|mean| *mean > 0.0 && *mean <= 1e6);
             let expected_format = "exp:MICROSECONDS, above 0, at most 1000000";
             let unit_us = valid_mean
-                .ok_or_else(|| ServiceTimeError::Parameters { given: given.to_owned(), expected: expected_format })?;
+                .ok_or_else(|| ServiceTimeError::Parameters { given: input.to_owned(), expected: expected_format })?;
             return Ok(Self { unit_distribution: ServiceTimeDistribution::Exponential, unit_us });
         }
-        Ok(Self { unit_distribution: given.parse()?, unit_us: 1.0 })
+        Ok(Self { unit_distribution: input.parse()?, unit_us: 1.0 })
     }
 }
 
@@ -171,31 +171,31 @@ pub struct Workload {
 
 impl Workload {
     /// Creates a workload with the request types of `mix`. The server chooses the service times of types that are not
-    /// in `times`.
-    pub fn from_mix(mix: &RequestMix, times: &ServiceTimesByType, seed: u64, purpose: u64) -> Self {
+    /// in `service_times`.
+    pub fn from_mix(mix: &RequestMix, service_times: &ServiceTimesByType, seed: u64, rng_stream: u64) -> Self {
         let mut cumulative_share = 0.0;
         let mut mix_entry = |(request_type, share): &(RequestType, f64)| {
             cumulative_share += share;
-            (*request_type, cumulative_share, times.get_ns(*request_type).unwrap_or(0))
+            (*request_type, cumulative_share, service_times.get_ns(*request_type).unwrap_or(0))
         };
         let mut mix_entries: Vec<_> = mix.0.iter().map(&mut mix_entry).collect();
         // The shares may add up to a little less than 1, so the last type takes the rest.
         mix_entries.last_mut().expect("a mix has a type").1 = f64::INFINITY;
         let request_types = mix.0.iter().map(|(request_type, _)| *request_type).collect();
-        Self { sampler: RequestSampler::Mix(mix_entries), request_types, rng: seeded_rng(seed, purpose) }
+        Self { sampler: RequestSampler::Mix(mix_entries), request_types, rng: seeded_rng(seed, rng_stream) }
     }
 
     /// Creates a workload whose service times follow a distribution, multiplied by `multiplier`. Each class of the
     /// distribution is a type of [`RequestType::work`].
-    pub fn from_service_times(service: &ServiceDistribution, multiplier: f64, seed: u64, purpose: u64) -> Self {
-        let unit_ns = service.unit_us * 1e3 * multiplier;
-        let class_count = service.unit_distribution.class_times().len().min(WORK_CLASS_COUNT.into());
+    pub fn from_service_times(distribution: &ServiceDistribution, multiplier: f64, seed: u64, rng_stream: u64) -> Self {
+        let unit_ns = distribution.unit_us * 1e3 * multiplier;
+        let class_count = distribution.unit_distribution.class_times().len().min(WORK_CLASS_COUNT.into());
         let request_types =
             (0..class_count as u8).map(|class| RequestType::work(class).expect("below WORK_CLASS_COUNT")).collect();
         Self {
-            sampler: RequestSampler::ServiceTimeDistribution(service.unit_distribution.sampler(), unit_ns),
+            sampler: RequestSampler::ServiceTimeDistribution(distribution.unit_distribution.sampler(), unit_ns),
             request_types,
-            rng: seeded_rng(seed, purpose),
+            rng: seeded_rng(seed, rng_stream),
         }
     }
 
@@ -222,8 +222,10 @@ impl Workload {
         match &self.sampler {
             RequestSampler::Mix(entries) => {
                 let uniform_sample = uniform_unit(&mut self.rng);
-                let class_index =
-                    entries.iter().position(|(_, below, _)| uniform_sample < *below).expect("the last is infinite");
+                let class_index = entries
+                    .iter()
+                    .position(|(_, cumulative_share, _)| uniform_sample < *cumulative_share)
+                    .expect("the last is infinite");
                 let (request_type, _, service_ns) = entries[class_index];
                 RequestParameters { class_index: class_index as u8, request_type, service_ns }
             }
@@ -304,17 +306,18 @@ mod tests {
             let mix_pairs: Vec<String> = weights.iter().enumerate().map(mix_pair).collect();
             let mix: RequestMix = mix_pairs.join(",").parse().unwrap();
             let mut workload = Workload::from_mix(&mix, &ServiceTimesByType::default(), seed, 1);
-            let (count, mut drawn) = (20_000, vec![0u32; weights.len()]);
+            let (count, mut drawn_counts) = (20_000, vec![0u32; weights.len()]);
             for _ in 0..count {
-                let demand = workload.next_request();
-                drawn[usize::from(demand.class_index)] += 1;
-                prop_assert_eq!(demand.request_type, workload.request_types()[usize::from(demand.class_index)]);
+                let parameters = workload.next_request();
+                drawn_counts[usize::from(parameters.class_index)] += 1;
+                prop_assert_eq!(parameters.request_type, workload.request_types()[usize::from(parameters.class_index)]);
             }
-            for (weight, drawn) in weights.iter().zip(&drawn) {
-                let (expected, drawn) = (share_of(weight), f64::from(*drawn) / f64::from(count));
+            for (weight, drawn_count) in weights.iter().zip(&drawn_counts) {
+                let (expected_share, drawn_share) = (share_of(weight), f64::from(*drawn_count) / f64::from(count));
                 // The tolerance is six standard deviations, which is exceeded once in 5e8 draws.
-                let deviation = (expected * (1.0 - expected) / f64::from(count)).sqrt();
-                prop_assert!((drawn - expected).abs() <= 6.0 * deviation, "{drawn} of {expected}");
+                let deviation = (expected_share * (1.0 - expected_share) / f64::from(count)).sqrt();
+                prop_assert!((drawn_share - expected_share).abs() <= 6.0 * deviation, "{drawn_share} of \
+                    {expected_share}");
             }
         }
     }

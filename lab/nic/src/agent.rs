@@ -45,12 +45,12 @@ pub fn guest_files() -> [(&'static str, String); 5] {
     ]
 }
 
-/// Returns the RSS settings that an agent with `manage_rss` makes in a NIC with the settings `before`. A driver that
-/// does not show its key does not accept one either.
-pub fn expected_managed_rss(before: &RssConfig, accepts_key: bool, receive_queues: u16) -> Result<RssConfig> {
-    let key = if accepts_key { FLEET_RSS_KEY.parse()? } else { before.key.clone() };
+/// Returns the RSS settings that an agent with `manage_rss` makes in a NIC with the settings `rss_before`. A driver
+/// that does not show its key does not accept one either.
+pub fn expected_managed_rss(rss_before: &RssConfig, accepts_key: bool, receive_queues: u16) -> Result<RssConfig> {
+    let key = if accepts_key { FLEET_RSS_KEY.parse()? } else { rss_before.key.clone() };
     let table_seed = ServerId::try_from(SERVER_ID)?.get().into();
-    let entry_count = before.indirection_table.entry_count();
+    let entry_count = rss_before.indirection_table.entry_count();
     Ok(RssConfig { key, indirection_table: IndirectionTable::balanced(table_seed, entry_count, receive_queues)? })
 }
 
@@ -114,14 +114,14 @@ fn parse_rss(key: &str, table: &[u32]) -> Result<RssConfig> {
 pub struct ControllerAndAgent;
 
 impl ControllerAndAgent {
-    /// Starts the controller and the agent, and waits until the agent has reported the RSS settings `expected`. Fails
-    /// after a time limit, with the ends of both logs.
-    pub fn start(guest: &mut Guest, expected: &RssConfig) -> Result<Self> {
+    /// Starts the controller and the agent, and waits until the agent has reported the RSS settings `expected_rss`.
+    /// Fails after a time limit, with the ends of both logs.
+    pub fn start(guest: &mut Guest, expected_rss: &RssConfig) -> Result<Self> {
         guest.run_successfully("start controller coreward controller --config /etc/controller.toml")?;
         guest.run_successfully("start agent coreward agent --config /etc/agent.toml")?;
         let wait_result = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
             Ok(only_server_status(guest)?
-                .filter(|server| reported_rss(server).is_some_and(|rss| rss == *expected))
+                .filter(|server| reported_rss(server).is_some_and(|rss| rss == *expected_rss))
                 .map(drop))
         });
         wait_result.with_context(|| agent_and_controller_logs(guest))?;
@@ -136,12 +136,13 @@ impl ControllerAndAgent {
         Ok((counter("rss_matched")?, counter("rss_mismatched")?))
     }
 
-    /// Waits until the agent has counted `syns` more SYNs than in `before`. Returns how many of these arrived on the
-    /// predicted queue. Fails after a time limit.
-    pub fn count_new_matched_syns(&self, guest: &mut Guest, before: (u64, u64), syns: u64) -> Result<u64> {
+    /// Waits until the agent has counted `syn_count` more SYNs than in `counts_before`. Returns how many of these
+    /// arrived on the predicted queue. Fails after a time limit.
+    pub fn count_new_matched_syns(&self, guest: &mut Guest, counts_before: (u64, u64), syn_count: u64) -> Result<u64> {
         let new_matched_syns = poll_until_some(guest, CHANGE_DETECTION_TIMEOUT, |guest| {
             let counts = self.matched_and_mismatched_syns(guest)?;
-            Ok((counts.0 + counts.1 >= before.0 + before.1 + syns).then_some(counts.0 - before.0))
+            Ok((counts.0 + counts.1 >= counts_before.0 + counts_before.1 + syn_count)
+                .then_some(counts.0 - counts_before.0))
         });
         new_matched_syns.with_context(|| agent_and_controller_logs(guest))
     }
@@ -175,15 +176,15 @@ pub fn run_load_balancer_until_ready(guest: &mut Guest) -> Result<String> {
     let generation = poll_until_some(guest, DAEMON_START_TIMEOUT, |guest| {
         let status = fleet_status(guest)?;
         let table_generation =
-            status.as_ref().and_then(|all| all["load_balancers"][0]["state"]["table_generations"]["web"].as_u64());
+            status.as_ref().and_then(|fleet| fleet["load_balancers"][0]["state"]["table_generations"]["web"].as_u64());
         Ok(table_generation.filter(|generation| *generation > 0))
     });
     let generation = generation.with_context(|| {
         format!("load balancer: {}\ncontroller: {}", log_tail(guest, "lb"), log_tail(guest, "controller"))
     })?;
     for name in ["lb", "controller"] {
-        let (status, _) = guest.try_run(&format!("stop {name}"), CHANGE_DETECTION_TIMEOUT)?;
-        ensure!(status == 0, "{name} ended with status {status}: {}", log_tail(guest, name));
+        let (exit_status, _) = guest.try_run(&format!("stop {name}"), CHANGE_DETECTION_TIMEOUT)?;
+        ensure!(exit_status == 0, "{name} ended with status {exit_status}: {}", log_tail(guest, name));
     }
     guest.run_successfully("coreward lb --config /etc/lb.toml --detach && ip addr del 10.2.0.1/24 dev eth0")?;
     Ok(format!("generation {generation}"))
@@ -191,19 +192,19 @@ pub fn run_load_balancer_until_ready(guest: &mut Guest) -> Result<String> {
 
 /// Returns the only server's status, as `coreward status` reports it, or `None` if there is no server yet.
 fn only_server_status(guest: &mut Guest) -> Result<Option<Value>> {
-    Ok(fleet_status(guest)?.and_then(|answer| answer["servers"].get(0).cloned()))
+    Ok(fleet_status(guest)?.and_then(|fleet| fleet["servers"].get(0).cloned()))
 }
 
 /// Returns the output of `coreward status`, or `None` while the controller does not answer. Fails when it is not JSON.
 pub fn fleet_status(guest: &mut Guest) -> Result<Option<Value>> {
-    let (status, answer) = guest.try_run(
+    let (exit_status, status_json) = guest.try_run(
         "COREWARD_TOKEN_FILE=/run/operator.token coreward status --format json --rss-keys 2>/dev/null",
         CHANGE_DETECTION_TIMEOUT,
     )?;
-    if status != 0 {
+    if exit_status != 0 {
         return Ok(None);
     }
-    Ok(Some(serde_json::from_str(answer.trim()).with_context(|| answer.clone())?))
+    Ok(Some(serde_json::from_str(status_json.trim()).with_context(|| status_json.clone())?))
 }
 
 fn reported_rss(server: &Value) -> Option<RssConfig> {
@@ -212,18 +213,18 @@ fn reported_rss(server: &Value) -> Option<RssConfig> {
     parse_rss(server["rss"]["key"].as_str()?, &indirection_table?).ok()
 }
 
-/// Calls `ask` repeatedly until it returns a value. Fails after the time `limit`, or when `ask` fails.
+/// Calls `query` repeatedly until it returns a value. Fails after the time `timeout`, or when `query` fails.
 pub fn poll_until_some<T>(
     guest: &mut Guest,
-    limit: Duration,
-    mut ask: impl FnMut(&mut Guest) -> Result<Option<T>>,
+    timeout: Duration,
+    mut query: impl FnMut(&mut Guest) -> Result<Option<T>>,
 ) -> Result<T> {
-    let end = Instant::now() + limit;
+    let deadline = Instant::now() + timeout;
     loop {
-        if let Some(answer) = ask(guest)? {
-            return Ok(answer);
+        if let Some(query_result) = query(guest)? {
+            return Ok(query_result);
         }
-        ensure!(Instant::now() < end, "not within {} s", limit.as_secs());
+        ensure!(Instant::now() < deadline, "not within {} s", timeout.as_secs());
         std::thread::sleep(Duration::from_millis(100));
     }
 }

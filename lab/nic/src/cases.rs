@@ -152,21 +152,21 @@ impl GuestCase {
 
     /// Boots the guest and runs its checks. If `command` is given, prints that command's output instead. Fails when the
     /// guest does not boot.
-    pub fn boot_and_check(&self, parts: &TestFiles, command: Option<&str>, tally: &mut CheckTally) -> Result<()> {
+    pub fn boot_and_check(&self, test_files: &TestFiles, command: Option<&str>, tally: &mut CheckTally) -> Result<()> {
         let start = Instant::now();
-        let (mut guest, guest_link) = self.boot_guest(parts)?;
+        let (mut guest, guest_tap) = self.boot_guest(test_files)?;
         let kernel_release = guest.run_successfully("uname -r")?;
         println!("{}: {} booted in {:.1} s", self.name(), kernel_release.trim(), start.elapsed().as_secs_f64());
         if let Some(command) = command {
-            let (status, output) = guest.try_run(command, USER_COMMAND_TIMEOUT)?;
+            let (exit_status, output) = guest.try_run(command, USER_COMMAND_TIMEOUT)?;
             println!("{output}");
-            ensure!(status == 0, "`{command}` ended with status {status}");
+            ensure!(exit_status == 0, "`{command}` ended with status {exit_status}");
             return Ok(());
         }
         let nic_settings = match self.checks {
             CheckSelection::RssSettings(settings) => settings,
             CheckSelection::Forwarding => {
-                return forwarding::check_placement(&mut guest, &guest_link, &self.name(), tally);
+                return forwarding::check_placement(&mut guest, &guest_tap, &self.name(), tally);
             }
         };
         if !self.kernel_arguments.is_empty() {
@@ -184,11 +184,11 @@ impl GuestCase {
             );
         }
         for setting in nic_settings {
-            self.check_setting(setting, &mut guest, &guest_link, tally)?;
+            self.check_setting(setting, &mut guest, &guest_tap, tally)?;
             // The check needs the NIC in the driver's own state, with the indirection table that the agent will
             // restore.
             if setting.name == DRIVER_DEFAULT_NAME && self.nic != NicModel::Vmxnet3 {
-                let managed_result = self.check_managed_rss(&mut guest, &guest_link, tally);
+                let managed_result = self.check_managed_rss(&mut guest, &guest_tap, tally);
                 managed_result
                     .unwrap_or_else(|error| tally.record_result(&self.full_check_name("manage_rss"), Err(error)));
             }
@@ -210,15 +210,15 @@ impl GuestCase {
         format!("{}: {check}", self.name())
     }
 
-    fn boot_guest(&self, parts: &TestFiles) -> Result<(Guest, GuestTap)> {
+    fn boot_guest(&self, test_files: &TestFiles) -> Result<(Guest, GuestTap)> {
         let kernel_modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver_name()];
-        let kernel_directory = parts.packages.kernel_directory(self.kernel_version);
+        let kernel_directory = test_files.packages.kernel_directory(self.kernel_version);
         let guest_files = [agent::guest_files().to_vec(), forwarding::guest_files()].concat();
         let initrd = initrd::build_guest_initrd(
-            &parts.packages,
+            &test_files.packages,
             &kernel_directory,
             &kernel_modules,
-            &parts.coreward_binary,
+            &test_files.coreward_binary,
             &guest_files,
         )?;
         let is_forwarding = matches!(self.checks, CheckSelection::Forwarding);
@@ -228,14 +228,14 @@ impl GuestCase {
             (true, _) => "",
             (false, _) => "-arguments",
         };
-        let console_path = parts.log_directory.join(format!(
+        let console_path = test_files.log_directory.join(format!(
             "{}-{}{console_suffix}.console",
             self.nic.driver_name(),
             self.kernel_version
         ));
         let boot_once = || {
             Guest::boot(
-                &parts.packages,
+                &test_files.packages,
                 &kernel_directory,
                 &initrd,
                 Hardware::with_nics(&nics),
@@ -252,9 +252,9 @@ impl GuestCase {
             }
             false => Err(error),
         })?;
-        let guest_link = GuestTap::set_up_tap(&parts.packages)?;
+        let guest_tap = GuestTap::set_up_tap(&test_files.packages)?;
         set_up_guest_network(&mut guest)?;
-        Ok((guest, guest_link))
+        Ok((guest, guest_tap))
     }
 
     /// Makes a setting of the NIC, and then checks the NIC's behaviour, the predicted queues and the agent.
@@ -262,13 +262,13 @@ impl GuestCase {
         &self,
         setting: &NicSetting,
         guest: &mut Guest,
-        wire: &GuestTap,
+        guest_tap: &GuestTap,
         tally: &mut CheckTally,
     ) -> Result<()> {
         guest.run_successfully(setting.set_up_command)?;
         let setting_check_name = |check: &str| self.full_check_name(&format!("{}: {check}", setting.name));
         let watch_start = agent::start_rss_watch(guest);
-        let measurement = rss::measure_flow_queues(guest, self.nic, wire)?;
+        let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
         let measurement_text = measurement.to_string();
         let check_text = if setting.is_in_force_expected {
             "the NIC does what it shows"
@@ -286,57 +286,57 @@ impl GuestCase {
         let watch_output = watch_start.and_then(|()| agent::finish_rss_watch(guest));
         tally.record_result(
             &setting_check_name("the agent sees it"),
-            watch_output.and_then(|watched| check_agreement(&measurement, &watched)),
+            watch_output.and_then(|watch_output| check_agreement(&measurement, &watch_output)),
         );
         if setting.is_in_force_expected {
-            let found = self.check_gue(guest, wire);
-            tally.record_result(&setting_check_name("the outer header of GUE selects the queue"), found);
+            let gue_result = self.check_gue(guest, guest_tap);
+            tally.record_result(&setting_check_name("the outer header of GUE selects the queue"), gue_result);
         }
         Ok(())
     }
 
     /// Checks that GUE packets arrive on the queues that their outer headers predict.
-    fn check_gue(&self, guest: &mut Guest, wire: &GuestTap) -> Result<String> {
+    fn check_gue(&self, guest: &mut Guest, guest_tap: &GuestTap) -> Result<String> {
         if self.nic == NicModel::Igb {
             // By default, the driver does not hash the ports of UDP.
             guest
                 .run_successfully("ethtool -N eth0 rx-flow-hash udp4 sdfn && ethtool -N eth0 rx-flow-hash udp6 sdfn")?;
         }
-        let measured = rss::measure_gue(guest, self.nic, wire)?;
-        if measured.is_in_force() { Ok(measured.to_string()) } else { Err(anyhow!(measured.to_string())) }
+        let measurement = rss::measure_gue(guest, self.nic, guest_tap)?;
+        if measurement.is_in_force() { Ok(measurement.to_string()) } else { Err(anyhow!(measurement.to_string())) }
     }
 
     /// Checks the agent with `manage_rss = true`, from its start to its end.
-    fn check_managed_rss(&self, guest: &mut Guest, wire: &GuestTap, tally: &mut CheckTally) -> Result<()> {
+    fn check_managed_rss(&self, guest: &mut Guest, guest_tap: &GuestTap, tally: &mut CheckTally) -> Result<()> {
         let managed_check_name = |check: &str| self.full_check_name(&format!("manage_rss: {check}"));
         let rss_before = rss::read_rss(guest)?;
         let managed_rss = agent::expected_managed_rss(&rss_before, self.nic == NicModel::Virtio, QUEUE_COUNT)?;
         ensure!(managed_rss != rss_before, "the NIC holds already what the agent is to set");
         let daemons = ControllerAndAgent::start(guest, &managed_rss)?;
 
-        let counted_before = daemons.matched_and_mismatched_syns(guest)?;
-        let measurement = rss::measure_flow_queues(guest, self.nic, wire)?;
+        let counts_before = daemons.matched_and_mismatched_syns(guest)?;
+        let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
         let measurement_text = measurement.to_string();
         let is_managed_in_force = measurement.shown_rss == managed_rss && measurement.is_in_force();
         tally.record_result(
             &managed_check_name("key and table are set, and in force"),
             if is_managed_in_force { Ok(measurement_text) } else { Err(anyhow!(measurement_text)) },
         );
-        let matched_syns = daemons.count_new_matched_syns(guest, counted_before, FLOW_COUNT.into())?;
+        let matched_syns = daemons.count_new_matched_syns(guest, counts_before, FLOW_COUNT.into())?;
         let matched_text = format!("{matched_syns} of {FLOW_COUNT} SYNs by the predicted queue");
         let count_result =
             if matched_syns == u64::from(FLOW_COUNT) { Ok(matched_text) } else { Err(anyhow!(matched_text)) };
         tally.record_result(
             &managed_check_name("the agent counts them"),
-            count_result.and_then(|found| {
+            count_result.and_then(|matched_text| {
                 daemons.wait_for_rss_warning(guest, false)?;
-                Ok(found)
+                Ok(matched_text)
             }),
         );
 
         if self.nic == NicModel::Virtio {
             guest.run_successfully("ethtool -K eth0 rxhash on && ethtool -K eth0 rxhash off")?;
-            let measurement = rss::measure_flow_queues(guest, self.nic, wire)?;
+            let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
             ensure!(measurement.are_families_in_force() == [false, false], "hashing is off, and {measurement}");
             let warning_result = daemons.wait_for_rss_warning(guest, true);
             tally.record_result(
@@ -370,23 +370,27 @@ fn check_kernel(guest: &mut Guest) -> Result<String> {
 
 /// Checks that the agent agrees with a measurement on the key, the table, the verdict, and each flow's predicted and
 /// actual queue.
-fn check_agreement(measured: &RssMeasurement, watched: &RssWatchOutput) -> Result<String> {
+fn check_agreement(measurement: &RssMeasurement, watch_output: &RssWatchOutput) -> Result<String> {
     ensure!(
-        watched.shown_rss == measured.shown_rss,
+        watch_output.shown_rss == measurement.shown_rss,
         "it read {:?}, ethtool {:?}",
-        watched.shown_rss,
-        measured.shown_rss
+        watch_output.shown_rss,
+        measurement.shown_rss
     );
-    for (flow, queue) in &measured.flow_queues {
-        let expected_syn = (*flow, rss::predicted_queue(&measured.shown_rss, flow), *queue);
+    for (flow, queue) in &measurement.flow_queues {
+        let expected_syn = (*flow, rss::predicted_queue(&measurement.shown_rss, flow), *queue);
         ensure!(
-            watched.syn_queues.contains(&expected_syn),
+            watch_output.syn_queues.contains(&expected_syn),
             "expected (flow, predicted, actual) {expected_syn:?} among {:?}",
-            watched.syn_queues
+            watch_output.syn_queues
         );
     }
-    let expected_verdict = if measured.is_in_force() { "in_force" } else { "not_in_force" };
-    ensure!(watched.verdict == expected_verdict, "its verdict is {}, expected {expected_verdict}", watched.verdict);
+    let expected_verdict = if measurement.is_in_force() { "in_force" } else { "not_in_force" };
+    ensure!(
+        watch_output.verdict == expected_verdict,
+        "its verdict is {}, expected {expected_verdict}",
+        watch_output.verdict
+    );
     Ok(format!("key, table, queues of {FLOW_COUNT} flows, verdict {expected_verdict}"))
 }
 

@@ -53,16 +53,19 @@ pub type NamedGuestFile = (&'static str, String);
 
 /// Returns the path of an image with Debian's root file system. Creates the image unless an earlier run has done so.
 /// Fails when debootstrap cannot fetch the packages.
-pub fn create_root_image(packages: &FetchedPackages, cache: &Path) -> Result<PathBuf> {
+pub fn create_root_image(packages: &FetchedPackages, cache_directory: &Path) -> Result<PathBuf> {
     let (mirror, release) = packages::debian_mirror()?;
     let image_description = format!("{release} {DEBIAN_PACKAGES} {ROOT_IMAGE_SIZE}\n");
-    let [image_path, description_path] = ["debian.ext4", "debian.complete"].map(|name| cache.join(name));
-    if image_path.exists() && fs::read_to_string(&description_path).is_ok_and(|found| found == image_description) {
+    let [image_path, description_path] = ["debian.ext4", "debian.complete"].map(|name| cache_directory.join(name));
+    if image_path.exists()
+        && fs::read_to_string(&description_path).is_ok_and(|old_description| old_description == image_description)
+    {
         return Ok(image_path);
     }
     println!("packages: fetching Debian's {release} into {}", image_path.display());
     // Users other than root run daemons in this directory, so that they must be able to read it.
-    let root_directory = tempfile::Builder::new().permissions(Permissions::from_mode(0o755)).tempdir_in(cache)?;
+    let root_directory =
+        tempfile::Builder::new().permissions(Permissions::from_mode(0o755)).tempdir_in(cache_directory)?;
     let include_option = format!("--include={DEBIAN_PACKAGES}");
     let debootstrap_arguments = ["--variant=minbase", include_option.as_str(), release.as_str()];
     run_to_end(packages.debootstrap_command().args(debootstrap_arguments).arg(root_directory.path()).arg(mirror))
@@ -84,8 +87,8 @@ pub fn create_root_image(packages: &FetchedPackages, cache: &Path) -> Result<Pat
     Ok(image_path)
 }
 
-fn debootstrap_log_tail(root: &Path) -> String {
-    let log = fs::read_to_string(root.join("debootstrap/debootstrap.log")).unwrap_or_default();
+fn debootstrap_log_tail(root_directory: &Path) -> String {
+    let log = fs::read_to_string(root_directory.join("debootstrap/debootstrap.log")).unwrap_or_default();
     format!("debootstrap: {}", log.lines().rev().take(3).collect::<Vec<_>>().join(" < "))
 }
 
@@ -100,16 +103,16 @@ pub struct DebianMachine<'a> {
 
 impl<'a> DebianMachine<'a> {
     /// Creates the machine. `files` are copied to its root file system, and their script `/etc/test-network` runs
-    /// before the services. `/dev/vdb` is a tar archive of the directory `content`. Fails when Debian's packages cannot
-    /// be fetched.
+    /// before the services. `/dev/vdb` is a tar archive of the directory `content_directory`. Fails when Debian's
+    /// packages cannot be fetched.
     pub fn new(
         packages: &'a FetchedPackages,
-        cache: &Path,
+        cache_directory: &Path,
         name: &str,
         files: &[NamedGuestFile],
-        content: &Path,
+        content_directory: &Path,
     ) -> Result<Self> {
-        let root_image = create_root_image(packages, cache)?;
+        let root_image = create_root_image(packages, cache_directory)?;
         let kernel_directory = packages.kernel_directory(KERNEL_VERSION);
         let systemd_units = [
             ("etc/systemd/system/test-serial.service", SERIAL_COMMANDS_UNIT.to_owned()),
@@ -121,10 +124,18 @@ impl<'a> DebianMachine<'a> {
             systemd_units.iter().chain(files).map(|(path, content)| (*path, READABLE_MODE, content.clone()));
         let guest_files: Vec<_> = readable_files.chain([serial_script]).collect();
         let initrd = initrd::build_disk_boot_initrd(packages, &kernel_directory, &KERNEL_MODULES, &guest_files)?;
-        let disk_paths = [cache.join(format!("{name}.ext4")), cache.join(format!("{name}.tar"))];
+        let disk_paths = [cache_directory.join(format!("{name}.ext4")), cache_directory.join(format!("{name}.tar"))];
         run_to_end(command_tied_to_parent("cp").arg("--sparse=always").arg(root_image).arg(&disk_paths[0]))?;
-        run_to_end(command_tied_to_parent("tar").arg("-C").arg(content).arg("-cf").arg(&disk_paths[1]).arg("."))?;
-        Ok(Self { packages, kernel_directory, initrd, disk_paths, console_path: cache.join(format!("{name}.console")) })
+        run_to_end(
+            command_tied_to_parent("tar").arg("-C").arg(content_directory).arg("-cf").arg(&disk_paths[1]).arg("."),
+        )?;
+        Ok(Self {
+            packages,
+            kernel_directory,
+            initrd,
+            disk_paths,
+            console_path: cache_directory.join(format!("{name}.console")),
+        })
     }
 
     /// Boots the machine. Fails when QEMU or Debian does not start.
@@ -136,8 +147,8 @@ impl<'a> DebianMachine<'a> {
 
 impl Drop for DebianMachine<'_> {
     fn drop(&mut self) {
-        for disk in &self.disk_paths {
-            let _ = fs::remove_file(disk);
+        for disk_path in &self.disk_paths {
+            let _ = fs::remove_file(disk_path);
         }
     }
 }

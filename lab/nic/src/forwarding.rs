@@ -66,16 +66,17 @@ pub fn guest_files() -> Vec<(&'static str, String)> {
 
 /// Starts the daemons, and checks which servers get new connections before and while forwarding loads one core. Fails
 /// when the daemons do not start.
-pub fn check_placement(guest: &mut Guest, wire: &GuestTap, name: &str, tally: &mut CheckTally) -> Result<()> {
+pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tally: &mut CheckTally) -> Result<()> {
     let host_emulator = HostEmulator::new(&SERVER_HOST_BYTES)?;
     start_daemons(guest)?;
     let shown_rss = rss::read_rss(guest)?;
-    let idle_placement = measure_until_expected(wire, &host_emulator, 0, |placed| {
-        let [idle, all] = count_at_first_server(placed, |_| true);
-        idle * 10 >= all * 9
+    let idle_placement = measure_until_expected(guest_tap, &host_emulator, 0, |placements| {
+        let [idle_count, syn_count] = count_at_first_server(placements, |_| true);
+        idle_count * 10 >= syn_count * 9
     })?;
-    let [to_idle, all] = count_at_first_server(&idle_placement.placements, |_| true);
-    let placement_text = format!("{to_idle} of {all} SYNs to the server with idle cores; {}", format_loads(guest)?);
+    let [idle_count, syn_count] = count_at_first_server(&idle_placement.placements, |_| true);
+    let placement_text =
+        format!("{idle_count} of {syn_count} SYNs to the server with idle cores; {}", format_loads(guest)?);
     tally.record_result(
         &format!("{name}: idle cores get the connections"),
         idle_placement.expected_or_error(placement_text),
@@ -85,25 +86,28 @@ pub fn check_placement(guest: &mut Guest, wire: &GuestTap, name: &str, tally: &m
         FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
     let loaded_queue = rss::predicted_queue(&shown_rss, &forwarded_flow);
     let is_on_loaded_queue = |flow: &FourTuple| rss::predicted_queue(&shown_rss, flow) == loaded_queue;
-    let avoids_loaded_core = |placed: &FlowPlacements| {
-        let [on_core, on_core_all] = count_at_first_server(placed, is_on_loaded_queue);
-        let [others, others_all] = count_at_first_server(placed, |flow| !is_on_loaded_queue(flow));
-        on_core * 10 <= on_core_all && others * 10 >= others_all * 9
+    let avoids_loaded_core = |placements: &FlowPlacements| {
+        let [on_core_count, on_core_total] = count_at_first_server(placements, is_on_loaded_queue);
+        let [other_count, other_total] = count_at_first_server(placements, |flow| !is_on_loaded_queue(flow));
+        on_core_count * 10 <= on_core_total && other_count * 10 >= other_total * 9
     };
-    let (loaded, rate) = measure_under_load(guest, wire, &forwarded_flow, loaded_queue, || {
-        measure_until_expected(wire, &host_emulator, idle_placement.next_round, avoids_loaded_core)
-    })?;
-    let loaded = loaded.with_context(|| format!("while core {loaded_queue} forwards {rate} packets/s"))?;
-    let [on_core, on_core_all] = count_at_first_server(&loaded.placements, is_on_loaded_queue);
-    let [others, others_all] = count_at_first_server(&loaded.placements, |flow| !is_on_loaded_queue(flow));
+    let (measurement_result, packet_rate) =
+        measure_under_load(guest, guest_tap, &forwarded_flow, loaded_queue, || {
+            measure_until_expected(guest_tap, &host_emulator, idle_placement.next_round, avoids_loaded_core)
+        })?;
+    let loaded_placement =
+        measurement_result.with_context(|| format!("while core {loaded_queue} forwards {packet_rate} packets/s"))?;
+    let [on_core_count, on_core_total] = count_at_first_server(&loaded_placement.placements, is_on_loaded_queue);
+    let [other_count, other_total] =
+        count_at_first_server(&loaded_placement.placements, |flow| !is_on_loaded_queue(flow));
     let placement_text = format!(
-        "of core {loaded_queue}, with {rate} forwarded packets/s, {on_core} of {on_core_all} SYNs, of the others \
-         {others} of {others_all}; {}",
+        "of core {loaded_queue}, with {packet_rate} forwarded packets/s, {on_core_count} of {on_core_total} SYNs, of \
+         the others {other_count} of {other_total}; {}",
         format_loads(guest)?
     );
     tally.record_result(
         &format!("{name}: crossrss moves connections away from the core that forwards"),
-        loaded.expected_or_error(placement_text),
+        loaded_placement.expected_or_error(placement_text),
     );
     Ok(())
 }
@@ -165,7 +169,7 @@ fn format_loads(guest: &mut Guest) -> Result<String> {
 /// `measure_placement`, and returns its result and the rate (packets per second).
 fn measure_under_load<T>(
     guest: &mut Guest,
-    wire: &GuestTap,
+    guest_tap: &GuestTap,
     flow: &FourTuple,
     queue: u16,
     measure_placement: impl FnOnce() -> T,
@@ -173,7 +177,7 @@ fn measure_under_load<T>(
     let (packets_per_second, should_stop) = (AtomicU32::new(*PACKET_RATE_RANGE.start()), AtomicBool::new(false));
     let monitor = guest.connect_monitor()?;
     std::thread::scope(|scope| {
-        let sender = scope.spawn(|| send_at_rate(wire, monitor, flow, &packets_per_second, &should_stop));
+        let sender = scope.spawn(|| send_at_rate(guest_tap, monitor, flow, &packets_per_second, &should_stop));
         let measurement_result =
             raise_rate_until_loaded(guest, queue, &packets_per_second).map(|()| measure_placement());
         should_stop.store(true, Ordering::Relaxed);
@@ -186,37 +190,37 @@ fn measure_under_load<T>(
 /// Raises the rate until two readings show a loaded core for `queue`, because a single one may be a daemon's burst of
 /// work.
 fn raise_rate_until_loaded(guest: &mut Guest, queue: u16, rate: &AtomicU32) -> Result<()> {
-    let mut loaded_readings = 0;
+    let mut loaded_reading_count = 0;
     loop {
         std::thread::sleep(LOAD_SETTLE_TIME);
         let [core_loads, _] = reported_core_loads(guest)?;
         let core_load =
             *core_loads.get(usize::from(queue)).with_context(|| format!("no load of queue {queue}: {core_loads:?}"))?;
         if core_load >= MIN_FORWARDING_LOAD {
-            loaded_readings += 1;
-            if loaded_readings == 2 {
+            loaded_reading_count += 1;
+            if loaded_reading_count == 2 {
                 return Ok(());
             }
             continue;
         }
-        loaded_readings = 0;
+        loaded_reading_count = 0;
         let current_rate = rate.load(Ordering::Relaxed);
         ensure!(current_rate < *PACKET_RATE_RANGE.end(), "{current_rate} packets/s load no core: {core_loads:?}");
         rate.store(current_rate + current_rate / 4, Ordering::Relaxed);
     }
 }
 
-/// Sends `rate` packets per second, in one batch per millisecond, until `ended` is set.
+/// Sends `rate` packets per second, in one batch per millisecond, until `should_stop` is set.
 fn send_at_rate(
-    wire: &GuestTap,
+    guest_tap: &GuestTap,
     mut monitor: QemuMonitor,
     flow: &FourTuple,
     rate: &AtomicU32,
-    ended: &AtomicBool,
+    should_stop: &AtomicBool,
 ) -> Result<()> {
     let (mut next_batch, mut last_flush) = (Instant::now(), Instant::now());
-    while !ended.load(Ordering::Relaxed) {
-        wire.send_acks(flow, rate.load(Ordering::Relaxed).div_ceil(1_000))?;
+    while !should_stop.load(Ordering::Relaxed) {
+        guest_tap.send_acks(flow, rate.load(Ordering::Relaxed).div_ceil(1_000))?;
         if last_flush.elapsed() >= FLUSH_INTERVAL {
             last_flush = Instant::now();
             monitor.flush_receive_queues()?;
@@ -238,26 +242,26 @@ struct PlacementMeasurement {
 }
 
 impl PlacementMeasurement {
-    fn expected_or_error(&self, found: String) -> Result<String> {
-        ensure!(self.is_expected, found);
-        Ok(found)
+    fn expected_or_error(&self, placement_text: String) -> Result<String> {
+        ensure!(self.is_expected, placement_text);
+        Ok(placement_text)
     }
 }
 
-/// Measures until the placement is `good`, at most [`MAX_MEASUREMENTS`] times, because the daemons' own load can
+/// Measures until the placement is `is_expected`, at most [`MAX_MEASUREMENTS`] times, because the daemons' own load can
 /// disturb it.
 fn measure_until_expected(
-    wire: &GuestTap,
-    segment: &HostEmulator,
-    first: u8,
-    good: impl Fn(&FlowPlacements) -> bool,
+    guest_tap: &GuestTap,
+    host_emulator: &HostEmulator,
+    first_round: u8,
+    is_expected: impl Fn(&FlowPlacements) -> bool,
 ) -> Result<PlacementMeasurement> {
     let mut measurement =
-        PlacementMeasurement { placements: FlowPlacements::new(), is_expected: false, next_round: first };
+        PlacementMeasurement { placements: FlowPlacements::new(), is_expected: false, next_round: first_round };
     for _ in 0..MAX_MEASUREMENTS {
-        measurement.placements = measure_placements(wire, segment, measurement.next_round)?;
+        measurement.placements = measure_placements(guest_tap, host_emulator, measurement.next_round)?;
         measurement.next_round += ROUNDS_PER_MEASUREMENT;
-        measurement.is_expected = good(&measurement.placements);
+        measurement.is_expected = is_expected(&measurement.placements);
         if measurement.is_expected {
             break;
         }
@@ -265,20 +269,21 @@ fn measure_until_expected(
     Ok(measurement)
 }
 
-/// Sends the SYNs of [`ROUNDS_PER_MEASUREMENT`] rounds from round `first` on, and retransmits lost ones. Returns the
-/// servers that received them. Fails when a SYN is still lost.
-fn measure_placements(wire: &GuestTap, segment: &HostEmulator, first: u8) -> Result<FlowPlacements> {
-    segment.take_received_syns();
-    let mut missing_flows: Vec<FourTuple> = (first..first + ROUNDS_PER_MEASUREMENT).flat_map(flows_of_round).collect();
+/// Sends the SYNs of [`ROUNDS_PER_MEASUREMENT`] rounds from round `first_round` on, and retransmits lost ones. Returns
+/// the servers that received them. Fails when a SYN is still lost.
+fn measure_placements(guest_tap: &GuestTap, host_emulator: &HostEmulator, first_round: u8) -> Result<FlowPlacements> {
+    host_emulator.take_received_syns();
+    let mut missing_flows: Vec<FourTuple> =
+        (first_round..first_round + ROUNDS_PER_MEASUREMENT).flat_map(flows_of_round).collect();
     let sent_count = missing_flows.len();
     let mut placements = FlowPlacements::new();
     for _ in 0..MAX_TRANSMISSIONS {
         for flow in &missing_flows {
-            wire.send_syn(flow)?;
+            guest_tap.send_syn(flow)?;
             std::thread::sleep(Duration::from_millis(5));
         }
         std::thread::sleep(Duration::from_millis(500));
-        let received_syns = segment.take_received_syns();
+        let received_syns = host_emulator.take_received_syns();
         missing_flows.retain(|flow| {
             let receiving_host = match flow.client() {
                 SocketAddr::V4(client) => received_syns.get(&client),
@@ -295,7 +300,7 @@ fn measure_placements(wire: &GuestTap, segment: &HostEmulator, first: u8) -> Res
 }
 
 /// Returns how many of the SYNs that `is_selected` selects reached `s1`, and how many SYNs it selects.
-fn count_at_first_server(placed: &FlowPlacements, is_selected: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
-    let selected = placed.iter().filter(|(flow, _)| is_selected(flow));
-    [selected.clone().filter(|(_, host)| *host == SERVER_HOST_BYTES[0]).count(), selected.count()]
+fn count_at_first_server(placements: &FlowPlacements, is_selected: impl Fn(&FourTuple) -> bool) -> [usize; 2] {
+    let selected_placements = placements.iter().filter(|(flow, _)| is_selected(flow));
+    [selected_placements.clone().filter(|(_, host)| *host == SERVER_HOST_BYTES[0]).count(), selected_placements.count()]
 }

@@ -156,24 +156,24 @@ impl Guest {
         Ok(QemuMonitor(socket))
     }
 
-    /// Boots a guest, and waits until its init is ready. `arguments` are appended to the kernel's command line, and the
-    /// kernel's output goes to the file `console`. Fails with the console's last lines when QEMU ends, or when the
-    /// guest is not ready within `BOOT_TIMEOUT`.
+    /// Boots a guest, and waits until its init is ready. `kernel_arguments` are appended to the kernel's command line,
+    /// and the kernel's output goes to the file `console_path`. Fails with the console's last lines when QEMU ends, or
+    /// when the guest is not ready within `BOOT_TIMEOUT`.
     pub fn boot(
         packages: &FetchedPackages,
-        kernel: &Path,
+        kernel_directory: &Path,
         initrd: &[u8],
         hardware: Hardware<'_>,
-        arguments: &str,
-        console: &Path,
+        kernel_arguments: &str,
+        console_path: &Path,
     ) -> Result<Self> {
         // An unnamed file needs no cleanup. QEMU opens it through this process, which outlives QEMU.
         let mut initrd_file = tempfile::tempfile()?;
         initrd_file.write_all(initrd)?;
-        let (serial_line, theirs) = UnixStream::pair()?;
+        let (serial_line, qemu_socket) = UnixStream::pair()?;
         let mut command = packages.program_command("usr/bin/qemu-system-x86_64");
-        for folder in packages.firmware_directories() {
-            command.arg("-L").arg(folder);
+        for directory in packages.firmware_directories() {
+            command.arg("-L").arg(directory);
         }
         command
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
@@ -181,14 +181,17 @@ impl Guest {
         let monitor_directory = tempfile::tempdir()?;
         let monitor_socket = monitor_directory.path().join(MONITOR_SOCKET_NAME);
         command.args(["-monitor", &format!("unix:{},server=on,wait=off", monitor_socket.display())]);
-        command.args(["-smp", &QUEUE_COUNT.to_string()]).arg("-kernel").arg(kernel.join("vmlinuz"));
+        command.args(["-smp", &QUEUE_COUNT.to_string()]).arg("-kernel").arg(kernel_directory.join("vmlinuz"));
         command.args(["-initrd", &format!("/proc/{}/fd/{}", std::process::id(), initrd_file.as_raw_fd())]);
-        command.args(["-append", &format!("console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on {arguments}")]);
-        command.args(["-serial", &format!("file:{}", console.display()), "-serial", "stdio"]);
-        let qemu_errors = fs::File::create(console.with_extension("qemu"))?;
+        command.args([
+            "-append",
+            &format!("console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on {kernel_arguments}"),
+        ]);
+        command.args(["-serial", &format!("file:{}", console_path.display()), "-serial", "stdio"]);
+        let qemu_errors = fs::File::create(console_path.with_extension("qemu"))?;
         let qemu = command
-            .stdin(Stdio::from(OwnedFd::from(theirs.try_clone()?)))
-            .stdout(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(OwnedFd::from(qemu_socket.try_clone()?)))
+            .stdout(Stdio::from(OwnedFd::from(qemu_socket)))
             .stderr(qemu_errors)
             .spawn()
             .context("QEMU does not start")?;
@@ -198,7 +201,7 @@ impl Guest {
             qemu,
             serial_line,
             pending_output: Vec::new(),
-            console_path: console.to_path_buf(),
+            console_path: console_path.to_path_buf(),
             monitor_directory,
         };
         guest.read_until_marker("@ready", BOOT_TIMEOUT)?;
@@ -221,27 +224,27 @@ impl Guest {
     /// Runs a command (one line of shell) in the guest and returns its output. Fails with the output when the command
     /// fails, or when it does not end within a minute.
     pub fn run_successfully(&mut self, command: &str) -> Result<String> {
-        let (status, output) = self.try_run(command, COMMAND_TIMEOUT)?;
-        if status != 0 {
-            bail!("`{command}` in the guest: status {status}: {}", output.trim());
+        let (exit_status, output) = self.try_run(command, COMMAND_TIMEOUT)?;
+        if exit_status != 0 {
+            bail!("`{command}` in the guest: status {exit_status}: {}", output.trim());
         }
         Ok(output)
     }
 
     /// Runs a command that may fail, and returns its exit status and output. Fails when the command does not end within
-    /// `limit`, or the guest is gone.
-    pub fn try_run(&mut self, command: &str, limit: Duration) -> Result<(i32, String)> {
+    /// `timeout`, or the guest is gone.
+    pub fn try_run(&mut self, command: &str, timeout: Duration) -> Result<(i32, String)> {
         assert!(!command.contains('\n'), "the guest reads one line a command");
         self.serial_line.write_all(format!("{command}\n").as_bytes()).context("the guest is gone")?;
-        let (output, end_line) = self.read_until_marker("@end ", limit).with_context(|| format!("`{command}`"))?;
+        let (output, end_line) = self.read_until_marker("@end ", timeout).with_context(|| format!("`{command}`"))?;
         let exit_status =
             end_line.trim_start_matches("@end ").trim().parse().with_context(|| format!("status {end_line:?}"))?;
         Ok((exit_status, output))
     }
 
-    /// Returns the output before the next line that starts with `marker`, and that line. Fails after `limit`.
-    fn read_until_marker(&mut self, marker: &str, limit: Duration) -> Result<(String, String)> {
-        let deadline = Instant::now() + limit;
+    /// Returns the output before the next line that starts with `marker`, and that line. Fails after `timeout`.
+    fn read_until_marker(&mut self, marker: &str, timeout: Duration) -> Result<(String, String)> {
+        let deadline = Instant::now() + timeout;
         let mut output = String::new();
         loop {
             while let Some(length) = self.pending_output.iter().position(|byte| *byte == b'\n') {
@@ -252,11 +255,11 @@ impl Guest {
                 }
                 output += &line;
             }
-            let remaining = deadline.saturating_duration_since(Instant::now());
-            if remaining.is_zero() {
-                bail!("no answer from the guest in {} s; {}", limit.as_secs(), self.last_output());
+            let remaining_time = deadline.saturating_duration_since(Instant::now());
+            if remaining_time.is_zero() {
+                bail!("no answer from the guest in {} s; {}", timeout.as_secs(), self.last_output());
             }
-            self.serial_line.set_read_timeout(Some(remaining))?;
+            self.serial_line.set_read_timeout(Some(remaining_time))?;
             let mut buffer = [0; 4096];
             match self.serial_line.read(&mut buffer) {
                 Ok(0) => bail!("the guest is gone; {}", self.last_output()),
@@ -275,9 +278,9 @@ impl Guest {
                 fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
             file_text.lines().rev().take(8).collect::<Vec<_>>().into_iter().rev().collect::<Vec<_>>().join("\n  ")
         };
-        let [qemu, console] =
+        let [qemu_tail, console_tail] =
             [tail_of_file(&self.console_path.with_extension("qemu")), tail_of_file(&self.console_path)];
-        format!("QEMU: {qemu:?}; its console ({}) ended with:\n  {console}", self.console_path.display())
+        format!("QEMU: {qemu_tail:?}; its console ({}) ended with:\n  {console_tail}", self.console_path.display())
     }
 }
 

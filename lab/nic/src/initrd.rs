@@ -62,24 +62,25 @@ impl CpioArchive {
     }
 }
 
-/// Builds the file system of a guest. It contains busybox, ethtool, the `coreward` binary with its libraries, the
-/// kernel modules and `files` (pairs of name without leading slash and content). Fails with the name of a missing part.
+/// Builds the file system of a guest. It contains busybox, ethtool, the `coreward_binary` binary with its libraries,
+/// the kernel modules and `files` (pairs of name without leading slash and content). Fails with the name of a missing
+/// part.
 pub fn build_guest_initrd(
     packages: &FetchedPackages,
-    kernel_folder: &Path,
+    kernel_directory: &Path,
     modules: &[&str],
-    coreward: &Path,
+    coreward_binary: &Path,
     files: &[(&str, String)],
 ) -> Result<Vec<u8>> {
     let mut archive = CpioArchive::default();
-    for folder in ["proc", "sys", "dev", "tmp", "run", "etc"] {
-        archive.add_with_parents(folder, DIRECTORY_MODE, &[]);
+    for directory in ["proc", "sys", "dev", "tmp", "run", "etc"] {
+        archive.add_with_parents(directory, DIRECTORY_MODE, &[]);
     }
     archive.add_with_parents("init", EXECUTABLE_MODE, include_bytes!("../guest/init"));
     archive.add_with_parents("bin/busybox", EXECUTABLE_MODE, &read_file(&packages.busybox_path())?);
-    add_modules(&mut archive, kernel_folder, modules)?;
+    add_modules(&mut archive, kernel_directory, modules)?;
     add_ethtool(&mut archive, packages)?;
-    add_coreward(&mut archive, coreward, &packages.stripped_binary_path())?;
+    add_coreward(&mut archive, coreward_binary, &packages.stripped_binary_path())?;
     for (name, content) in files {
         archive.add_with_parents(name, OWNER_ONLY_MODE, content.as_bytes());
     }
@@ -90,17 +91,17 @@ pub fn build_guest_initrd(
 /// starts its init. Fails with the name of a missing part.
 pub fn build_disk_boot_initrd(
     packages: &FetchedPackages,
-    kernel_folder: &Path,
+    kernel_directory: &Path,
     modules: &[&str],
     files: &[(&str, u32, String)],
 ) -> Result<Vec<u8>> {
     let mut archive = CpioArchive::default();
-    for folder in ["dev", "disk"] {
-        archive.add_with_parents(folder, DIRECTORY_MODE, &[]);
+    for directory in ["dev", "disk"] {
+        archive.add_with_parents(directory, DIRECTORY_MODE, &[]);
     }
     archive.add_with_parents("init", EXECUTABLE_MODE, include_bytes!("../guest/init-disk"));
     archive.add_with_parents("bin/busybox", EXECUTABLE_MODE, &read_file(&packages.busybox_path())?);
-    add_modules(&mut archive, kernel_folder, modules)?;
+    add_modules(&mut archive, kernel_directory, modules)?;
     for (name, mode, content) in files {
         archive.add_with_parents(&format!("files/{name}"), *mode, content.as_bytes());
     }
@@ -108,9 +109,9 @@ pub fn build_disk_boot_initrd(
 }
 
 /// Adds the kernel modules with their dependencies, and the file `modules/order`, which has the order of loading.
-fn add_modules(archive: &mut CpioArchive, kernel_folder: &Path, modules: &[&str]) -> Result<()> {
+fn add_modules(archive: &mut CpioArchive, kernel_directory: &Path, modules: &[&str]) -> Result<()> {
     let mut loading_order = String::new();
-    for (name, content) in kernel::modules_in_load_order(kernel_folder, modules)? {
+    for (name, content) in kernel::modules_in_load_order(kernel_directory, modules)? {
         archive.add_with_parents(&format!("modules/{name}.ko"), EXECUTABLE_MODE, &content);
         loading_order += &format!("{name}\n");
     }
@@ -133,16 +134,21 @@ fn add_ethtool(archive: &mut CpioArchive, packages: &FetchedPackages) -> Result<
     Ok(())
 }
 
-/// Adds the `coreward` binary without its debug information, by way of the temporary file `stripped`. Also adds the
-/// libraries that `ldd` lists, at the same paths.
-fn add_coreward(archive: &mut CpioArchive, coreward: &Path, stripped: &Path) -> Result<()> {
-    run_to_end(command_tied_to_parent("strip").arg("-o").arg(stripped).arg(coreward))
+/// Adds the `coreward` binary without its debug information, by way of the temporary file `stripped_path`. Also adds
+/// the libraries that `ldd` lists, at the same paths.
+fn add_coreward(archive: &mut CpioArchive, coreward_binary: &Path, stripped_path: &Path) -> Result<()> {
+    run_to_end(command_tied_to_parent("strip").arg("-o").arg(stripped_path).arg(coreward_binary))
         .context("binutils' strip is needed")?;
-    archive.add_with_parents("bin/coreward", EXECUTABLE_MODE, &read_file(stripped)?);
-    for word in
-        run_to_end(command_tied_to_parent("ldd").arg(coreward))?.split_whitespace().filter(|word| word.starts_with('/'))
+    archive.add_with_parents("bin/coreward", EXECUTABLE_MODE, &read_file(stripped_path)?);
+    for library_path in run_to_end(command_tied_to_parent("ldd").arg(coreward_binary))?
+        .split_whitespace()
+        .filter(|ldd_word| ldd_word.starts_with('/'))
     {
-        archive.add_with_parents(word.trim_start_matches('/'), EXECUTABLE_MODE, &read_file(Path::new(word))?);
+        archive.add_with_parents(
+            library_path.trim_start_matches('/'),
+            EXECUTABLE_MODE,
+            &read_file(Path::new(library_path))?,
+        );
     }
     Ok(())
 }

@@ -176,17 +176,17 @@ fn guest_files() -> Vec<NamedGuestFile> {
     constant_files.into_iter().chain(server_files).collect()
 }
 
-/// Checks the migration with the packages in the subdirectory `old` of `debs`. If `command` is given, only runs it.
-/// Fails when the guest does not boot.
+/// Checks the migration with the packages in the subdirectory `old` of `package_directory`. If `command` is given, only
+/// runs it. Fails when the guest does not boot.
 pub fn check_migration_from_ipvs(
     packages: &FetchedPackages,
     cache: &Path,
-    debs: &Path,
+    package_directory: &Path,
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian = DebianMachine::new(packages, cache, "ipvs", &guest_files(), debs)?;
-    units::check_in_namespaces(GUEST_NAME, &debian, &MIGRATION_CHECKS, command, tally)
+    let debian_machine = DebianMachine::new(packages, cache, "ipvs", &guest_files(), package_directory)?;
+    units::check_in_namespaces(GUEST_NAME, &debian_machine, &MIGRATION_CHECKS, command, tally)
 }
 
 /// Names and functions of the checks. Each check continues where the previous one ended.
@@ -218,12 +218,15 @@ fn check_held_connections(guest: &mut Guest, groups: &[&str]) -> Result<u64> {
     for group in groups {
         let command = format!("sh -c 'echo > /run/test-{group}.in; cat /run/test-{group}.out'");
         let (_, check_output) = guest.try_run(&command, SETTLE_TIMEOUT)?;
-        let (slowest, broken) = check_output.trim().split_once(' ').context(check_output.clone())?;
-        if broken != "none" {
+        let (slowest_text, broken_connections) = check_output.trim().split_once(' ').context(check_output.clone())?;
+        if broken_connections != "none" {
             println!("{}", guest.run_successfully("cat /run/test-diagnosis")?);
-            bail!("of connections {group} (number:server:answered by): {broken}; the slowest answer took {slowest} ms");
+            bail!(
+                "of connections {group} (number:server:answered by): {broken_connections}; the slowest answer took \
+                 {slowest_text} ms"
+            );
         }
-        slowest_ms = slowest_ms.max(slowest.parse()?);
+        slowest_ms = slowest_ms.max(slowest_text.parse()?);
     }
     let failed_count = guest.run_successfully("grep -c failed /run/test-load || true")?;
     ensure!(failed_count.trim() == "0", "{} new connections failed", failed_count.trim());
@@ -298,11 +301,11 @@ fn status_for_messages(guest: &mut Guest) -> String {
 }
 
 /// Waits until a server's setting net.ipv4.tcp_timestamps has this value.
-fn wait_for_timestamps(guest: &mut Guest, server: &str, value: &str) -> Result<()> {
+fn wait_for_timestamps(guest: &mut Guest, server: &str, expected_value: &str) -> Result<()> {
     let read_command = format!("ip netns exec {server} sysctl -n net.ipv4.tcp_timestamps");
     retry_until_ok(SETTLE_TIMEOUT, || match guest.run_successfully(&read_command)?.trim() {
-        found if found == value => Ok(()),
-        found => bail!("net.ipv4.tcp_timestamps of {server} is {found}, expected {value}"),
+        actual_value if actual_value == expected_value => Ok(()),
+        actual_value => bail!("net.ipv4.tcp_timestamps of {server} is {actual_value}, expected {expected_value}"),
     })
 }
 

@@ -32,21 +32,25 @@ pub const GUEST_MODULES: [&str; 19] = [
     "fou",
 ];
 
-/// Extracts the image and the needed modules of a kernel package into `folder`. Fails when one of them is missing.
-pub fn extract_kernel(archive: &Path, folder: &Path, busybox: &Path) -> Result<()> {
-    let unpacked_package = folder.join("unpacked");
-    fs::create_dir_all(folder.join("modules"))?;
+/// Extracts the image and the needed modules of a kernel package into `kernel_directory`. Fails when one of them is
+/// missing.
+pub fn extract_kernel(archive: &Path, kernel_directory: &Path, busybox: &Path) -> Result<()> {
+    let unpacked_package = kernel_directory.join("unpacked");
+    fs::create_dir_all(kernel_directory.join("modules"))?;
     run_to_end(command_tied_to_parent("dpkg").arg("-x").arg(archive).arg(&unpacked_package))?;
     let boot_files = fs::read_dir(unpacked_package.join("boot"))?.collect::<std::io::Result<Vec<_>>>()?;
     let image_path =
         boot_files.iter().map(fs::DirEntry::path).find(|path| path.display().to_string().contains("/vmlinuz-"));
-    fs::rename(image_path.with_context(|| format!("no vmlinuz in {}", archive.display()))?, folder.join("vmlinuz"))?;
+    fs::rename(
+        image_path.with_context(|| format!("no vmlinuz in {}", archive.display()))?,
+        kernel_directory.join("vmlinuz"),
+    )?;
     let mut module_paths = BTreeMap::new();
     let mut built_in_list = String::new();
     collect_modules(&unpacked_package.join("lib/modules"), &mut module_paths, &mut built_in_list)?;
     let mut missing_modules: Vec<String> = GUEST_MODULES.map(str::to_string).to_vec();
     while let Some(name) = missing_modules.pop() {
-        let target_path = folder.join("modules").join(format!("{name}.ko"));
+        let target_path = kernel_directory.join("modules").join(format!("{name}.ko"));
         if target_path.exists() || is_built_in(&built_in_list, &name) {
             continue;
         }
@@ -60,47 +64,56 @@ pub fn extract_kernel(archive: &Path, folder: &Path, busybox: &Path) -> Result<(
 }
 
 /// Returns the names and contents of these modules and their dependencies, in loading order. Fails on read errors.
-pub fn modules_in_load_order(folder: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
+pub fn modules_in_load_order(kernel_directory: &Path, names: &[&str]) -> Result<Vec<(String, Vec<u8>)>> {
     let mut loaded_modules: Vec<(String, Vec<u8>)> = Vec::new();
     for name in names {
-        add_with_dependencies(folder, name, &mut loaded_modules)?;
+        add_with_dependencies(kernel_directory, name, &mut loaded_modules)?;
     }
     Ok(loaded_modules)
 }
 
-fn add_with_dependencies(folder: &Path, name: &str, order: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
-    let module_path = folder.join("modules").join(format!("{name}.ko"));
+fn add_with_dependencies(
+    kernel_directory: &Path,
+    name: &str,
+    loaded_modules: &mut Vec<(String, Vec<u8>)>,
+) -> Result<()> {
+    let module_path = kernel_directory.join("modules").join(format!("{name}.ko"));
     // A module without an extracted file is built into the kernel.
-    if order.iter().any(|(present, _)| present == name) || !module_path.exists() {
+    if loaded_modules.iter().any(|(loaded_name, _)| loaded_name == name) || !module_path.exists() {
         return Ok(());
     }
     let module_bytes = fs::read(&module_path)?;
     for dependency in module_dependencies(&module_bytes) {
-        add_with_dependencies(folder, &dependency, order)?;
+        add_with_dependencies(kernel_directory, &dependency, loaded_modules)?;
     }
-    order.push((name.to_string(), module_bytes));
+    loaded_modules.push((name.to_string(), module_bytes));
     Ok(())
 }
 
-/// Adds the paths of all modules below `folder` to `found`, by name (with underscores). Adds the contents of
-/// `modules.builtin` to `built_in`.
-fn collect_modules(folder: &Path, found: &mut BTreeMap<String, PathBuf>, built_in: &mut String) -> Result<()> {
-    for entry in fs::read_dir(folder)? {
+/// Adds the paths of all modules below `directory` to `module_paths`, by name (with underscores). Adds the contents of
+/// `modules.builtin` to `built_in_list`.
+fn collect_modules(
+    directory: &Path,
+    module_paths: &mut BTreeMap<String, PathBuf>,
+    built_in_list: &mut String,
+) -> Result<()> {
+    for entry in fs::read_dir(directory)? {
         let entry = entry?;
         let name = entry.file_name().to_string_lossy().into_owned();
         if entry.file_type()?.is_dir() {
-            collect_modules(&entry.path(), found, built_in)?;
+            collect_modules(&entry.path(), module_paths, built_in_list)?;
         } else if name == "modules.builtin" {
-            built_in.push_str(&fs::read_to_string(entry.path())?);
+            built_in_list.push_str(&fs::read_to_string(entry.path())?);
         } else if let Some((stem, "" | ".xz")) = name.split_once(".ko") {
-            found.insert(stem.replace('-', "_"), entry.path());
+            module_paths.insert(stem.replace('-', "_"), entry.path());
         }
     }
     Ok(())
 }
 
-fn is_built_in(list: &str, name: &str) -> bool {
-    list.lines()
+fn is_built_in(built_in_list: &str, name: &str) -> bool {
+    built_in_list
+        .lines()
         .filter_map(|line| line.rsplit('/').next()?.strip_suffix(".ko"))
         .any(|stem| stem.replace('-', "_") == name)
 }
@@ -120,9 +133,10 @@ fn module_dependencies(module: &[u8]) -> Vec<String> {
     let Some(tag_offset) = module.windows(DEPENDS_TAG.len()).position(|window| window == DEPENDS_TAG) else {
         return Vec::new();
     };
-    let after_tag = &module[tag_offset + DEPENDS_TAG.len()..];
+    let bytes_after_tag = &module[tag_offset + DEPENDS_TAG.len()..];
     let dependency_list =
-        String::from_utf8_lossy(&after_tag[..after_tag.iter().position(|byte| *byte == 0).unwrap_or(0)]).into_owned();
+        String::from_utf8_lossy(&bytes_after_tag[..bytes_after_tag.iter().position(|byte| *byte == 0).unwrap_or(0)])
+            .into_owned();
     dependency_list.split(',').filter(|name| !name.is_empty()).map(|name| name.replace('-', "_")).collect()
 }
 

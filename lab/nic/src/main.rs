@@ -72,13 +72,13 @@ fn main() -> ExitCode {
     }
     let cases = GUEST_CASES.iter().filter(|case| case.is_selected(&arguments.only));
     match prepare_test_files(&arguments) {
-        Err(missing) => {
-            println!("No guest can be booted here: {missing:#}");
+        Err(error) => {
+            println!("No guest can be booted here: {error:#}");
             cases.for_each(|case| tally.record_skipped(&case.name(), "no guest"));
         }
-        Ok((parts, _lock)) => {
+        Ok((test_files, _lock)) => {
             for case in cases {
-                if let Err(error) = case.boot_and_check(&parts, arguments.run.as_deref(), &mut tally) {
+                if let Err(error) = case.boot_and_check(&test_files, arguments.run.as_deref(), &mut tally) {
                     tally.record_result(&case.name(), Err(error));
                 }
             }
@@ -96,15 +96,16 @@ const DEBIAN_GUESTS: [(&str, CheckDebianGuest); 3] = [
     ("Debian with bonds, VLANs and tunnels", networks::check_networks),
 ];
 
-fn check_debian_guests(arguments: &Arguments, debs: &Path, tally: &mut CheckTally) {
+fn check_debian_guests(arguments: &Arguments, package_directory: &Path, tally: &mut CheckTally) {
     match prepare_test_files(arguments) {
-        Err(missing) => {
-            DEBIAN_GUESTS.iter().for_each(|(name, _)| tally.record_skipped(name, &format!("{missing:#}")));
+        Err(error) => {
+            DEBIAN_GUESTS.iter().for_each(|(name, _)| tally.record_skipped(name, &format!("{error:#}")));
         }
-        Ok((parts, _lock)) => {
+        Ok((test_files, _lock)) => {
             let command = arguments.run.as_deref();
             for (name, check) in DEBIAN_GUESTS.iter().filter(|(name, _)| name.contains(&arguments.only)) {
-                let check_result = check(&parts.packages, &parts.log_directory, debs, command, tally);
+                let check_result =
+                    check(&test_files.packages, &test_files.log_directory, package_directory, command, tally);
                 check_result.unwrap_or_else(|error| tally.record_result(name, Err(error)));
             }
         }

@@ -163,17 +163,17 @@ fn guest_files() -> Vec<NamedGuestFile> {
     .into()
 }
 
-/// Checks networks with the packages in the subdirectory `old` of `debs`. If `command` is given, only runs it. Fails
-/// when the guest does not boot.
+/// Checks networks with the packages in the subdirectory `old` of `package_directory`. If `command` is given, only runs
+/// it. Fails when the guest does not boot.
 pub fn check_networks(
     packages: &FetchedPackages,
     cache: &Path,
-    debs: &Path,
+    package_directory: &Path,
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian = DebianMachine::new(packages, cache, "networks", &guest_files(), debs)?;
-    units::check_in_namespaces(GUEST_NAME, &debian, &NETWORK_CHECKS, command, tally)
+    let debian_machine = DebianMachine::new(packages, cache, "networks", &guest_files(), package_directory)?;
+    units::check_in_namespaces(GUEST_NAME, &debian_machine, &NETWORK_CHECKS, command, tally)
 }
 
 /// Names and functions of the checks. Each check continues where the previous one ended.
@@ -201,7 +201,7 @@ fn start_daemons(guest: &mut Guest) -> Result<String> {
     }
     retry_until_ok(SETTLE_TIMEOUT, || {
         let status = fleet_status(guest)?;
-        let lb_status = status.split("\n\n").find(|part| part.starts_with("load balancer lb1: XDP native"));
+        let lb_status = status.split("\n\n").find(|section| section.starts_with("load balancer lb1: XDP native"));
         let is_ready = |balancer: &str| !balancer.contains("  ! ") && balancer.contains(", tagged ");
         ensure!(lb_status.is_some_and(is_ready), "{status}");
         Ok(())
@@ -228,8 +228,8 @@ fn request_from_server(guest: &mut Guest, vip: &str, server: &str) -> Result<()>
 /// Returns the number of packets for which the load balancer has made the decision with this name.
 fn packets_by_decision(guest: &mut Guest, name: &str) -> Result<u64> {
     let status_text = fleet_status(guest)?;
-    let mut status_words = status_text.split([' ', ',', '\n']).filter(|word| !word.is_empty());
-    let count = status_words.find(|word| *word == name).and_then(|_| status_words.next());
+    let mut status_words = status_text.split([' ', ',', '\n']).filter(|status_word| !status_word.is_empty());
+    let count = status_words.find(|status_word| *status_word == name).and_then(|_| status_words.next());
     count.and_then(|count| count.parse().ok()).with_context(|| format!("no packet by {name}: {status_text}"))
 }
 

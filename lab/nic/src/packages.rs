@@ -27,42 +27,43 @@ pub struct FetchedPackages {
 }
 
 impl FetchedPackages {
-    /// Uses the complete packages that an earlier run has left in `folder`, or fetches everything. Fails with one
-    /// sentence that names the missing part.
-    pub fn load_or_fetch(folder: &Path) -> Result<Self> {
-        let packages = Self { package_directory: folder.to_path_buf() };
+    /// Uses the complete packages that an earlier run has left in `package_directory`, or fetches everything. Fails
+    /// with one sentence that names the missing part.
+    pub fn load_or_fetch(package_directory: &Path) -> Result<Self> {
+        let packages = Self { package_directory: package_directory.to_path_buf() };
         let contents_description = format!("{KERNEL_PACKAGES:?} {:?} debootstrap\n", kernel::GUEST_MODULES);
-        let description_path = folder.join("complete");
-        if fs::read_to_string(&description_path).is_ok_and(|found| found == contents_description) {
-            println!("packages: from {}", folder.display());
+        let description_path = package_directory.join("complete");
+        if fs::read_to_string(&description_path).is_ok_and(|old_description| old_description == contents_description) {
+            println!("packages: from {}", package_directory.display());
             return Ok(packages);
         }
-        if folder.exists() {
-            fs::remove_dir_all(folder)?;
+        if package_directory.exists() {
+            fs::remove_dir_all(package_directory)?;
         }
-        for part in ["lists/partial", "archives/partial", "root", "kernels"] {
-            fs::create_dir_all(folder.join(part))?;
+        for subdirectory in ["lists/partial", "archives/partial", "root", "kernels"] {
+            fs::create_dir_all(package_directory.join(subdirectory))?;
         }
-        let private_apt = PrivateApt::write_configuration(folder)?;
-        println!("packages: fetching QEMU and the kernels into {}", folder.display());
+        let private_apt = PrivateApt::write_configuration(package_directory)?;
+        println!("packages: fetching QEMU and the kernels into {}", package_directory.display());
         private_apt.run_apt_get(&["update"])?;
         let backports_suite = format!("{}-backports", private_apt.release);
         let program_packages = ["qemu-system-x86", "busybox-static", "ethtool", "debootstrap"];
         private_apt
             .run_apt_get(&[&["install", "--download-only", "-t", &backports_suite], &program_packages[..]].concat())?;
-        for archive in downloaded_packages(folder)? {
-            run_to_end(command_tied_to_parent("dpkg").arg("-x").arg(&archive).arg(folder.join("root")))?;
+        for archive in downloaded_packages(package_directory)? {
+            run_to_end(command_tied_to_parent("dpkg").arg("-x").arg(&archive).arg(package_directory.join("root")))?;
             fs::remove_file(archive)?;
         }
         for (name, package) in KERNEL_PACKAGES {
             private_apt.run_apt_get(&["download", &private_apt.kernel_package(package)?])?;
-            let [archive] =
-                downloaded_packages(folder)?.try_into().map_err(|found| anyhow::anyhow!("one kernel in {found:?}"))?;
-            kernel::extract_kernel(&archive, &folder.join("kernels").join(name), &packages.busybox_path())?;
+            let [archive] = downloaded_packages(package_directory)?
+                .try_into()
+                .map_err(|kernel_archives| anyhow::anyhow!("one kernel in {kernel_archives:?}"))?;
+            kernel::extract_kernel(&archive, &package_directory.join("kernels").join(name), &packages.busybox_path())?;
             fs::remove_file(archive)?;
         }
-        for part in ["lists", "archives"] {
-            fs::remove_dir_all(folder.join(part))?;
+        for subdirectory in ["lists", "archives"] {
+            fs::remove_dir_all(package_directory.join(subdirectory))?;
         }
         fs::write(description_path, contents_description)?;
         Ok(packages)
@@ -78,7 +79,8 @@ impl FetchedPackages {
 
     /// Returns the directories in which QEMU searches for its firmware.
     pub fn firmware_directories(&self) -> [PathBuf; 3] {
-        ["qemu", "seabios", "../lib/ipxe/qemu"].map(|part| self.package_directory.join("root/usr/share").join(part))
+        ["qemu", "seabios", "../lib/ipxe/qemu"]
+            .map(|firmware_name| self.package_directory.join("root/usr/share").join(firmware_name))
     }
 
     /// Returns the path of the statically linked busybox.
@@ -126,23 +128,24 @@ impl FetchedPackages {
 
 /// This machine's apt-get, with a private configuration.
 struct PrivateApt {
-    state: PathBuf,
+    state_directory: PathBuf,
     /// Name of the Debian release, such as `bookworm`.
     release: String,
 }
 
 impl PrivateApt {
-    fn write_configuration(folder: &Path) -> Result<Self> {
+    fn write_configuration(package_directory: &Path) -> Result<Self> {
         let (sources, release) = apt_sources()?;
-        fs::write(folder.join("sources.list"), sources)?;
-        fs::write(folder.join("status"), "")?;
-        let mut configuration_file = fs::File::create(folder.join("apt.conf"))?;
-        let state = folder.display();
+        fs::write(package_directory.join("sources.list"), sources)?;
+        fs::write(package_directory.join("status"), "")?;
+        let mut configuration_file = fs::File::create(package_directory.join("apt.conf"))?;
+        let state_path = package_directory.display();
         write!(
             configuration_file,
-            r#"Dir::State "{state}"; Dir::State::lists "lists"; Dir::State::status "{state}/status";
-            Dir::Cache "{state}"; Dir::Cache::archives "archives"; Dir::Cache::pkgcache ""; Dir::Cache::srcpkgcache "";
-            Dir::Etc::sourcelist "{state}/sources.list"; Dir::Etc::sourceparts "/dev/null";
+            r#"Dir::State "{state_path}"; Dir::State::lists "lists"; Dir::State::status "{state_path}/status";
+            Dir::Cache "{state_path}"; Dir::Cache::archives "archives";
+            Dir::Cache::pkgcache ""; Dir::Cache::srcpkgcache "";
+            Dir::Etc::sourcelist "{state_path}/sources.list"; Dir::Etc::sourceparts "/dev/null";
             Dir::Etc::preferences "/dev/null"; Dir::Etc::preferencesparts "/dev/null";
             APT::Install-Recommends "false"; APT::Get::Assume-Yes "true"; APT::Sandbox::User "root";
             Acquire::Languages "none"; Acquire::http::Timeout "20";
@@ -150,14 +153,14 @@ impl PrivateApt {
             APT::Update::Error-Mode "any";
             "#
         )?;
-        Ok(Self { state: folder.to_path_buf(), release })
+        Ok(Self { state_directory: package_directory.to_path_buf(), release })
     }
 
     fn apt_command(&self, program: &str) -> Command {
         let mut command = command_tied_to_parent("timeout");
         command.args([DOWNLOAD_TIMEOUT_SECONDS, program]);
-        command.env("APT_CONFIG", self.state.join("apt.conf")).env("LC_ALL", "C");
-        command.current_dir(self.state.join("archives"));
+        command.env("APT_CONFIG", self.state_directory.join("apt.conf")).env("LC_ALL", "C");
+        command.current_dir(self.state_directory.join("archives"));
         command
     }
 
@@ -172,7 +175,7 @@ impl PrivateApt {
         let kernel_packages: BTreeSet<&str> = package_description
             .lines()
             .filter_map(|line| line.strip_prefix("Depends: "))
-            .flat_map(|depends| depends.split([',', ' ']))
+            .flat_map(|dependency_list| dependency_list.split([',', ' ']))
             .filter(|name| name.starts_with("linux-image-"))
             .collect();
         kernel_packages
@@ -225,9 +228,9 @@ fn debian_index_targets() -> Result<String> {
 }
 
 /// Returns the paths of the downloaded packages that have not been unpacked yet.
-fn downloaded_packages(folder: &Path) -> Result<Vec<PathBuf>> {
+fn downloaded_packages(package_directory: &Path) -> Result<Vec<PathBuf>> {
     let mut package_paths = Vec::new();
-    for entry in fs::read_dir(folder.join("archives"))? {
+    for entry in fs::read_dir(package_directory.join("archives"))? {
         let path = entry?.path();
         if path.extension().is_some_and(|extension| extension == "deb") {
             package_paths.push(path);

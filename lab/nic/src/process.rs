@@ -15,8 +15,8 @@ pub fn command_tied_to_parent(program: impl AsRef<std::ffi::OsStr>) -> Command {
 pub fn run_to_end(command: &mut Command) -> Result<String> {
     let output = command.output().with_context(|| format!("{command:?} does not start"))?;
     if !output.status.success() {
-        let arguments: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
-        let command_line = arguments.split(|word| word == "--").next_back().unwrap_or_default().join(" ");
+        let arguments: Vec<_> = command.get_args().map(|argument| argument.to_string_lossy()).collect();
+        let command_line = arguments.split(|argument| argument == "--").next_back().unwrap_or_default().join(" ");
         let last_error_line =
             String::from_utf8_lossy(&output.stderr).trim().lines().last().unwrap_or_default().to_string();
         bail!("`{command_line}`: {}: {last_error_line}", output.status);

@@ -30,9 +30,9 @@ pub fn read_rss(guest: &mut Guest) -> Result<RssConfig> {
 fn parse_indirection_table(text: &str) -> Result<IndirectionTable> {
     let mut queues = Vec::new();
     for line in text.lines() {
-        let Some((entry, rest)) = line.split_once(':') else { continue };
-        if entry.trim().parse() == Ok(queues.len()) {
-            for queue in rest.split_whitespace() {
+        let Some((first_entry, queues_text)) = line.split_once(':') else { continue };
+        if first_entry.trim().parse() == Ok(queues.len()) {
+            for queue in queues_text.split_whitespace() {
                 queues.push(queue.parse().with_context(|| format!("queue {queue:?} in {line:?}"))?);
             }
         }
@@ -70,7 +70,7 @@ impl RssMeasurement {
 
     /// Returns whether all IPv4 flows, and whether all IPv6 flows, arrived on the predicted queues.
     pub fn are_families_in_force(&self) -> [bool; 2] {
-        self.matched_flows_by_family().map(|matched| matched == FLOWS_PER_FAMILY)
+        self.matched_flows_by_family().map(|matched_count| matched_count == FLOWS_PER_FAMILY)
     }
 
     /// Returns how many IPv4 and how many IPv6 flows arrived on the queue that the shown key and table predict.
@@ -107,30 +107,30 @@ pub fn predicted_queue(rss: &RssConfig, flow: &FourTuple) -> u16 {
 
 /// Sends the SYN of each flow, and records the queue whose counter in the driver grows. Fails when a SYN does not
 /// arrive, or changes more than one counter.
-pub fn measure_flow_queues(guest: &mut Guest, nic: NicModel, wire: &GuestTap) -> Result<RssMeasurement> {
-    measure_flows(guest, nic, measured_flows(), |flow| wire.send_syn(flow))
+pub fn measure_flow_queues(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
+    measure_flows(guest, nic, measured_flows(), |flow| guest_tap.send_syn(flow))
 }
 
 /// Measures like [`measure_flow_queues`], but with SYNs in the outer headers of a load balancer that forwards by GUE.
-pub fn measure_gue(guest: &mut Guest, nic: NicModel, wire: &GuestTap) -> Result<RssMeasurement> {
-    measure_flows(guest, nic, gue_flows(), |outer| wire.send_gue_syn(outer))
+pub fn measure_gue(guest: &mut Guest, nic: NicModel, guest_tap: &GuestTap) -> Result<RssMeasurement> {
+    measure_flows(guest, nic, gue_flows(), |outer_flow| guest_tap.send_gue_syn(outer_flow))
 }
 
 fn measure_flows(
     guest: &mut Guest,
     nic: NicModel,
     flows: impl Iterator<Item = FourTuple>,
-    send: impl Fn(&FourTuple) -> Result<()>,
+    send_syn: impl Fn(&FourTuple) -> Result<()>,
 ) -> Result<RssMeasurement> {
     let shown_rss = read_rss(guest)?;
     let mut counters_before = read_queue_counters(guest, nic)?;
     let mut flow_queues = Vec::new();
     for flow in flows {
-        send(&flow)?;
-        let (queue, after) =
+        send_syn(&flow)?;
+        let (queue, counters_after) =
             wait_for_counted_packet(guest, nic, &counters_before).with_context(|| format!("the SYN of {flow:?}"))?;
         flow_queues.push((flow, queue));
-        counters_before = after;
+        counters_before = counters_after;
     }
     Ok(RssMeasurement { shown_rss, flow_queues })
 }
@@ -141,13 +141,16 @@ type CountersByQueue = BTreeMap<u16, u64>;
 fn wait_for_counted_packet(
     guest: &mut Guest,
     nic: NicModel,
-    before: &CountersByQueue,
+    counters_before: &CountersByQueue,
 ) -> Result<(u16, CountersByQueue)> {
     let deadline = Instant::now() + SYN_ARRIVAL_TIMEOUT;
     loop {
         let counters_after = read_queue_counters(guest, nic)?;
-        let changed_queues: Vec<u16> =
-            counters_after.keys().filter(|queue| before.get(queue) != counters_after.get(queue)).copied().collect();
+        let changed_queues: Vec<u16> = counters_after
+            .keys()
+            .filter(|queue| counters_before.get(queue) != counters_after.get(queue))
+            .copied()
+            .collect();
         match changed_queues[..] {
             [queue] => return Ok((queue, counters_after)),
             [] if Instant::now() < deadline => {}

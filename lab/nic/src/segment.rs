@@ -60,8 +60,8 @@ impl HostEmulator {
         packet_socket.set_read_timeout(Some(Duration::from_millis(100)))?;
         let (received_syns, should_stop) = (Arc::default(), Arc::default());
         let answering_thread = {
-            let (syns, is_ended) = (Arc::clone(&received_syns), Arc::clone(&should_stop));
-            std::thread::spawn(move || answer_until_stopped(&packet_socket, hosts, &syns, &is_ended))
+            let (received_syns, should_stop) = (Arc::clone(&received_syns), Arc::clone(&should_stop));
+            std::thread::spawn(move || answer_until_stopped(&packet_socket, hosts, &received_syns, &should_stop))
         };
         Ok(Self { received_syns, should_stop, thread: Some(answering_thread) })
     }
@@ -81,21 +81,26 @@ impl Drop for HostEmulator {
     }
 }
 
-fn answer_until_stopped(socket: &Socket, hosts: &[u8], syns: &Mutex<ReceiversByClient>, ended: &AtomicBool) {
+fn answer_until_stopped(
+    socket: &Socket,
+    hosts: &[u8],
+    received_syns: &Mutex<ReceiversByClient>,
+    should_stop: &AtomicBool,
+) {
     let mut frame = [0; 2048];
-    while !ended.load(Ordering::Relaxed) {
-        let (length, from) = match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut frame) {
-            Ok((length, from)) => (length, from),
+    while !should_stop.load(Ordering::Relaxed) {
+        let (length, sender_address) = match recvfrom::<LinkAddr>(socket.as_raw_fd(), &mut frame) {
+            Ok((length, sender_address)) => (length, sender_address),
             Err(errno) if std::io::Error::from(errno).kind() == ErrorKind::WouldBlock => continue,
             Err(_) => return,
         };
         if let Some(reply) = arp_reply_to(&frame[..length], hosts) {
             // Errors are ignored, because the guest repeats its ARP request.
-            if let Some(from) = from {
-                let _ = sendto(socket.as_raw_fd(), &reply, &from, MsgFlags::empty());
+            if let Some(sender_address) = sender_address {
+                let _ = sendto(socket.as_raw_fd(), &reply, &sender_address, MsgFlags::empty());
             }
         } else if let Some((client, host)) = parse_syn(&frame[..length]).filter(|(_, host)| hosts.contains(host)) {
-            syns.lock().unwrap_or_else(PoisonError::into_inner).insert(client, host);
+            received_syns.lock().unwrap_or_else(PoisonError::into_inner).insert(client, host);
         }
     }
 }

@@ -16,9 +16,9 @@ impl CheckTally {
     /// Counts a check, and prints its measured values or the reason for its failure.
     pub fn record_result(&mut self, name: &str, result: Result<String>) {
         match result {
-            Ok(measured) => {
+            Ok(measured_text) => {
                 self.passed_count += 1;
-                println!("ok       {name}: {measured}");
+                println!("ok       {name}: {measured_text}");
             }
             Err(error) => {
                 self.failed_count += 1;

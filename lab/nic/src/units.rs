@@ -164,18 +164,18 @@ fn guest_files() -> Vec<NamedGuestFile> {
     .to_vec()
 }
 
-/// Checks the Debian packages in the subdirectories `old` and `new` of `debs`. If `command` is given, only runs it.
-/// Fails when the guest does not boot.
+/// Checks the Debian packages in the subdirectories `old` and `new` of `package_directory`. If `command` is given, only
+/// runs it. Fails when the guest does not boot.
 pub fn check_packages(
     packages: &FetchedPackages,
     cache: &Path,
-    debs: &Path,
+    package_directory: &Path,
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let debian = DebianMachine::new(packages, cache, "units", &guest_files(), debs)?;
+    let debian_machine = DebianMachine::new(packages, cache, "units", &guest_files(), package_directory)?;
     let start = Instant::now();
-    let mut guest = debian.boot()?;
+    let mut guest = debian_machine.boot()?;
     println!(
         "{GUEST_NAME}: {} booted in {:.1} s",
         guest.run_successfully("uname -r")?.trim(),
@@ -183,14 +183,14 @@ pub fn check_packages(
     );
     guest.run_successfully("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb")?;
     if let Some(command) = command {
-        let (status, output) = guest.try_run(command, INSTALL_TIMEOUT)?;
+        let (exit_status, output) = guest.try_run(command, INSTALL_TIMEOUT)?;
         println!("{output}");
-        ensure!(status == 0, "`{command}` ended with status {status}");
+        ensure!(exit_status == 0, "`{command}` ended with status {exit_status}");
         return Ok(());
     }
     if run_checks_until_failure(GUEST_NAME, &FIRST_BOOT_CHECKS, &mut guest, tally) {
         guest.power_off()?;
-        run_checks_until_failure(GUEST_NAME, &SECOND_BOOT_CHECKS, &mut debian.boot()?, tally);
+        run_checks_until_failure(GUEST_NAME, &SECOND_BOOT_CHECKS, &mut debian_machine.boot()?, tally);
     }
     Ok(())
 }
@@ -199,12 +199,12 @@ pub fn check_packages(
 /// `command` is given, only runs it.
 pub fn check_in_namespaces(
     name: &str,
-    debian: &DebianMachine<'_>,
+    debian_machine: &DebianMachine<'_>,
     checks: &[(&str, GuestCheck)],
     command: Option<&str>,
     tally: &mut CheckTally,
 ) -> Result<()> {
-    let mut guest = debian.boot()?;
+    let mut guest = debian_machine.boot()?;
     guest.run_successfully("mkdir /root/debs && tar -C /root/debs -xf /dev/vdb && systemctl disable --now -q nginx")?;
     match command {
         Some(command) => println!("{}", guest.run_successfully(command)?),
@@ -220,11 +220,12 @@ pub fn run_checks_until_failure(
     guest: &mut Guest,
     tally: &mut CheckTally,
 ) -> bool {
-    for (check, run) in checks {
+    for (check_name, run_check) in checks {
         let start = Instant::now();
-        let result = run(guest).map(|found| format!("{found} ({:.1} s)", start.elapsed().as_secs_f64()));
+        let result =
+            run_check(guest).map(|measured_text| format!("{measured_text} ({:.1} s)", start.elapsed().as_secs_f64()));
         let has_failed = result.is_err();
-        tally.record_result(&format!("{name}: {check}"), result);
+        tally.record_result(&format!("{name}: {check_name}"), result);
         if has_failed {
             println!("{}", unit_states_and_journal(guest));
             return false;
@@ -274,8 +275,8 @@ fn read_unit_properties<const N: usize>(guest: &mut Guest, daemon: &str, propert
 }
 
 fn main_pid(guest: &mut Guest, daemon: &str) -> Result<u32> {
-    let [state, pid] = read_unit_properties(guest, daemon, ["ActiveState", "MainPID"])?;
-    ensure!(state == "active" && pid != "0", "{} is {state}, its process {pid}", unit_name(daemon));
+    let [active_state, pid] = read_unit_properties(guest, daemon, ["ActiveState", "MainPID"])?;
+    ensure!(active_state == "active" && pid != "0", "{} is {active_state}, its process {pid}", unit_name(daemon));
     pid.parse().with_context(|| format!("MainPID {pid:?}"))
 }
 
@@ -289,14 +290,14 @@ pub fn start_in_namespace(guest: &mut Guest, unit: &str, host: &str, command: &s
     guest.run_successfully(&format!("systemd-run -q --unit {unit} {unit_options} {command}")).map(drop)
 }
 
-/// Repeats `check` until it passes, and returns its value. Fails with the last error once `limit` has elapsed.
-pub fn retry_until_ok<T>(limit: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
-    let deadline = Instant::now() + limit;
+/// Repeats `check` until it passes, and returns its value. Fails with the last error once `timeout` has elapsed.
+pub fn retry_until_ok<T>(timeout: Duration, mut check: impl FnMut() -> Result<T>) -> Result<T> {
+    let deadline = Instant::now() + timeout;
     loop {
         match check() {
             Ok(value) => return Ok(value),
             Err(error) if Instant::now() > deadline => {
-                return Err(error.context(format!("after {} s", limit.as_secs())));
+                return Err(error.context(format!("after {} s", timeout.as_secs())));
             }
             Err(_) => sleep(Duration::from_millis(500)),
         }
@@ -317,8 +318,8 @@ fn unit_states_and_journal(guest: &mut Guest) -> String {
 
 pub fn run_apt_get(guest: &mut Guest, arguments: &str) -> Result<String> {
     let command = format!("DEBIAN_FRONTEND=noninteractive apt-get -q -y {arguments} 2>&1");
-    let (status, output) = guest.try_run(&command, INSTALL_TIMEOUT)?;
-    ensure!(status == 0, "`{command}` ended with status {status}: {output}");
+    let (exit_status, output) = guest.try_run(&command, INSTALL_TIMEOUT)?;
+    ensure!(exit_status == 0, "`{command}` ended with status {exit_status}: {output}");
     Ok(output)
 }
 
@@ -337,9 +338,9 @@ fn check_installation(guest: &mut Guest) -> Result<String> {
 
 fn check_start(guest: &mut Guest) -> Result<String> {
     for daemon in DAEMONS {
-        let (status, output) =
+        let (exit_status, output) =
             guest.try_run(&format!("systemctl enable --now {} 2>&1", unit_name(daemon)), INSTALL_TIMEOUT)?;
-        ensure!(status == 0, "{daemon}: {output}");
+        ensure!(exit_status == 0, "{daemon}: {output}");
     }
     let pids = main_pids(guest)?;
     retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 80))?;
@@ -389,18 +390,18 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
         bounding_count == expected_count,
         "{bounding_count} capabilities, expected {expected_count} ({unit_capabilities}): {process_status}"
     );
-    for set in ["CapInh:", "CapAmb:"] {
-        let is_empty = u64::from_str_radix(status_field(set)?, 16) == Ok(0);
-        ensure!(is_empty, "{set} is not empty, but the daemon drops what it inherits: {process_status}");
+    for capability_set in ["CapInh:", "CapAmb:"] {
+        let is_empty = u64::from_str_radix(status_field(capability_set)?, 16) == Ok(0);
+        ensure!(is_empty, "{capability_set} is not empty, but the daemon drops what it inherits: {process_status}");
     }
     ensure!(
         user.is_empty() == status_field("Uid:")?.starts_with('0'),
         "expected user {user:?}, found {process_status}"
     );
     for forbidden_command in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
-        let (status, output) =
+        let (exit_status, output) =
             guest.try_run(&format!("nsenter -t {pid} -m {forbidden_command} 2>&1"), SETTLE_TIMEOUT)?;
-        ensure!(status != 0, "process {pid} may {forbidden_command}: {output}");
+        ensure!(exit_status != 0, "process {pid} may {forbidden_command}: {output}");
         // nsenter also fails if the process has ended, because there is no namespace to enter then.
         let current_pid = main_pid(guest, daemon)?;
         ensure!(current_pid == pid, "process {pid} became {current_pid} meanwhile");
@@ -441,8 +442,8 @@ fn check_orchestrator_by_af_xdp(guest: &mut Guest) -> Result<String> {
 }
 
 fn check_new_connections(guest: &mut Guest) -> Result<String> {
-    for number in 0..NEW_CONNECTION_COUNT {
-        send_request(guest, 80).with_context(|| format!("connection {number}"))?;
+    for connection_index in 0..NEW_CONNECTION_COUNT {
+        send_request(guest, 80).with_context(|| format!("connection {connection_index}"))?;
     }
     // Finding the service's workers needs the capabilities of the agent's unit.
     let find_no_steering_warning = || guest.run_successfully("! coreward status | grep '! s1: 10.200.0.1:80'");
@@ -466,12 +467,17 @@ fn check_connections(guest: &mut Guest) -> Result<String> {
         "{} of {OPEN_CONNECTION_COUNT} held connections were served",
         answered_count.trim()
     );
-    let [served_result, failed_result] = ["served", "failed"].map(|word| {
-        guest.run_successfully(&format!("grep -c {word} /run/test-load || true")).map(|count| count.trim().to_owned())
+    let [served_result, failed_result] = ["served", "failed"].map(|outcome| {
+        guest
+            .run_successfully(&format!("grep -c {outcome} /run/test-load || true"))
+            .map(|count| count.trim().to_owned())
     });
-    let (served, failed) = (served_result?, failed_result?);
-    ensure!(failed == "0" && served != "0", "{failed} new connections failed, {served} were served");
-    Ok(format!("{OPEN_CONNECTION_COUNT} held connections, {served} new ones, 0 failed"))
+    let (served_count, failed_count) = (served_result?, failed_result?);
+    ensure!(
+        failed_count == "0" && served_count != "0",
+        "{failed_count} new connections failed, {served_count} were served"
+    );
+    Ok(format!("{OPEN_CONNECTION_COUNT} held connections, {served_count} new ones, 0 failed"))
 }
 
 fn check_reload(guest: &mut Guest) -> Result<String> {
@@ -481,9 +487,9 @@ fn check_reload(guest: &mut Guest) -> Result<String> {
         "printf '{added_service}' >> /etc/coreward/fleet.toml && systemctl reload coreward-controller"
     ))?;
     retry_until_ok(SETTLE_TIMEOUT, || send_request(guest, 8080)).context("the service that was added")?;
-    let (status, _) = guest
+    let (exit_status, _) = guest
         .try_run("echo wrong >> /etc/coreward/controller.toml; systemctl reload coreward-controller", SETTLE_TIMEOUT)?;
-    ensure!(status != 0, "a wrong controller.toml was taken");
+    ensure!(exit_status != 0, "a wrong controller.toml was taken");
     guest.run_successfully(
         "sed -i '/^wrong$/d' /etc/coreward/controller.toml && systemctl reload coreward-controller",
     )?;
@@ -552,8 +558,8 @@ fn check_removal(guest: &mut Guest) -> Result<String> {
     check_no_denials(guest)?;
     run_apt_get(guest, &format!("remove {}", DAEMONS.map(|daemon| format!("coreward-{daemon}")).join(" ")))?;
     for daemon in DAEMONS {
-        let (status, _) = guest.try_run(&format!("systemctl is-active {}", unit_name(daemon)), SETTLE_TIMEOUT)?;
-        ensure!(status != 0, "{daemon} is active");
+        let (exit_status, _) = guest.try_run(&format!("systemctl is-active {}", unit_name(daemon)), SETTLE_TIMEOUT)?;
+        ensure!(exit_status != 0, "{daemon} is active");
     }
     send_request(guest, 80).context("after the removal")?;
     guest.run_successfully("nsenter --net=/run/netns/lb coreward lb --config /etc/coreward/lb.toml --detach")?;

@@ -23,9 +23,9 @@ pub const IPV6_DESTINATION: SocketAddrV6 =
     SocketAddrV6::new(ipv6_for_ipv4(IPV4_DESTINATION.ip().to_bits()), IPV4_DESTINATION.port(), 0, 0);
 /// Destination of packets that a guest forwards along a route.
 pub const FORWARDED_DESTINATION: SocketAddrV4 = SocketAddrV4::new(Ipv4Addr::new(10, 9, 0, 2), 80);
-/// Source address in outer headers, which is the load balancer's. The destination is `SERVER`.
-const LOAD_BALANCER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
-const SERVER: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
+/// Source address in outer headers, which is the load balancer's. The destination is a server's address.
+const OUTER_SOURCE: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 2);
+const OUTER_DESTINATION: Ipv4Addr = Ipv4Addr::new(10, 2, 0, 11);
 /// Number of IPv4 flows in a measurement, and also the number of its IPv6 flows.
 pub const FLOWS_PER_FAMILY: u16 = 64;
 pub const FLOW_COUNT: u16 = 2 * FLOWS_PER_FAMILY;
@@ -35,7 +35,7 @@ const HOST_MAC: [u8; 6] = [0x02, 0xc0, 0x4e, 0x00, 0x01, 0xfd];
 /// Timestamps option (RFC 7323) after two no-operation options (RFC 9293).
 const TIMESTAMP_OPTIONS: [u8; 12] = [1, 1, 8, 10, 0, 0, 0, 1, 0, 0, 0, 0];
 const PROTOCOL_TCP: u8 = 6;
-const UDP: u8 = 17;
+const PROTOCOL_UDP: u8 = 17;
 const TCP_FLAG_SYN: u8 = 0x02;
 const TCP_FLAG_ACK: u8 = 0x10;
 
@@ -53,7 +53,7 @@ pub fn measured_flows() -> impl Iterator<Item = FourTuple> {
 /// Returns the outer headers of a measurement, which differ only in the source port. The IPv4 headers come first.
 pub fn gue_flows() -> impl Iterator<Item = FourTuple> {
     let flows = flows_of_round(0)
-        .map(|flow| FourTuple::ipv4((LOAD_BALANCER, flow.client().port()), (SERVER, intf::GUE_PORT as u16)));
+        .map(|flow| FourTuple::ipv4((OUTER_SOURCE, flow.client().port()), (OUTER_DESTINATION, intf::GUE_PORT as u16)));
     flows.clone().chain(flows.map(|flow| in_ipv6(&flow)))
 }
 
@@ -124,18 +124,18 @@ impl GuestTap {
     }
 
     /// Sends a SYN with an outer GUE header. Fails when the kernel rejects it.
-    pub fn send_gue_syn(&self, outer: &FourTuple) -> Result<()> {
-        let inner = flows_of_round(0).next().context("a flow")?;
-        self.send(outer, &gue_frame(outer, &packet(&inner, TCP_FLAG_SYN)?.1)?, 1)
+    pub fn send_gue_syn(&self, outer_flow: &FourTuple) -> Result<()> {
+        let inner_flow = flows_of_round(0).next().context("a flow")?;
+        self.send(outer_flow, &gue_frame(outer_flow, &build_tcp_packet(&inner_flow, TCP_FLAG_SYN)?.1)?, 1)
     }
 
-    /// Sends `count` ACKs of an established connection to the guest. Fails when the kernel rejects one.
-    pub fn send_acks(&self, flow: &FourTuple, count: u32) -> Result<()> {
-        self.send(flow, &build_tcp_frame(flow, TCP_FLAG_ACK)?, count)
+    /// Sends `packet_count` ACKs of an established connection to the guest. Fails when the kernel rejects one.
+    pub fn send_acks(&self, flow: &FourTuple, packet_count: u32) -> Result<()> {
+        self.send(flow, &build_tcp_frame(flow, TCP_FLAG_ACK)?, packet_count)
     }
 
-    fn send(&self, flow: &FourTuple, frame: &[u8], count: u32) -> Result<()> {
-        for _ in 0..count {
+    fn send(&self, flow: &FourTuple, frame: &[u8], packet_count: u32) -> Result<()> {
+        for _ in 0..packet_count {
             match sendto(self.packet_socket.as_raw_fd(), frame, &self.tap_address, MsgFlags::empty()) {
                 // If the tap's queue is full, the packet counts as lost.
                 Ok(_) | Err(Errno::ENOBUFS) => {}
@@ -148,16 +148,16 @@ impl GuestTap {
 
 /// Returns a frame to the guest with a TCP segment like a Linux client's, except that its only option is timestamps.
 fn build_tcp_frame(flow: &FourTuple, flags: u8) -> Result<Vec<u8>> {
-    let (ethertype, packet) = packet(flow, flags)?;
+    let (ethertype, packet) = build_tcp_packet(flow, flags)?;
     Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &packet].concat())
 }
 
 /// Returns the ethertype and the IP packet of a TCP segment.
-fn packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
+fn build_tcp_packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
     let mut tcp_segment = segment_without_checksum(flow, flags);
     let segment_bytes = tcp_segment.len() as u8;
-    let (ethertype, header, addresses) = ip_header(flow, PROTOCOL_TCP, segment_bytes)?;
-    let pseudo_header = [&header[addresses..], &[0, PROTOCOL_TCP, 0, segment_bytes]].concat();
+    let (ethertype, header, addresses_offset) = ip_header(flow, PROTOCOL_TCP, segment_bytes)?;
+    let pseudo_header = [&header[addresses_offset..], &[0, PROTOCOL_TCP, 0, segment_bytes]].concat();
     let checksum = internet_checksum(&[&pseudo_header[..], &tcp_segment].concat());
     tcp_segment[16..18].copy_from_slice(&checksum.to_be_bytes());
     Ok((ethertype, [header, tcp_segment].concat()))
@@ -165,21 +165,21 @@ fn packet(flow: &FourTuple, flags: u8) -> Result<([u8; 2], Vec<u8>)> {
 
 /// Returns a frame in which an outer header encloses an IP packet. The outer UDP header has no checksum
 /// (docs/design.md).
-fn gue_frame(outer: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
-    let length = 8 + packet.len() as u8;
-    let (ethertype, header, _) = ip_header(outer, UDP, length)?;
-    let ports = [outer.client(), outer.vip()].map(|socket| socket.port().to_be_bytes()).concat();
-    Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &header, &ports, &[0, length, 0, 0], packet].concat())
+fn gue_frame(outer_flow: &FourTuple, packet: &[u8]) -> Result<Vec<u8>> {
+    let udp_bytes = 8 + packet.len() as u8;
+    let (ethertype, header, _) = ip_header(outer_flow, PROTOCOL_UDP, udp_bytes)?;
+    let ports = [outer_flow.client(), outer_flow.vip()].map(|socket| socket.port().to_be_bytes()).concat();
+    Ok([&FIRST_NIC_MAC[..], &HOST_MAC, &ethertype, &header, &ports, &[0, udp_bytes, 0, 0], packet].concat())
 }
 
 /// Returns the ethertype, the IP header, and the offset of the addresses in that header.
-fn ip_header(flow: &FourTuple, protocol: u8, payload: u8) -> Result<([u8; 2], Vec<u8>, usize)> {
+fn ip_header(flow: &FourTuple, protocol: u8, payload_bytes: u8) -> Result<([u8; 2], Vec<u8>, usize)> {
     Ok(match (flow.client(), flow.vip()) {
         (SocketAddr::V4(client), SocketAddr::V4(vip)) => {
-            ([0x08, 0x00], ipv4_header([*client.ip(), *vip.ip()], protocol, payload), 12)
+            ([0x08, 0x00], ipv4_header([*client.ip(), *vip.ip()], protocol, payload_bytes), 12)
         }
         (SocketAddr::V6(client), SocketAddr::V6(vip)) => {
-            ([0x86, 0xdd], ipv6_header([*client.ip(), *vip.ip()], protocol, payload), 8)
+            ([0x86, 0xdd], ipv6_header([*client.ip(), *vip.ip()], protocol, payload_bytes), 8)
         }
         _ => bail!("{flow:?} has addresses of two families"),
     })
@@ -194,25 +194,26 @@ fn segment_without_checksum(flow: &FourTuple, flags: u8) -> Vec<u8> {
     [&port_bytes[..], &fields, &TIMESTAMP_OPTIONS].concat()
 }
 
-fn ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload: u8) -> Vec<u8> {
+fn ipv4_header(addresses: [Ipv4Addr; 2], protocol: u8, payload_bytes: u8) -> Vec<u8> {
     // version and header length, TOS, total length; identification 1, do not fragment; TTL 64, protocol, no checksum
-    let fields = [0x45, 0, 0, 20 + payload, 0, 1, 0x40, 0, 64, protocol, 0, 0];
+    let fields = [0x45, 0, 0, 20 + payload_bytes, 0, 1, 0x40, 0, 64, protocol, 0, 0];
     let mut header = [&fields[..], &addresses.map(|address| address.octets()).concat()].concat();
     let checksum = internet_checksum(&header);
     header[10..12].copy_from_slice(&checksum.to_be_bytes());
     header
 }
 
-fn ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload: u8) -> Vec<u8> {
+fn ipv6_header(addresses: [Ipv6Addr; 2], protocol: u8, payload_bytes: u8) -> Vec<u8> {
     // version, traffic class, flow label; payload length, next header, hop limit
-    let fields = [0x60, 0, 0, 1, 0, payload, protocol, 64];
+    let fields = [0x60, 0, 0, 1, 0, payload_bytes, protocol, 64];
     [&fields[..], &addresses.map(|address| address.octets()).concat()].concat()
 }
 
 /// Returns the Internet checksum of an even number of bytes, which is the complement of their ones' complement sum (RFC
 /// 1071).
 fn internet_checksum(bytes: &[u8]) -> u16 {
-    let word_sum: u32 = bytes.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+    let word_sum: u32 =
+        bytes.chunks_exact(2).map(|word_bytes| u32::from(u16::from_be_bytes([word_bytes[0], word_bytes[1]]))).sum();
     let folded_sum = (word_sum & 0xffff) + (word_sum >> 16);
     !((folded_sum & 0xffff) + (folded_sum >> 16)) as u16
 }
@@ -233,21 +234,21 @@ mod tests {
     #[test]
     fn outer_headers_have_different_ports_and_whole_packets() {
         assert_eq!(gue_flows().collect::<BTreeSet<_>>().len(), usize::from(FLOW_COUNT));
-        for (flow, header) in [(0, 20), (FLOWS_PER_FAMILY, 40)] {
+        for (flow, header_bytes) in [(0, 20), (FLOWS_PER_FAMILY, 40)] {
             let frame = gue_frame(&gue_flows().nth(flow.into()).unwrap(), &[7; 9]).unwrap();
-            let (ip, udp) = frame[14..].split_at(header);
-            assert!(header == 40 || internet_checksum(ip) == 0);
+            let (ip, udp) = frame[14..].split_at(header_bytes);
+            assert!(header_bytes == 40 || internet_checksum(ip) == 0);
             assert_eq!((udp.len(), &udp[2..8], &udp[8..]), (17, &[0x17, 0xc0, 0, 17, 0, 0][..], &[7; 9][..]));
         }
     }
 
     #[test]
     fn ip_and_tcp_checksums_of_built_frames_are_correct() {
-        for (flow, header, addresses) in [(5, 20, 12), (FLOWS_PER_FAMILY + 5, 40, 8)] {
+        for (flow, header_bytes, addresses_offset) in [(5, 20, 12), (FLOWS_PER_FAMILY + 5, 40, 8)] {
             let tcp_frame = build_tcp_frame(&measured_flows().nth(flow.into()).unwrap(), TCP_FLAG_SYN).unwrap();
-            let (ip, tcp) = tcp_frame[14..].split_at(header);
-            assert!(header == 40 || internet_checksum(ip) == 0);
-            let pseudo_header = [&ip[addresses..], &[0, PROTOCOL_TCP, 0, tcp.len() as u8]].concat();
+            let (ip, tcp) = tcp_frame[14..].split_at(header_bytes);
+            assert!(header_bytes == 40 || internet_checksum(ip) == 0);
+            let pseudo_header = [&ip[addresses_offset..], &[0, PROTOCOL_TCP, 0, tcp.len() as u8]].concat();
             assert_eq!(internet_checksum(&[&pseudo_header[..], tcp].concat()), 0);
         }
     }

@@ -15,8 +15,8 @@ const MIN_SIMILARITY: f64 = 0.7;
 const MAX_SUGGESTIONS: usize = 3;
 
 impl UnknownName {
-    pub fn new<N: Into<String>>(kind: &'static str, given: &str, known: impl IntoIterator<Item = N>) -> Self {
-        Self { kind, given: given.to_owned(), known: known.into_iter().map(Into::into).collect() }
+    pub fn new<N: Into<String>>(kind: &'static str, name: &str, known_names: impl IntoIterator<Item = N>) -> Self {
+        Self { kind, given: name.to_owned(), known: known_names.into_iter().map(Into::into).collect() }
     }
 
     pub fn nearest_names(&self) -> Vec<&str> {
@@ -25,7 +25,7 @@ impl UnknownName {
             .known
             .iter()
             .map(|name| (strsim::jaro_winkler(&lowercase_name, &name.to_lowercase()), name.as_str()))
-            .filter(|(likeness, _)| *likeness >= MIN_SIMILARITY)
+            .filter(|(similarity, _)| *similarity >= MIN_SIMILARITY)
             .collect();
         similar_names.sort_by(|(a, _), (b, _)| b.total_cmp(a));
         similar_names.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect()
@@ -34,7 +34,7 @@ impl UnknownName {
     fn hint(&self) -> String {
         match self.nearest_names()[..] {
             [] => String::new(),
-            ref nearest => format!("did you mean {}? ", nearest.join(" or ")),
+            ref nearest_names => format!("did you mean {}? ", nearest_names.join(" or ")),
         }
     }
 }

@@ -36,8 +36,8 @@ pub trait Printable: Serialize {
                 table.load_style(comfy_table::presets::UTF8_BORDERS_ONLY);
                 table.set_header(self.columns());
                 table.add_rows(self.rows());
-                let remarks: String = self.remarks().iter().map(|remark| format!("{remark}\n")).collect();
-                format!("{table}\n{remarks}")
+                let remark_lines: String = self.remarks().iter().map(|remark| format!("{remark}\n")).collect();
+                format!("{table}\n{remark_lines}")
             }
         }
     }
@@ -50,8 +50,12 @@ pub fn format_csv<C: AsRef<str>>(columns: &[C], rows: &[Vec<String>]) -> String 
     rows.iter().fold(header, |text, row| text + &csv_line(&mut row.iter().map(String::as_str)))
 }
 
-fn csv_cell(cell: &str) -> String {
-    if cell.contains([',', '"', '\n', '\r']) { format!("\"{}\"", cell.replace('"', "\"\"")) } else { cell.to_owned() }
+fn csv_cell(cell_text: &str) -> String {
+    if cell_text.contains([',', '"', '\n', '\r']) {
+        format!("\"{}\"", cell_text.replace('"', "\"\""))
+    } else {
+        cell_text.to_owned()
+    }
 }
 
 #[cfg(test)]

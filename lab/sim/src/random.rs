@@ -22,11 +22,11 @@ struct Ziggurat {
 
 impl Ziggurat {
     /// Computes the layers. The paper gives the start of the tail and the area of each layer.
-    fn new(tail_start: f64, layer_area: f64, density: fn(f64) -> f64, inverse: fn(f64) -> f64) -> Self {
+    fn new(tail_start: f64, layer_area: f64, density: fn(f64) -> f64, inverse_density: fn(f64) -> f64) -> Self {
         let mut layer_ends = [0.0; LAYER_COUNT + 1];
         (layer_ends[0], layer_ends[1]) = (layer_area / density(tail_start), tail_start);
         for layer in 2..LAYER_COUNT {
-            layer_ends[layer] = inverse(density(layer_ends[layer - 1]) + layer_area / layer_ends[layer - 1]);
+            layer_ends[layer] = inverse_density(density(layer_ends[layer - 1]) + layer_area / layer_ends[layer - 1]);
         }
         Self { layer_ends, layer_heights: layer_ends.map(density) }
     }
@@ -34,8 +34,8 @@ impl Ziggurat {
     /// Returns whether a point at `x`, whose height within the layer is drawn at random, is below the density.
     #[cold]
     fn is_below_density(&self, rng: &mut impl Rng, layer: usize, density: f64) -> bool {
-        let (low, high) = (self.layer_heights[layer], self.layer_heights[layer + 1]);
-        low + (high - low) * uniform_unit(rng) < density
+        let (lower_height, upper_height) = (self.layer_heights[layer], self.layer_heights[layer + 1]);
+        lower_height + (upper_height - lower_height) * uniform_unit(rng) < density
     }
 }
 

@@ -37,7 +37,7 @@ pub enum AddressFamily {
 
 impl AddressFamily {
     /// Returns the address in this family of the host whose IPv4 address is `host`.
-    pub fn address(self, host: Ipv4Addr) -> IpAddr {
+    pub fn host_address(self, host: Ipv4Addr) -> IpAddr {
         match self {
             AddressFamily::Ipv4 => host.into(),
             AddressFamily::Ipv6 => ipv6_address(host).into(),

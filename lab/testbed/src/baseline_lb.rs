@@ -50,7 +50,8 @@ impl Testbed {
         // The host has the VIP without answering ARP for it, so only the router's route directs packets to it.
         namespace.set_sysctls(&[("ipv4/conf/all/arp_ignore", "1"), ("ipv4/conf/all/arp_announce", "2")])?;
         let prefix_length_and_flags = if self.options().family == AddressFamily::Ipv4 { "32" } else { "128 nodad" };
-        let vip_address_command = format!("address add {}/{prefix_length_and_flags} dev lo\n", self.service().ip());
+        let vip_address_command =
+            format!("address add {}/{prefix_length_and_flags} dev lo\n", self.service_address().ip());
         run_ip_batch(
             Some(&namespace),
             &(self.address_commands(BASELINE_ADDRESS, SEGMENT_PREFIX_LENGTH, HOST_DEVICE) + &vip_address_command),
@@ -80,10 +81,10 @@ impl Testbed {
             command.args(arguments.split_whitespace());
             self.run_command(namespace, command).map(drop)
         };
-        let (service, family) = (self.service(), self.options().family);
+        let (service, family) = (self.service_address(), self.options().family);
         run_ipvsadm(format!("-A -t {service} -s rr"))?;
         for number in self.server_numbers() {
-            let server = SocketAddr::new(family.address(server_address(number)), service.port());
+            let server = SocketAddr::new(family.host_address(server_address(number)), service.port());
             run_ipvsadm(format!("-a -t {service} -r {server} -g"))?;
         }
         Ok(())
@@ -93,7 +94,7 @@ impl Testbed {
         let servers = self.server_numbers();
         let server_count = servers.len();
         let balancer_mac = read_mac_address(namespace)?;
-        let service = self.service();
+        let service = self.service_address();
         // nft has too few registers for an IPv6 address, a port and a MAC address, so the key omits the client's
         // address.
         let (ip, flow, key) = match service.is_ipv4() {
@@ -129,7 +130,7 @@ impl Testbed {
     }
 
     fn start_haproxy(&self, namespace: &Namespace) -> anyhow::Result<Process> {
-        let service = self.service();
+        let service = self.service_address();
         let mut text = format!(
             "global\n    nbthread 1\n    maxconn 4000\ndefaults\n    mode tcp\n    timeout connect 5s\n    \
              timeout client 10m\n    timeout server 10m\nfrontend web\n    bind {service}\n    default_backend \

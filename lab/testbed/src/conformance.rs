@@ -151,20 +151,20 @@ pub fn run(instance: &str, options: ConformanceArgs) -> anyhow::Result<Conforman
 /// Runs the same load while the load balancer's kernel routes each connection to a server by a hash (ECMP). The
 /// counters then show the losses and retransmissions that the machine itself causes.
 fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::Result<TcpCounters> {
-    let forwarding_sysctl = |on: &str| match options.network.family {
+    let forwarding_sysctl = |value: &str| match options.network.family {
         AddressFamily::Ipv4 => testbed.load_balancer(1)?.set_sysctls(&[
-            ("ipv4/ip_forward", on),
+            ("ipv4/ip_forward", value),
             ("ipv4/fib_multipath_hash_policy", "1"),
             ("ipv4/conf/all/send_redirects", "0"),
             (&format!("ipv4/conf/{HOST_DEVICE}/send_redirects"), "0"),
         ]),
         AddressFamily::Ipv6 => testbed
             .load_balancer(1)?
-            .set_sysctls(&[("ipv6/conf/all/forwarding", on), ("ipv6/fib_multipath_hash_policy", "1")]),
+            .set_sysctls(&[("ipv6/conf/all/forwarding", value), ("ipv6/fib_multipath_hash_policy", "1")]),
     };
     forwarding_sysctl("1")?;
     let route_next_hops = testbed.server_numbers().into_iter().flat_map(|number| {
-        let hop_address = options.network.family.address(server_address(number)).to_string();
+        let hop_address = options.network.family.host_address(server_address(number)).to_string();
         ["nexthop".to_owned(), "via".to_owned(), hop_address, "dev".to_owned(), HOST_DEVICE.to_owned()]
     });
     change_vip_route(testbed, "add", route_next_hops)?;
@@ -178,16 +178,20 @@ fn run_without_coreward(testbed: &Testbed, options: ConformanceArgs) -> anyhow::
 }
 
 /// Adds or deletes the load balancer's route to the VIP. `verb` is `add` or `delete`.
-fn change_vip_route(testbed: &Testbed, verb: &str, hops: impl Iterator<Item = String>) -> anyhow::Result<()> {
+fn change_vip_route(
+    testbed: &Testbed,
+    verb: &str,
+    route_arguments: impl Iterator<Item = String>,
+) -> anyhow::Result<()> {
     let mut command = Command::new("ip");
-    command.args(["route", verb, &testbed.service().ip().to_string()]).args(hops);
+    command.args(["route", verb, &testbed.service_address().ip().to_string()]).args(route_arguments);
     testbed.run_command(testbed.load_balancer(1)?, command).map(drop)
 }
 
 fn run_with_coreward(
     testbed: &Testbed,
     options: ConformanceArgs,
-    without: Option<TcpCounters>,
+    tcp_without_coreward: Option<TcpCounters>,
 ) -> anyhow::Result<ConformanceOutcome> {
     for number in testbed.server_numbers() {
         write_busy_times(&core_load_file_path(testbed, number), &vec![0; usize::from(testbed.options().cores)])?;
@@ -198,24 +202,24 @@ fn run_with_coreward(
     )?;
     let first_table_generation = query_table_generation(&fleet, testbed)?;
     let counters_before = read_all_counters(testbed)?;
-    let (done, pool_changes) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (stop_flag, pool_changes) = (AtomicBool::new(false), AtomicU64::new(0));
     let outcome = std::thread::scope(|scope| {
-        let _stop = SetOnDrop(&done);
-        scope.spawn(|| write_random_loads(testbed, &done));
-        let pool = scope.spawn(|| drain_servers_in_turn(testbed, &mut fleet, &done, &pool_changes));
+        let _stop = SetOnDrop(&stop_flag);
+        scope.spawn(|| write_random_loads(testbed, &stop_flag));
+        let drain_thread = scope.spawn(|| drain_servers_in_turn(testbed, &mut fleet, &stop_flag, &pool_changes));
         let idle_duration = Duration::from_secs(options.idle_seconds.into());
         let idle_thread = scope.spawn(move || {
-            testbed.client().run_within(|| Ok(measure_idle_connection(testbed.service(), idle_duration)))
+            testbed.client().run_within(|| Ok(measure_idle_connection(testbed.service_address(), idle_duration)))
         });
         let busy_thread = scope.spawn(move || {
-            testbed.client().run_within(|| Ok(measure_busy_connection(testbed.service(), idle_duration)))
+            testbed.client().run_within(|| Ok(measure_busy_connection(testbed.service_address(), idle_duration)))
         });
         let (wrk_requests, wrk_errors) = run_wrk(testbed, options.wrk_seconds)?;
         let (downloads, failed_downloads) = run_downloads(testbed, options.downloads)?;
         let idle_result = join_thread(idle_thread)?.map_err(|error| format!("{error:#}"));
         let busy_result = join_thread(busy_thread)?.map_err(|error| format!("{error:#}"));
-        done.store(true, Ordering::Relaxed);
-        join_thread(pool)?;
+        stop_flag.store(true, Ordering::Relaxed);
+        join_thread(drain_thread)?;
         Ok::<_, anyhow::Error>(ConformanceOutcome {
             wrk_requests,
             wrk_errors,
@@ -227,7 +231,7 @@ fn run_with_coreward(
             pool_changes: pool_changes.load(Ordering::Relaxed),
             load_balancer: BTreeMap::new(),
             tcp: TcpCounters::default(),
-            tcp_without: without,
+            tcp_without: tcp_without_coreward,
         })
     })?;
     let counters_after = read_all_counters(testbed)?;
@@ -253,14 +257,14 @@ fn join_thread<T>(thread: std::thread::ScopedJoinHandle<'_, anyhow::Result<T>>) 
 }
 
 fn query_table_generation(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<u64> {
-    let status = fleet.status(testbed)?;
+    let status = fleet.query_status(testbed)?;
     status["services"][0]["table_generation"].as_u64().context("status names no table generation")
 }
 
 fn query_load_balancer_counters(fleet: &Fleet, testbed: &Testbed) -> anyhow::Result<BTreeMap<String, u64>> {
     // Wait, because the load balancer reports its counters only once a second.
     std::thread::sleep(Duration::from_millis(1_500));
-    let status = fleet.status(testbed)?;
+    let status = fleet.query_status(testbed)?;
     let counters = status["load_balancers"][0]["state"]["counters"].as_object();
     let counters = counters.context("status names no counters of the load balancer")?.iter();
     let counter_values = counters.filter_map(|(name, count)| Some((name.clone(), count.as_u64()?)));
@@ -275,11 +279,13 @@ fn client_and_server_namespaces(testbed: &Testbed) -> anyhow::Result<Vec<&Namesp
 }
 
 fn read_all_counters(testbed: &Testbed) -> anyhow::Result<Vec<KernelCounters>> {
-    client_and_server_namespaces(testbed)?.into_iter().map(counters::read).collect()
+    client_and_server_namespaces(testbed)?.into_iter().map(counters::read_kernel_counters).collect()
 }
 
-fn tcp_counter_growth(before: &[KernelCounters], after: &[KernelCounters]) -> TcpCounters {
-    let growth = |name| counters::total_over_namespaces(after, name) - counters::total_over_namespaces(before, name);
+fn tcp_counter_growth(counters_before: &[KernelCounters], counters_after: &[KernelCounters]) -> TcpCounters {
+    let growth = |name| {
+        counters::total_over_namespaces(counters_after, name) - counters::total_over_namespaces(counters_before, name)
+    };
     let retransmitted_segments = growth("TcpRetransSegs");
     let sent_segments = growth("TcpOutSegs");
     TcpCounters {
@@ -287,17 +293,21 @@ fn tcp_counter_growth(before: &[KernelCounters], after: &[KernelCounters]) -> Tc
         retransmitted: retransmitted_segments,
         retransmitted_ppm: retransmitted_segments as f64 / sent_segments.max(1) as f64 * 1e6,
         retransmitted_needlessly: growth("TcpExtTCPDSACKRecvSegs"),
-        timestamp_drops_at_servers: timestamp_drop_growth(&before[1..], &after[1..]),
-        timestamp_drops_at_client: timestamp_drop_growth(&before[..1], &after[..1]),
+        timestamp_drops_at_servers: timestamp_drop_growth(&counters_before[1..], &counters_after[1..]),
+        timestamp_drops_at_client: timestamp_drop_growth(&counters_before[..1], &counters_after[..1]),
         overtaken_acks: growth(PAWS_OLD_ACK_COUNTER),
     }
 }
 
-fn timestamp_drop_growth(before: &[KernelCounters], after: &[KernelCounters]) -> BTreeMap<String, u64> {
+fn timestamp_drop_growth(
+    counters_before: &[KernelCounters],
+    counters_after: &[KernelCounters],
+) -> BTreeMap<String, u64> {
     let growth = |name| {
         (
             String::from(name),
-            counters::total_over_namespaces(after, name) - counters::total_over_namespaces(before, name),
+            counters::total_over_namespaces(counters_after, name)
+                - counters::total_over_namespaces(counters_before, name),
         )
     };
     TIMESTAMP_DROP_COUNTERS.into_iter().map(growth).filter(|(_, count)| *count > 0).collect()
@@ -305,62 +315,62 @@ fn timestamp_drop_growth(before: &[KernelCounters], after: &[KernelCounters]) ->
 
 /// Writes the busy times of a paced server's cores (ns) into its core load file. Fails when the file cannot be written.
 pub fn write_busy_times(path: &Path, busy_ns: &[u64]) -> anyhow::Result<()> {
-    let file_bytes: Vec<u8> = busy_ns.iter().flat_map(|busy| busy.to_le_bytes()).collect();
+    let file_bytes: Vec<u8> = busy_ns.iter().flat_map(|core_busy_ns| core_busy_ns.to_le_bytes()).collect();
     // Write in place and as one block, because readers have the file open.
     let mut busy_file = std::fs::File::options().write(true).create(true).truncate(false).open(path)?;
     busy_file.write_all(&file_bytes).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Writes a random busy time for every core ten times a second, until `done` is set.
-pub(crate) fn write_random_loads(testbed: &Testbed, done: &AtomicBool) -> anyhow::Result<()> {
+/// Writes a random busy time for every core ten times a second, until `stop_flag` is set.
+pub(crate) fn write_random_loads(testbed: &Testbed, stop_flag: &AtomicBool) -> anyhow::Result<()> {
     const INTERVAL: Duration = Duration::from_millis(100);
     let mut rng = seeded_rng(testbed.options().seed, 5);
     let core_count = usize::from(testbed.options().cores);
     let server_numbers = testbed.server_numbers();
     let mut busy_ns = vec![0u64; server_numbers.len() * core_count];
-    while !done.load(Ordering::Relaxed) {
-        for busy in &mut busy_ns {
-            *busy += u64::from(uniform_below(&mut rng, INTERVAL.as_nanos() as u32));
+    while !stop_flag.load(Ordering::Relaxed) {
+        for core_busy_ns in &mut busy_ns {
+            *core_busy_ns += u64::from(uniform_below(&mut rng, INTERVAL.as_nanos() as u32));
         }
-        for (number, busy) in server_numbers.iter().zip(busy_ns.chunks(core_count)) {
-            write_busy_times(&core_load_file_path(testbed, *number), busy)?;
+        for (number, server_busy_ns) in server_numbers.iter().zip(busy_ns.chunks(core_count)) {
+            write_busy_times(&core_load_file_path(testbed, *number), server_busy_ns)?;
         }
         std::thread::sleep(INTERVAL);
     }
     Ok(())
 }
 
-/// Drains and undrains the servers one after the other, until `done` is set.
+/// Drains and undrains the servers one after the other, until `stop_flag` is set.
 fn drain_servers_in_turn(
     testbed: &Testbed,
     fleet: &mut Fleet,
-    done: &AtomicBool,
-    changes: &AtomicU64,
+    stop_flag: &AtomicBool,
+    pool_changes: &AtomicU64,
 ) -> anyhow::Result<()> {
     let server_numbers = testbed.server_numbers();
-    for turn in 0.. {
-        if done.load(Ordering::Relaxed) {
+    for step in 0.. {
+        if stop_flag.load(Ordering::Relaxed) {
             break;
         }
         let mut pool = fleet.server_pool().clone();
-        let server_number = server_numbers[turn / 2 % server_numbers.len()];
-        pool.insert(server_number, if turn % 2 == 0 { AdminState::Draining } else { AdminState::Active });
+        let server_number = server_numbers[step / 2 % server_numbers.len()];
+        pool.insert(server_number, if step % 2 == 0 { AdminState::Draining } else { AdminState::Active });
         fleet.set_pool(testbed, pool)?;
-        changes.fetch_add(1, Ordering::Relaxed);
+        pool_changes.fetch_add(1, Ordering::Relaxed);
         std::thread::sleep(POOL_CHANGE_INTERVAL);
     }
     Ok(())
 }
 
-/// Returns the response time of a connection after an idle time of `quiet` (ms).
-fn measure_idle_connection(service: SocketAddr, quiet: Duration) -> anyhow::Result<u64> {
+/// Returns the response time of a connection after an idle time of `idle_duration` (ms).
+fn measure_idle_connection(service: SocketAddr, idle_duration: Duration) -> anyhow::Result<u64> {
     let mut connection = HttpConnection::open_to(service, None)?;
     let worker_before = connection.query_worker().context("before the silence")?;
-    std::thread::sleep(quiet);
+    std::thread::sleep(idle_duration);
     let start = Instant::now();
     // Send several requests, because the PAWS clamp limits the first steps of TSval.
     for _ in 0..5 {
-        let worker_after = connection.query_worker().with_context(|| format!("after {quiet:?} of silence"))?;
+        let worker_after = connection.query_worker().with_context(|| format!("after {idle_duration:?} of silence"))?;
         ensure!(
             worker_before == worker_after,
             "answered by {worker_before:?} before the silence, by {worker_after:?} after it"
@@ -389,7 +399,7 @@ fn measure_busy_connection(service: SocketAddr, duration: Duration) -> anyhow::R
 fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
     let mut command = Command::new("wrk");
     command.args(["--threads", "1", "--connections", "64", "--timeout", "10s", "--duration"]);
-    command.arg(format!("{seconds}s")).arg(format!("http://{}{WORKER_IDENTITY_PATH}", testbed.service()));
+    command.arg(format!("{seconds}s")).arg(format!("http://{}{WORKER_IDENTITY_PATH}", testbed.service_address()));
     let output = testbed.run_command(testbed.client(), command)?;
     parse_wrk_output(&String::from_utf8(output.stdout)?)
 }
@@ -398,7 +408,7 @@ fn run_wrk(testbed: &Testbed, seconds: u32) -> anyhow::Result<(u64, u64)> {
 pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
     let request_count = text.lines().find_map(|line| line.trim().split_once(" requests in ")?.0.parse().ok());
     let sum_of_numbers = |line: &str| -> u64 {
-        line.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u64>().ok()).sum()
+        line.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse::<u64>().ok()).sum()
     };
     let error_counts = text.lines().map(str::trim).filter_map(|line| {
         let error_text = line.strip_prefix("Socket errors:").or_else(|| line.strip_prefix("Non-2xx or 3xx responses:"));
@@ -409,15 +419,19 @@ pub(crate) fn parse_wrk_output(text: &str) -> anyhow::Result<(u64, u64)> {
 
 /// Downloads a file `count` times. Returns the number of complete downloads, and the errors of the others.
 fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<String>)> {
-    let (left, whole) = (AtomicU64::new(count.into()), AtomicU64::new(0));
+    let (remaining_downloads, complete_downloads) = (AtomicU64::new(count.into()), AtomicU64::new(0));
     let failures = std::sync::Mutex::new(Vec::new());
-    let take_download = || left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+    let take_download = || {
+        remaining_downloads
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |remaining_count| remaining_count.checked_sub(1))
+            .is_ok()
+    };
     std::thread::scope(|scope| {
         for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(|| {
                 while take_download() {
                     match download_once(testbed, &[]) {
-                        Ok(()) => drop(whole.fetch_add(1, Ordering::Relaxed)),
+                        Ok(()) => drop(complete_downloads.fetch_add(1, Ordering::Relaxed)),
                         Err(error) => failures.lock().expect("no downloader panics").push(format!("{error:#}")),
                     }
                 }
@@ -425,7 +439,7 @@ fn run_downloads(testbed: &Testbed, count: u32) -> anyhow::Result<(u64, Vec<Stri
         }
     });
     let failures = failures.into_inner().expect("no downloader panics");
-    Ok((whole.into_inner(), failures))
+    Ok((complete_downloads.into_inner(), failures))
 }
 
 /// Downloads a file once with curl and additional `options`. Fails when the download is incomplete.
@@ -433,7 +447,9 @@ pub(crate) fn download_once(testbed: &Testbed, options: &[&str]) -> anyhow::Resu
     let mut command = Command::new("curl");
     command.args(options);
     command.args(["--silent", "--show-error", "--fail", "--max-time", "30", "--output", "/dev/null"]);
-    command.args(["--write-out", "%{size_download}"]).arg(format!("http://{}{LARGE_FILE_PATH}", testbed.service()));
+    command
+        .args(["--write-out", "%{size_download}"])
+        .arg(format!("http://{}{LARGE_FILE_PATH}", testbed.service_address()));
     let output = testbed.run_command(testbed.client(), command)?;
     let downloaded_bytes = String::from_utf8_lossy(&output.stdout);
     if downloaded_bytes != LARGE_FILE_BYTES.to_string() {

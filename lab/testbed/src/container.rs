@@ -30,14 +30,15 @@ impl Testbed {
     pub fn start_container(&self, server: u16) -> anyhow::Result<Container> {
         let directory = self.directory().join(format!("container-s{server}"));
         fs::create_dir_all(&directory)?;
-        let at = directory.display();
+        let directory_path = directory.display();
         let temporary_path_options: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
-            .map(|kind| format!("{kind}_temp_path {at}/{kind}; "))
+            .map(|kind| format!("{kind}_temp_path {directory_path}/{kind}; "))
             .concat();
         let text = format!(
-            "user root; daemon off; worker_processes 1; pid {at}/nginx.pid; error_log {at}/error.log; \
-             lock_file {at}/lock; events {{ }} http {{ access_log off; {temporary_path_options} \
-             server {{ listen {CONTAINER_PORT}; location / {{ return 200 \"{CONTAINER_RESPONSE_BODY}\"; }} }} }}"
+            "user root; daemon off; worker_processes 1; pid {directory_path}/nginx.pid; error_log \
+             {directory_path}/error.log; lock_file {directory_path}/lock; events {{ }} http {{ access_log off; \
+             {temporary_path_options} server {{ listen {CONTAINER_PORT}; location / {{ return 200 \
+             \"{CONTAINER_RESPONSE_BODY}\"; }} }} }}"
         );
         fs::write(directory.join("nginx.conf"), text)?;
         let mut command = Command::new("unshare");

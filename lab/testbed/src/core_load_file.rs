@@ -88,8 +88,8 @@ fn map_counters(file: &File, count: usize) -> anyhow::Result<&'static [AtomicU64
 /// Returns the cores' busy times (ns) from a core load file. Fails when it cannot be read or has an incomplete entry.
 pub fn read_core_load_file(path: &Path) -> anyhow::Result<Vec<u64>> {
     let bytes = fs::read(path).with_context(|| format!("cannot read the core load file {}", path.display()))?;
-    let (cores, rest) = bytes.as_chunks::<8>();
-    if !rest.is_empty() {
+    let (cores, remainder) = bytes.as_chunks::<8>();
+    if !remainder.is_empty() {
         bail!("the core load file {} has {} bytes: expected a multiple of 8", path.display(), bytes.len());
     }
     Ok(cores.iter().map(|core| u64::from_le_bytes(*core)).collect())

@@ -25,7 +25,7 @@ pub const PAWS_OLD_ACK_COUNTER: &str = "TcpExtPAWSOldAck";
 
 /// Reads a namespace's counters. Fails when the namespace cannot be entered, or when the kernel's files have another
 /// format.
-pub fn read(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
+pub fn read_kernel_counters(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
     namespace.run_within(|| {
         let mut counters = KernelCounters::new();
         for file in ["snmp", "netstat"] {
@@ -38,19 +38,19 @@ pub fn read(namespace: &Namespace) -> anyhow::Result<KernelCounters> {
 }
 
 /// Returns the sum of a counter over several namespaces. A counter that the kernel lacks counts as 0.
-pub fn total_over_namespaces(all: &[KernelCounters], name: &str) -> u64 {
-    all.iter().filter_map(|counters| counters.get(name)).sum()
+pub fn total_over_namespaces(namespace_counters: &[KernelCounters], name: &str) -> u64 {
+    namespace_counters.iter().filter_map(|counters| counters.get(name)).sum()
 }
 
 /// Parses pairs of lines, of which the first has the names and the second the values (`Tcp: Name Name ...`, `Tcp: 1 2
 /// ...`).
 fn parse_counters(text: &str, counters: &mut KernelCounters) -> anyhow::Result<()> {
     let lines: Vec<&str> = text.lines().collect();
-    for pair in lines.chunks(2) {
-        ensure!(pair.len() == 2, "a line of names without values: {pair:?}");
-        let (prefix, names) = pair[0].split_once(": ").context("a line without a prefix")?;
-        let (same, values) = pair[1].split_once(": ").context("a line without a prefix")?;
-        ensure!(prefix == same, "values of {same} after names of {prefix}");
+    for line_pair in lines.chunks(2) {
+        ensure!(line_pair.len() == 2, "a line of names without values: {line_pair:?}");
+        let (prefix, names) = line_pair[0].split_once(": ").context("a line without a prefix")?;
+        let (values_prefix, values) = line_pair[1].split_once(": ").context("a line without a prefix")?;
+        ensure!(prefix == values_prefix, "values of {values_prefix} after names of {prefix}");
         for (name, value) in names.split_whitespace().zip(values.split_whitespace()) {
             // Some values are signed (Tcp MaxConn is -1), but none of them is a counter.
             counters.insert(format!("{prefix}{name}"), value.parse().unwrap_or(0));

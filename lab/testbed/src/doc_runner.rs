@@ -59,8 +59,8 @@ impl DocumentMachine {
     pub fn start(testbed: &Testbed, name: &str, namespace: &Namespace) -> anyhow::Result<Self> {
         let machine_directory = testbed.directory().join(format!("machine-{name}"));
         let pin_directory = testbed.pin_directory().join(format!("machine-{name}"));
-        for part in ["etc", "etc.work", "var", "var.work", "bin"] {
-            fs::create_dir_all(machine_directory.join(part))?;
+        for subdirectory in ["etc", "etc.work", "var", "var.work", "bin"] {
+            fs::create_dir_all(machine_directory.join(subdirectory))?;
         }
         fs::create_dir_all(&pin_directory)?;
         fs::create_dir_all(machine_directory.join("etc/coreward"))?;
@@ -74,15 +74,16 @@ impl DocumentMachine {
         }
         let ready_file = machine_directory.join("ready");
         let testbed_directory = testbed.directory();
-        let [folder, pins, bin, all] = [&machine_directory, &pin_directory, &command_directory, &testbed_directory]
-            .map(|path: &PathBuf| path.display());
+        let [machine_path, pin_path, command_path, testbed_path] =
+            [&machine_directory, &pin_directory, &command_directory, &testbed_directory]
+                .map(|path: &PathBuf| path.display());
         let mount_script = format!(
             "echo {name} > /proc/sys/kernel/hostname
              mount --make-rprivate /
-             mount -t overlay overlay -o lowerdir=/etc,upperdir={folder}/etc,workdir={folder}/etc.work /etc
-             mount -t overlay overlay -o lowerdir=/var,upperdir={folder}/var,workdir={folder}/var.work /var
-             mount -t overlay overlay -o lowerdir={bin}:/usr/bin /usr/bin
-             mount --bind {pins} /sys/fs/bpf
+             mount -t overlay overlay -o lowerdir=/etc,upperdir={machine_path}/etc,workdir={machine_path}/etc.work /etc
+             mount -t overlay overlay -o lowerdir=/var,upperdir={machine_path}/var,workdir={machine_path}/var.work /var
+             mount -t overlay overlay -o lowerdir={command_path}:/usr/bin /usr/bin
+             mount --bind {pin_path} /sys/fs/bpf
              # What the packages do (packaging/debian/controller.postinst).
              getent passwd coreward >/dev/null || {{
                  echo coreward:x:{COREWARD_USER_ID}:{COREWARD_USER_ID}::/nonexistent:/usr/sbin/nologin >> /etc/passwd
@@ -90,9 +91,9 @@ impl DocumentMachine {
              }}
              chown coreward: /var/lib/coreward
              # For scp.
-             mount --bind {all} {MACHINE_MOUNT_PATH}
-             echo $$ > {folder}/pid
-             touch {folder}/ready
+             mount --bind {testbed_path} {MACHINE_MOUNT_PATH}
+             echo $$ > {machine_path}/pid
+             touch {machine_path}/ready
              mount -t tmpfs tmpfs /run
              exec sleep {MACHINE_LIFETIME_SECONDS}"
         );

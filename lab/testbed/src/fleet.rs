@@ -25,7 +25,9 @@ use crate::topology::Testbed;
 
 pub(crate) use daemons::read_log_tails;
 pub use daemons::{coreward_command, lab_command, operator_command, operator_command_for, unit_capabilities};
-pub use files::{certificate_directory, certificate_files, core_load_file_path, credential_directory, issue};
+pub use files::{
+    certificate_directory, certificate_files, core_load_file_path, credential_directory, issue_certificate,
+};
 pub use names::{
     CONTROLLER_PORT, FIRST_CONTROLLER_NAME, agent_name, api_address_of, controller_address_of, controller_name,
     first_controller_address, rack_controller_listen_address,
@@ -59,9 +61,15 @@ impl Fleet {
     pub fn start(testbed: &Testbed, options: FleetOptions) -> anyhow::Result<Self> {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
-        if options.tls {
+        if options.uses_tls {
             Authority::init(&certificate_directory(testbed), &testbed_fleet_name()?, 30 * DAY)?;
-            issue(testbed, Role::Controller, "controller", &testbed_fleet_name()?, Validity::from_now(DAY))?;
+            issue_certificate(
+                testbed,
+                Role::Controller,
+                "controller",
+                &testbed_fleet_name()?,
+                Validity::from_now(DAY),
+            )?;
         }
         write_controller_files(testbed, &options, &pool)?;
         let mut fleet = Self {
@@ -118,18 +126,23 @@ impl Fleet {
     }
 
     /// Simulates a power failure of a load balancer by removing its daemon, data plane and pins. The routers notice it
-    /// after `noticed`, and packets to the load balancer are lost until then. Fails when it does not exist.
-    pub fn kill_load_balancer(&mut self, testbed: &mut Testbed, number: u16, noticed: Duration) -> anyhow::Result<()> {
+    /// after `detection_time`, and packets to the load balancer are lost until then. Fails when it does not exist.
+    pub fn kill_load_balancer(
+        &mut self,
+        testbed: &mut Testbed,
+        number: u16,
+        detection_time: Duration,
+    ) -> anyhow::Result<()> {
         testbed.remove_load_balancer(number)?;
         self.load_balancers.remove(&number);
-        std::thread::sleep(noticed);
+        std::thread::sleep(detection_time);
         testbed.route_vips_to_load_balancers(&testbed.load_balancer_numbers())
     }
 
     /// Restarts a load balancer without any state, as after a kernel crash. Its packets are lost until it has tables
     /// again. Fails when the load balancer does not exist, or is not ready in time.
     pub fn reboot_load_balancer(&mut self, testbed: &Testbed, number: u16) -> anyhow::Result<()> {
-        self.kill(&load_balancer_name(number))?;
+        self.kill_daemon(&load_balancer_name(number))?;
         testbed.remove_load_balancer_pins(number)?;
         self.start_load_balancer(testbed, number)?;
         self.wait_until_ready(testbed)
@@ -155,8 +168,8 @@ impl Fleet {
 
     /// Issues a certificate for a daemon, unless it already has one.
     fn issue_certificate(&self, testbed: &Testbed, role: Role, name: &str) -> anyhow::Result<()> {
-        if self.options.tls && !credential_directory(testbed, role, name).exists() {
-            issue(testbed, role, name, &testbed_fleet_name()?, Validity::from_now(DAY))?;
+        if self.options.uses_tls && !credential_directory(testbed, role, name).exists() {
+            issue_certificate(testbed, role, name, &testbed_fleet_name()?, Validity::from_now(DAY))?;
         }
         Ok(())
     }
@@ -192,7 +205,7 @@ impl Fleet {
         let name = rack_controller_name(number);
         self.issue_certificate(testbed, Role::Rack, &name)?;
         write_rack_controller_file(testbed, &self.options, number)?;
-        let rack_controller = self.start_daemon(testbed, testbed.rack(number)?, "rack", &name)?;
+        let rack_controller = self.start_daemon(testbed, testbed.rack_controller(number)?, "rack", &name)?;
         self.rack_controllers.insert(number, rack_controller);
         Ok(())
     }
@@ -248,8 +261,8 @@ impl Fleet {
 
     /// Replaces [`FleetOptions::fleet_text`] in the fleet's file and makes the controller reload it. Fails when the
     /// file cannot be written or the controller has ended.
-    pub fn set_fleet_text(&mut self, testbed: &Testbed, more: &str) -> anyhow::Result<()> {
-        self.set_options(testbed, FleetOptions { fleet_text: more.to_owned(), ..self.options.clone() })
+    pub fn set_fleet_text(&mut self, testbed: &Testbed, fleet_text: &str) -> anyhow::Result<()> {
+        self.set_options(testbed, FleetOptions { fleet_text: fleet_text.to_owned(), ..self.options.clone() })
     }
 
     /// Returns the servers in the controller's file, with their administrative state.
@@ -269,7 +282,7 @@ impl Fleet {
     }
 
     /// Kills a daemon by SIGKILL. Fails when the daemon does not exist.
-    pub fn kill(&mut self, name: &str) -> anyhow::Result<()> {
+    pub fn kill_daemon(&mut self, name: &str) -> anyhow::Result<()> {
         let daemon = self.daemon(name)?;
         daemon.send_signal(Signal::SIGKILL)?;
         daemon.wait(*TIMEOUT).map(drop)
@@ -286,7 +299,7 @@ impl Fleet {
     }
 
     /// Returns the output of `coreward status --format json`. Fails when the controller does not answer.
-    pub fn status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
+    pub fn query_status(&self, testbed: &Testbed) -> anyhow::Result<serde_json::Value> {
         Ok(serde_json::from_slice(&self.query_controller(testbed, &["status", "--format", "json"])?)?)
     }
 
@@ -298,8 +311,8 @@ impl Fleet {
 
     fn wait_until_ok(&self, testbed: &Testbed, check: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<()> {
         let deadline = Instant::now() + *TIMEOUT;
-        while let Err(missing) = check() {
-            ensure!(Instant::now() < deadline, "the fleet is not ready: {missing:#}\n{}", read_log_tails(testbed));
+        while let Err(error) = check() {
+            ensure!(Instant::now() < deadline, "the fleet is not ready: {error:#}\n{}", read_log_tails(testbed));
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(())

@@ -14,7 +14,7 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerIdentity {
-    pub server: u16,
+    pub server_number: u16,
     pub worker_pid: u32,
 }
 
@@ -66,7 +66,7 @@ impl HttpConnection {
         let body_text = String::from_utf8(body)?;
         let (server, worker) =
             body_text.trim().split_once(' ').with_context(|| format!("not a server's answer: {body_text:?}"))?;
-        Ok(WorkerIdentity { server: server.parse()?, worker_pid: worker.parse()? })
+        Ok(WorkerIdentity { server_number: server.parse()?, worker_pid: worker.parse()? })
     }
 
     /// Returns whether the connection's packets have TCP timestamps (struct tcp_info, tcpi_options; TCPI_OPT_TIMESTAMPS

@@ -213,7 +213,9 @@ fn lock_owner_file(name: &str) -> anyhow::Result<File> {
             bail!("testbed {name} is in use by process {owner_pid}");
         }
         // The former owner may have removed the file after it was opened here and before it was locked.
-        let is_same_file = |there: fs::Metadata| owner_file.metadata().is_ok_and(|here| here.ino() == there.ino());
+        let is_same_file = |path_metadata: fs::Metadata| {
+            owner_file.metadata().is_ok_and(|file_metadata| file_metadata.ino() == path_metadata.ino())
+        };
         if fs::metadata(&owner_file_path).is_ok_and(is_same_file) {
             return Ok(owner_file);
         }

@@ -11,11 +11,11 @@ use coreward_load::event_loop::now_ns;
 static IS_INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn record_signal(_signal: i32) {
-    request();
+    request_interruption();
 }
 
 /// Requests an interruption, as SIGINT does.
-pub fn request() {
+pub fn request_interruption() {
     IS_INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
@@ -49,10 +49,10 @@ pub fn ensure_not_interrupted() -> anyhow::Result<()> {
 }
 
 /// Sleeps until a time of CLOCK_MONOTONIC (ns). Fails after SIGINT or SIGTERM.
-pub fn sleep_until(moment_ns: u64) -> anyhow::Result<()> {
+pub fn sleep_until(deadline_ns: u64) -> anyhow::Result<()> {
     loop {
         ensure_not_interrupted()?;
-        let remaining_time = Duration::from_nanos(moment_ns.saturating_sub(now_ns()));
+        let remaining_time = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
         if remaining_time.is_zero() {
             return Ok(());
         }

@@ -203,7 +203,7 @@ impl LoadClient<'_> {
             self.next_arrival_index += 1;
         }
         while let Some(Reverse((due_ns, index))) =
-            self.next_requests.peek().copied().filter(|Reverse((at, _))| *at <= now_ns)
+            self.next_requests.peek().copied().filter(|Reverse((next_due_ns, _))| *next_due_ns <= now_ns)
         {
             self.next_requests.pop();
             self.handle_due_request(index, due_ns);
@@ -309,7 +309,7 @@ impl LoadClient<'_> {
 
     /// Reads all available responses. A short read means that the socket is empty (epoll(7), question 9), unless the
     /// end of the stream follows the data.
-    fn receive_responses(&mut self, index: usize, ended: bool) -> Result<(), ConnectionFailure> {
+    fn receive_responses(&mut self, index: usize, is_stream_ended: bool) -> Result<(), ConnectionFailure> {
         let now_ns = now_ns();
         let (start_ns, arrival) = (self.start_ns, self.arrival_log.arrivals[index]);
         let Some(connection) = self.connections.get_mut(&index) else { return Ok(()) };
@@ -322,13 +322,14 @@ impl LoadClient<'_> {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => return Err(error.into()),
             };
-            may_have_more = ended || length == buffer.len();
+            may_have_more = is_stream_ended || length == buffer.len();
             let mut is_right_answer = true;
             connection.message_buffer.for_each_message(&buffer[..length], |response: PacedResponse| {
-                let serving_core = *connection.serving_core.get_or_insert((response.server, response.core_number));
+                let serving_core =
+                    *connection.serving_core.get_or_insert((response.server_number, response.core_number));
                 is_right_answer &= response.id.get() == connection.answered_count
                     && connection.answered_count < connection.sent_count
-                    && serving_core == (response.server, response.core_number);
+                    && serving_core == (response.server_number, response.core_number);
                 let due_ns = start_ns + arrival.request_due_us(connection.answered_count) * 1_000;
                 self.latency_histogram.saturating_record(now_ns.saturating_sub(due_ns) / 1_000);
                 connection.answered_count += 1;
@@ -347,8 +348,8 @@ impl LoadClient<'_> {
 
     fn count_finished_connection(&mut self, connection: &LoadConnection) {
         self.report.answered += u64::from(connection.answered_count);
-        if let Some(placed) = connection.serving_core {
-            *self.connections_by_core.entry(placed).or_default() += 1;
+        if let Some(serving_core) = connection.serving_core {
+            *self.connections_by_core.entry(serving_core).or_default() += 1;
         }
     }
 
@@ -377,7 +378,7 @@ impl LoadClient<'_> {
         let mut connections_by_core: Vec<CoreConnections> = connections_by_core
             .map(|((server, core), connections)| CoreConnections { server, core, connections })
             .collect();
-        connections_by_core.sort_by_key(|placed| (placed.server, placed.core));
+        connections_by_core.sort_by_key(|core_connections| (core_connections.server, core_connections.core));
         let (latency_us, lateness_us) =
             (Latency::from(&self.latency_histogram), Latency::from(&self.lateness_histogram));
         LoadReport { latency_us, lateness_us, placed: connections_by_core, ..self.report }

@@ -83,23 +83,24 @@ impl Namespace {
     /// Kills every process in this namespace. It finds them by comparing namespaces, not by names or pids.
     fn kill_processes(&self) -> anyhow::Result<()> {
         use std::os::unix::fs::MetadataExt as _;
-        let Ok(namespace) = self.open_file()?.metadata() else { return Ok(()) };
+        let Ok(namespace_metadata) = self.open_file()?.metadata() else { return Ok(()) };
         let is_in_namespace = |pid: &str| {
-            std::fs::metadata(format!("/proc/{pid}/ns/net"))
-                .is_ok_and(|of_process| (of_process.dev(), of_process.ino()) == (namespace.dev(), namespace.ino()))
+            std::fs::metadata(format!("/proc/{pid}/ns/net")).is_ok_and(|process_metadata| {
+                (process_metadata.dev(), process_metadata.ino()) == (namespace_metadata.dev(), namespace_metadata.ino())
+            })
         };
         // Search repeatedly, because a process may fork during the search. Later iterations find its children.
         for _ in 0..10 {
-            let mut found_process = false;
+            let mut has_process = false;
             for entry in std::fs::read_dir("/proc")?.flatten() {
                 let Ok(name) = entry.file_name().into_string() else { continue };
                 let Ok(pid) = name.parse::<i32>() else { continue };
                 if is_in_namespace(&name) && !is_zombie(pid) {
-                    found_process = true;
+                    has_process = true;
                     kill_if(pid, || is_in_namespace(&name));
                 }
             }
-            if !found_process {
+            if !has_process {
                 return Ok(());
             }
             std::thread::sleep(std::time::Duration::from_millis(5));
@@ -111,11 +112,11 @@ impl Namespace {
 fn is_zombie(pid: i32) -> bool {
     let process_stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     // The state is the first word after the command's name, which ends with the last parenthesis.
-    process_stat.rsplit_once(')').is_none_or(|(_, rest)| rest.trim_start().starts_with(['Z', 'X']))
+    process_stat.rsplit_once(')').is_none_or(|(_, stat_fields)| stat_fields.trim_start().starts_with(['Z', 'X']))
 }
 
-/// Sends SIGKILL if `still` returns true. The pidfd ensures that the pid is not reused after this check.
-fn kill_if(pid: i32, still: impl Fn() -> bool) {
+/// Sends SIGKILL if `must_be_killed` returns true. The pidfd ensures that the pid is not reused after this check.
+fn kill_if(pid: i32, must_be_killed: impl Fn() -> bool) {
     // SAFETY: pidfd_open takes two integers and returns a new descriptor or -1.
     let pidfd_number = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if pidfd_number < 0 {
@@ -123,7 +124,7 @@ fn kill_if(pid: i32, still: impl Fn() -> bool) {
     }
     // SAFETY: the descriptor is new and owned by nothing else.
     let pidfd = unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(pidfd_number as i32) };
-    if still() {
+    if must_be_killed() {
         use std::os::fd::AsRawFd as _;
         let no_info = std::ptr::null_mut::<libc::siginfo_t>();
         // SAFETY: the descriptor is open, and a null siginfo means "as kill() would fill it".

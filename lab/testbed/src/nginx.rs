@@ -63,7 +63,7 @@ impl Testbed {
 
     fn nginx_configuration_text(&self, number: u16, directory: &std::path::Path, workers: u16) -> String {
         let directory = directory.display();
-        let listen_addresses = self.vips().chain([self.options().family.address(server_address(number))]);
+        let listen_addresses = self.vips().chain([self.options().family.host_address(server_address(number))]);
         let listen_sockets = listen_addresses.map(|address| SocketAddr::new(address, SERVICE_ADDRESS.port()));
         let listen_lines: String =
             listen_sockets.map(|address| format!("        listen {address} reuseport;\n")).collect();

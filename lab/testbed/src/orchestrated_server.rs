@@ -83,7 +83,7 @@ pub struct OrchestratedServerArgs {
 impl OrchestratedServerArgs {
     fn serve_options(&self) -> ServeOptions {
         let (quantum, sleep) = (Duration::from_micros(self.quantum_us), Duration::from_micros(self.sleep_us));
-        let options = ServeOptions { quantum, sleep, ..ServeOptions::default() };
+        let options = ServeOptions { quantum, sleep_time: sleep, ..ServeOptions::default() };
         if !self.paced {
             return options;
         }
@@ -104,23 +104,23 @@ struct SharedState {
     /// Allocator of cores to services, or `None` if every service runs on every core.
     allocator: Option<SharedCoreAllocator>,
     /// Number of workers that have connected so far.
-    connected: AtomicUsize,
+    connected_workers: AtomicUsize,
     /// Core load file that contains the time of each service on all cores.
-    busy: Option<CounterFile>,
+    core_load_file: Option<CounterFile>,
 }
 
 impl SharedState {
     fn add_busy(&self, service: u8, time: Duration) {
-        let Some(busy) = &self.busy else { return };
-        let more = |number| Some((u64::from_le(number) + time.as_nanos() as u64).to_le());
+        let Some(core_load_file) = &self.core_load_file else { return };
+        let add_time = |number| Some((u64::from_le(number) + time.as_nanos() as u64).to_le());
         // Readers need no ordering with other memory.
-        let _ = busy.counters()[usize::from(service)].fetch_update(Relaxed, Relaxed, more);
+        let _ = core_load_file.counters()[usize::from(service)].fetch_update(Relaxed, Relaxed, add_time);
     }
 }
 
 /// Request handler of one core.
 struct CoreServer<'s> {
-    shared: &'s SharedState,
+    shared_state: &'s SharedState,
     /// Clock of a paced core, or `None` if the core really computes.
     clock: Option<CoreClock>,
 }
@@ -134,17 +134,17 @@ impl Handler for CoreServer<'_> {
             Some(clock) => clock.serve_request(service, time, || context.yield_point()),
             None => compute(time, context),
         }
-        self.shared.add_busy(service, time);
+        self.shared_state.add_busy(service, time);
         let mut writer = ResponseWriter::default();
-        self.shared.database.answer(&request, context.core(), &mut writer);
+        self.shared_state.database.answer(&request, context.core(), &mut writer);
         let mut datagrams = writer.finish_response();
-        let (Some(only), None) = (datagrams.next(), datagrams.next()) else { return Reply::Nothing };
-        response.extend_from_slice(only);
+        let (Some(single_datagram), None) = (datagrams.next(), datagrams.next()) else { return Reply::Nothing };
+        response.extend_from_slice(single_datagram);
         Reply::Send
     }
 
     fn load_hint(&self, hint: HintMessage, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
-        match &self.shared.allocator {
+        match &self.shared_state.allocator {
             Some(allocator) => allocator.apply_hint(hint, worker),
             None => worker.rearm_load_monitor(hint.service),
         }
@@ -153,16 +153,16 @@ impl Handler for CoreServer<'_> {
 
 /// Keeps the core busy for `time`, not counting the requests that preempt it.
 fn compute(time: Duration, context: &mut serve::Context<'_>) {
-    let mut end = Instant::now() + time;
+    let mut deadline = Instant::now() + time;
     loop {
-        let before = Instant::now();
-        if before >= end {
+        let yield_start = Instant::now();
+        if yield_start >= deadline {
             return;
         }
         context.yield_point();
-        let yielded = before.elapsed();
-        if yielded > YIELD_TIME {
-            end += yielded;
+        let yield_duration = yield_start.elapsed();
+        if yield_duration > YIELD_TIME {
+            deadline += yield_duration;
         }
     }
 }
@@ -180,40 +180,40 @@ fn open_database(args: &OrchestratedServerArgs) -> anyhow::Result<Box<dyn Databa
 pub fn run(args: &OrchestratedServerArgs) -> anyhow::Result<()> {
     interrupt::catch_signals()?;
     let database = open_database(args)?;
-    let cores = args.cores.iter().max().map_or(0, |last| last + 1);
+    let core_count = args.cores.iter().max().map_or(0, |last| last + 1);
     let is_allocated = args.assignment != CoreAssignmentMode::CompleteShare;
-    let allocator = is_allocated.then(|| SharedCoreAllocator::new(args.assignment, cores, args.reserved));
-    let busy = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
-    let server = SharedState { database, allocator, connected: AtomicUsize::new(0), busy };
-    let stop = AtomicBool::new(false);
-    let served: Vec<u64> = std::thread::scope(|scope| {
-        let (server, stop) = (&server, &stop);
+    let allocator = is_allocated.then(|| SharedCoreAllocator::new(args.assignment, core_count, args.reserved));
+    let core_load_file = args.busy_file.as_ref().map(|path| CounterFile::create(path, MAX_SERVICES)).transpose()?;
+    let server = SharedState { database, allocator, connected_workers: AtomicUsize::new(0), core_load_file };
+    let stop_flag = AtomicBool::new(false);
+    let served_by_core: Vec<u64> = std::thread::scope(|scope| {
+        let (server, stop_flag) = (&server, &stop_flag);
         let serve = |core: &u16| {
             let core = *core;
-            scope.spawn(move || serve_core(args, core, server, stop))
+            scope.spawn(move || serve_core(args, core, server, stop_flag))
         };
         let threads: Vec<_> = args.cores.iter().map(serve).collect();
         if let Some(service_us) = args.batch_us {
             let (memory, window) = (&args.memory, 2 * args.cores.len());
-            scope.spawn(move || batch::run_batch_client(memory, window, service_us, stop));
+            scope.spawn(move || batch::run_batch_client(memory, window, service_us, stop_flag));
         }
-        let waited = wait(args, server);
-        stop.store(true, Relaxed);
-        let served = threads.into_iter().map(|thread| thread.join().expect("the thread of a core"));
-        waited.map(|()| served.collect())
+        let wait_result = wait_for_signal(args, server);
+        stop_flag.store(true, Relaxed);
+        let served_counts = threads.into_iter().map(|thread| thread.join().expect("the thread of a core"));
+        wait_result.map(|()| served_counts.collect())
     })?;
-    println!("{}", serde_json::to_string(&served)?);
+    println!("{}", serde_json::to_string(&served_by_core)?);
     Ok(())
 }
 
 /// Waits for a signal. Publishes the core load file as soon as all cores are connected.
-fn wait(args: &OrchestratedServerArgs, server: &SharedState) -> anyhow::Result<()> {
-    let mut unpublished = server.busy.as_ref().zip(args.busy_file.as_ref());
+fn wait_for_signal(args: &OrchestratedServerArgs, server: &SharedState) -> anyhow::Result<()> {
+    let mut unpublished_file = server.core_load_file.as_ref().zip(args.busy_file.as_ref());
     while interrupt::ensure_not_interrupted().is_ok() {
-        if server.connected.load(Relaxed) >= args.cores.len()
-            && let Some((busy, path)) = unpublished.take()
+        if server.connected_workers.load(Relaxed) >= args.cores.len()
+            && let Some((core_load_file, path)) = unpublished_file.take()
         {
-            busy.publish(path)?;
+            core_load_file.publish(path)?;
         }
         std::thread::sleep(RETRY_INTERVAL);
     }
@@ -221,33 +221,33 @@ fn wait(args: &OrchestratedServerArgs, server: &SharedState) -> anyhow::Result<(
 }
 
 /// Serves the requests of a core, and reconnects after each error. Returns the number of served requests.
-fn serve_core(args: &OrchestratedServerArgs, core: u16, shared: &SharedState, stop: &AtomicBool) -> u64 {
+fn serve_core(args: &OrchestratedServerArgs, core: u16, shared_state: &SharedState, stop_flag: &AtomicBool) -> u64 {
     if args.paced {
         // The default timer slack of 50 us delays each wake-up. If setting it fails, the core only wakes later.
         let _ = nix::sys::prctl::set_timerslack(1);
     }
-    let server = CoreServer { shared, clock: args.core_clock() };
-    let mut served = 0;
-    while !stop.load(Relaxed) {
-        match connect_and_serve(args, core, &server, stop) {
-            Ok(counters) => served += counters.served_requests,
+    let server = CoreServer { shared_state, clock: args.core_clock() };
+    let mut served_count = 0;
+    while !stop_flag.load(Relaxed) {
+        match connect_and_serve(args, core, &server, stop_flag) {
+            Ok(counters) => served_count += counters.served_requests,
             Err(error) => {
                 tracing::info!(event = "reconnecting", core, %error, "orchestrator unavailable: connecting again");
                 std::thread::sleep(RETRY_INTERVAL);
             }
         }
     }
-    served
+    served_count
 }
 
 fn connect_and_serve(
     args: &OrchestratedServerArgs,
     core: u16,
     server: &CoreServer<'_>,
-    stop: &AtomicBool,
+    stop_flag: &AtomicBool,
 ) -> Result<ServeCounters, RuntimeError> {
     let runtime = Runtime::connect(&args.memory)?;
-    let services = runtime.services();
+    let services = runtime.service_entries();
     for (service, entry) in (0..).zip(&services) {
         match runtime.register_service(service, entry.address, entry.priority) {
             // Another core's thread has already registered the service.
@@ -256,7 +256,7 @@ fn connect_and_serve(
         }
     }
     let mut worker = runtime.attach_worker(core)?;
-    match &server.shared.allocator {
+    match &server.shared_state.allocator {
         None => (0..services.len() as u8).try_for_each(|service| worker.enable_service(service, core))?,
         Some(allocator) => {
             allocator.enable_assigned_services(&mut worker)?;
@@ -265,14 +265,14 @@ fn connect_and_serve(
             }
         }
     }
-    server.shared.connected.fetch_add(1, Relaxed);
-    worker.serve(server, args.serve_options(), stop)
+    server.shared_state.connected_workers.fetch_add(1, Relaxed);
+    worker.serve(server, args.serve_options(), stop_flag)
 }
 
 /// Enables the load monitor of service 0 on a worker.
 fn enable_monitor(args: &OrchestratedServerArgs, worker: &mut Worker<'_>) -> Result<(), RuntimeError> {
     let epoch = Epoch::new(NonZeroU64::new(args.epoch_us * 1000).expect("an epoch of 1 us or more"));
-    let down = ScaleDownCondition { epoch, max_calm_queue_length: 0, required_calm_epochs: 4 };
+    let scale_down = ScaleDownCondition { epoch, max_calm_queue_length: 0, required_calm_epochs: 4 };
     worker.enable_load_monitor(0, HintTrigger::ScaleUp(ScaleUpCondition { epoch }))?;
-    worker.enable_load_monitor(0, HintTrigger::ScaleDown(down))
+    worker.enable_load_monitor(0, HintTrigger::ScaleDown(scale_down))
 }

@@ -80,7 +80,7 @@ impl ServerProtocol for PacedProtocol {
     fn write(&self, _: &MessageBuffer, id: u32, packet: &mut Vec<u8>, _: &mut ResponseQueue<'_>) {
         let response = PacedResponse {
             id: id.into(),
-            server: self.server_number,
+            server_number: self.server_number,
             core_number: self.core_number,
             reserved: [0; 2],
         };
@@ -112,7 +112,7 @@ impl Testbed {
     pub fn start_paced_server(&self, number: u16) -> anyhow::Result<PacedServer> {
         let core_load_file_path = fleet::core_load_file_path(self, number);
         let mut command = Command::new(fleet::lab_command()?);
-        command.args(["testbed", "paced-server", "--listen", &self.service().to_string()]);
+        command.args(["testbed", "paced-server", "--listen", &self.service_address().to_string()]);
         command.args(["--workers", &self.options().cores.to_string(), "--server", &number.to_string()]);
         command.arg("--busy-file").arg(&core_load_file_path);
         let mut master_process = self.spawn(self.server(number)?, command)?;

@@ -39,8 +39,8 @@ impl PreloadedFaults {
 
     /// Sets whether a daemon's writes at a file position fail, as on a full disk. Fails when the daemon was never
     /// started.
-    pub fn set_disk_full(&self, daemon: &str, full: bool) -> anyhow::Result<()> {
-        self.write_fault_value(daemon, DISK_FULL_FILE_OFFSET, full.into())
+    pub fn set_disk_full(&self, daemon: &str, is_full: bool) -> anyhow::Result<()> {
+        self.write_fault_value(daemon, DISK_FULL_FILE_OFFSET, is_full.into())
     }
 
     /// Makes the process of `command` load the library, with the faults of `daemon`.
@@ -54,10 +54,10 @@ impl PreloadedFaults {
         Ok(())
     }
 
-    fn write_fault_value(&self, daemon: &str, position: u64, value: i64) -> anyhow::Result<()> {
+    fn write_fault_value(&self, daemon: &str, file_offset: u64, value: i64) -> anyhow::Result<()> {
         let faults_path = self.faults_path(daemon);
         let write_value =
-            || File::options().write(true).open(&faults_path)?.write_all_at(&value.to_ne_bytes(), position);
+            || File::options().write(true).open(&faults_path)?.write_all_at(&value.to_ne_bytes(), file_offset);
         write_value().with_context(|| format!("cannot write {}", faults_path.display()))
     }
 

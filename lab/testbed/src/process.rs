@@ -76,16 +76,16 @@ impl Process {
         }
     }
 
-    /// Waits until the process has created a file, which it does once it listens. `what` is the name of the process in
-    /// errors. Fails when the process ends first, or when the file is still missing after [`TIMEOUT`].
-    pub fn wait_for_file(&mut self, what: &str, file: &Path) -> anyhow::Result<()> {
+    /// Waits until the process has created a file, which it does once it listens. `description` is the name of the
+    /// process in errors. Fails when the process ends first, or when the file is still missing after [`TIMEOUT`].
+    pub fn wait_for_file(&mut self, description: &str, file: &Path) -> anyhow::Result<()> {
         let deadline = Instant::now() + *TIMEOUT;
         while !file.exists() {
             if let Some(status) = self.try_wait()? {
-                bail!("{what} ended: {status}");
+                bail!("{description} ended: {status}");
             }
             if Instant::now() > deadline {
-                bail!("{what} does not listen after {:?}", *TIMEOUT);
+                bail!("{description} does not listen after {:?}", *TIMEOUT);
             }
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -139,11 +139,11 @@ fn enter_namespace_before_exec(namespace: &Namespace, command: &mut Command) -> 
     let parent_pid = std::process::id() as i32;
     let prepare_child = move || {
         // SAFETY: setns, prctl and getppid are plain system calls, allowed between fork and exec.
-        let prepared = unsafe {
+        let is_prepared = unsafe {
             libc::setns(namespace_file.as_raw_fd(), libc::CLONE_NEWNET) == 0
                 && libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) == 0
         };
-        if !prepared {
+        if !is_prepared {
             return Err(std::io::Error::last_os_error());
         }
         // SAFETY: as above.

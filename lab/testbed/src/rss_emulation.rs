@@ -36,49 +36,50 @@ pub(crate) mod skeletons {
 /// Priority of the tc program, which makes it run after the access port's program.
 const TC_PRIORITY: u32 = 2;
 
-/// Attaches the RSS emulation at the egress of `port` in `switch`, and pins its registers at the path `pin`.
-pub(crate) fn attach_emulation(switch: &Namespace, port: &str, pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
+/// Attaches the RSS emulation at the egress of `port` in `switch`, and pins its registers at the path `pin_path`.
+pub(crate) fn attach_emulation(switch: &Namespace, port: &str, pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
     let mut storage = MaybeUninit::uninit();
     let open_skeleton = skeletons::rss_emulation::RssEmulationSkelBuilder::default().open(&mut storage)?;
     let mut loaded_skeleton = open_skeleton.load().context("the kernel does not load rss_emulation.bpf.c")?;
-    fs::create_dir_all(pin.parent().context("the pin has no directory")?)?;
-    loaded_skeleton.maps.registers.pin(pin).with_context(|| format!("cannot pin {}", pin.display()))?;
-    write_registers(pin, rss)?;
+    fs::create_dir_all(pin_path.parent().context("the pin has no directory")?)?;
+    loaded_skeleton.maps.registers.pin(pin_path).with_context(|| format!("cannot pin {}", pin_path.display()))?;
+    write_registers(pin_path, rss)?;
     attach_tc(switch, port, loaded_skeleton.progs.rss_emulation.as_fd(), TC_EGRESS, TC_PRIORITY)
         .with_context(|| format!("cannot attach the RSS emulation to port {port}"))
 }
 
 /// Writes the key and the indirection table into the emulated registers, as the agent does with `manage_rss = true`.
-/// Fails when `pin` is not a pinned map of registers, or when the key does not have 40 bytes.
-pub fn write_registers(pin: &Path, rss: &RssConfig) -> anyhow::Result<()> {
-    let generation = read_register_map(pin)?.mapping.generation.wrapping_add(1);
+/// Fails when `pin_path` is not a pinned map of registers, or when the key does not have 40 bytes.
+pub fn write_registers(pin_path: &Path, rss: &RssConfig) -> anyhow::Result<()> {
+    let generation = read_register_map(pin_path)?.mapping.generation.wrapping_add(1);
     let registers = rss.to_emulated_registers(generation)?;
-    open_register_map(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?;
+    open_register_map(pin_path)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?;
     Ok(())
 }
 
 /// Shifts the table entries of open TCP connections by `shift`, until registers are written again. A NIC's flow
-/// director has this effect (ATR of ixgbe and i40e). Fails when `pin` is not a pinned map of registers.
-pub fn shift_established_connections(pin: &Path, shift: u32) -> anyhow::Result<()> {
-    let registers = intf::emulated_rss { established_shift: shift, ..*read_register_map(pin)? };
-    Ok(open_register_map(pin)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
+/// director has this effect (ATR of ixgbe and i40e). Fails when `pin_path` is not a pinned map of registers.
+pub fn shift_established_connections(pin_path: &Path, shift: u32) -> anyhow::Result<()> {
+    let registers = intf::emulated_rss { established_shift: shift, ..*read_register_map(pin_path)? };
+    Ok(open_register_map(pin_path)?.update(&0u32.to_ne_bytes(), registers.as_bytes(), MapFlags::ANY)?)
 }
 
-/// Reads the key and the indirection table. Fails when `pin` is not a pinned map of registers, or has no table.
-pub fn read_registers(pin: &Path) -> anyhow::Result<RssConfig> {
-    Ok(RssConfig::from_emulated_registers(&*read_register_map(pin)?)?)
+/// Reads the key and the indirection table. Fails when `pin_path` is not a pinned map of registers, or has no table.
+pub fn read_registers(pin_path: &Path) -> anyhow::Result<RssConfig> {
+    Ok(RssConfig::from_emulated_registers(&*read_register_map(pin_path)?)?)
 }
 
-fn open_register_map(pin: &Path) -> anyhow::Result<MapHandle> {
-    MapHandle::from_pinned_path(pin).with_context(|| format!("cannot open the emulated RSS at {}", pin.display()))
+fn open_register_map(pin_path: &Path) -> anyhow::Result<MapHandle> {
+    MapHandle::from_pinned_path(pin_path)
+        .with_context(|| format!("cannot open the emulated RSS at {}", pin_path.display()))
 }
 
-fn read_register_map(pin: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
-    let entry_bytes = open_register_map(pin)?
+fn read_register_map(pin_path: &Path) -> anyhow::Result<Box<intf::emulated_rss>> {
+    let entry_bytes = open_register_map(pin_path)?
         .lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?
         .context("an array without its only entry")?;
     let registers = intf::emulated_rss::read_from_bytes(&entry_bytes);
-    Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin.display()))?))
+    Ok(Box::new(registers.map_err(|_| anyhow::anyhow!("{} does not hold an emulated RSS", pin_path.display()))?))
 }
 
 /// Attaches a native XDP program that passes all frames. A switch's port needs it to receive frames that its peer sends

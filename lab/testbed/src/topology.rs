@@ -187,8 +187,8 @@ impl Testbed {
         if options.family == AddressFamily::Ipv6 && options.router_mtu.is_some_and(|mtu| mtu < IPV6_MTU_MIN) {
             bail!("IPv6 by a router with `router_mtu` below {IPV6_MTU_MIN}: expected at least that");
         }
-        if let Some(missing) = missing_privilege() {
-            bail!(missing);
+        if let Some(privilege_error) = missing_privilege() {
+            bail!(privilege_error);
         }
         let instance = Instance::acquire(&options.instance)?;
         let mut testbed = Self {
@@ -444,7 +444,7 @@ impl Testbed {
     }
 
     /// Returns the namespace of rack controller `number`, counted from 1. Fails when it does not exist.
-    pub fn rack(&self, number: u16) -> anyhow::Result<&Namespace> {
+    pub fn rack_controller(&self, number: u16) -> anyhow::Result<&Namespace> {
         let rack_controller_host =
             usize::from(number).checked_sub(1).and_then(|position| self.rack_controllers.get(position));
         rack_controller_host.with_context(|| format!("testbed {} has no rack {number}", self.instance.name()))
@@ -470,7 +470,7 @@ impl Testbed {
         (0..self.options.vip_count).map(move |index| family.vip(index))
     }
 
-    pub fn service(&self) -> SocketAddr {
+    pub fn service_address(&self) -> SocketAddr {
         SocketAddr::new(self.options.family.vip(0), SERVICE_ADDRESS.port())
     }
 

@@ -33,7 +33,7 @@ const FIRST_CLIENT_HOST_NUMBER: u8 = 7;
 impl Testbed {
     /// Returns the client address with this index, counted from 0, in the address family of the services.
     pub fn client_address(&self, index: u16) -> IpAddr {
-        self.options().family.address(self.client_ipv4_address(index))
+        self.options().family.host_address(self.client_ipv4_address(index))
     }
 
     /// Returns the client's IPv4 address with this index, counted from 0.
@@ -59,7 +59,7 @@ impl Testbed {
     /// Makes the hosts with these IPv4 addresses the next hops for the VIPs.
     pub(crate) fn route_vips_to_hosts(&self, hosts: &[Ipv4Addr]) -> anyhow::Result<()> {
         let route_command = |vips: &str, family: AddressFamily| {
-            let next_hops = hosts.iter().map(|host| format!(" nexthop via {}", family.address(*host)));
+            let next_hops = hosts.iter().map(|host| format!(" nexthop via {}", family.host_address(*host)));
             format!("route replace {vips}{}\n", next_hops.collect::<String>())
         };
         let mut route_commands = route_command(IPV4_VIP_PREFIX, AddressFamily::Ipv4);

@@ -56,7 +56,7 @@ impl Testbed {
         // veth passes tags outside of the frame, where XDP cannot read them.
         self.set_offloads(self.switch(), port, &["txvlan", "off"])?;
         let mac = self.load_balancer(number)?.device_mac_address(HOST_DEVICE)?;
-        let lb_address = self.options().family.address(load_balancer_address(number));
+        let lb_address = self.options().family.host_address(load_balancer_address(number));
         run_ip_batch(
             Some(self.client()),
             &format!("neighbour replace {lb_address} lladdr {mac} dev {HOST_DEVICE} nud permanent\n"),

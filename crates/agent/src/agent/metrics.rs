@@ -28,19 +28,23 @@ metrics! {
 }
 
 impl Agent {
-    /// Returns the current value of every metric. The cores' busy times are those of the newest report. `more_warnings`
-    /// are warnings about the connection to the controller.
-    pub fn metrics(&self, more_warnings: &[String]) -> Snapshot {
+    /// Returns the current value of every metric. The cores' busy times are those of the newest report.
+    /// `extra_warnings` are warnings about the connection to the controller.
+    pub fn metrics(&self, extra_warnings: &[String]) -> Snapshot {
         let mut snapshot = component::base_snapshot(Component::Agent);
         let server_name = self.config.server.as_str();
-        snapshot.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation() as f64);
-        snapshot.add(&AGENT_REPORTS_TOTAL, [], self.report_sequence_number as f64);
-        let open_connection_count: u32 =
-            self.connection_counter.newest().iter().flat_map(|counted| counted.services.values()).sum();
-        snapshot.add(&AGENT_OPEN_CONNECTIONS, [], open_connection_count.into());
-        snapshot.add(&SERVER_WARNINGS, [server_name], self.all_warnings(more_warnings).len() as f64);
+        snapshot.add_value(&CONFIGURATION_GENERATION, [], self.confirmed_generation() as f64);
+        snapshot.add_value(&AGENT_REPORTS_TOTAL, [], self.report_sequence_number as f64);
+        let open_connection_count: u32 = self
+            .connection_counter
+            .newest_counted_connections()
+            .iter()
+            .flat_map(|connection_counts| connection_counts.services.values())
+            .sum();
+        snapshot.add_value(&AGENT_OPEN_CONNECTIONS, [], open_connection_count.into());
+        snapshot.add_value(&SERVER_WARNINGS, [server_name], self.all_warnings(extra_warnings).len() as f64);
         for (core, busy_ns) in self.core_busy_ns.iter().enumerate() {
-            snapshot.add(&AGENT_CORE_BUSY_SECONDS_TOTAL, [&core.to_string()], *busy_ns as f64 / 1e9);
+            snapshot.add_value(&AGENT_CORE_BUSY_SECONDS_TOTAL, [&core.to_string()], *busy_ns as f64 / 1e9);
         }
         let counters = counters_by_name(&self.bpf_programs.counters(), &self.steering).into_iter();
         let counters: BTreeMap<String, u64> = counters.chain(self.decapsulator.counters()).collect();

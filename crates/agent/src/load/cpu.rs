@@ -16,7 +16,7 @@ impl CpuLoadSource {
 }
 
 impl LoadSource for CpuLoadSource {
-    fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
+    fn append_busy_times(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
         busy_ns.extend(self.cpu_of_queue.iter().map(|cpu| self.cpu_load_program.busy_ns(*cpu)));
         Ok(())
     }
@@ -29,10 +29,10 @@ impl LoadSource for CpuLoadSource {
         let mut queue_cpus = self.cpu_of_queue.clone();
         queue_cpus.sort_unstable();
         queue_cpus.dedup();
-        let (queues, cpus) = (self.cpu_of_queue.len(), queue_cpus.len());
-        if cpus == queues {
+        let (queue_count, cpu_count) = (self.cpu_of_queue.len(), queue_cpus.len());
+        if cpu_count == queue_count {
             return vec![];
         }
-        vec![format!("{queues} receive queues are served by {cpus} CPUs: expected one CPU for each")]
+        vec![format!("{queue_count} receive queues are served by {cpu_count} CPUs: expected one CPU for each")]
     }
 }

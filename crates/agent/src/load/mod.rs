@@ -11,7 +11,7 @@ pub mod queues;
 /// Source of the cores' busy times.
 pub trait LoadSource: Send {
     /// Appends each core's total busy time in ns, in the order of receive queues. Fails when it cannot be read.
-    fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()>;
+    fn append_busy_times(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()>;
 
     /// Sets the CPU that serves each receive queue. Called about once a second.
     fn set_queue_cpus(&mut self, cpu_of_queue: &[usize]);

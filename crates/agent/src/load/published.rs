@@ -31,13 +31,15 @@ impl PublishedLoadFile {
         let mut bytes = [0; MAX_FILE_BYTES];
         let length = file.read_at(&mut bytes, 0)?;
         ensure!(length > 0 && length.is_multiple_of(8), "the file has {length} bytes: expected 8 per core");
-        busy_ns.extend(bytes[..length].chunks_exact(8).map(|core| u64::from_le_bytes(core.try_into().expect("eight"))));
+        busy_ns.extend(
+            bytes[..length].chunks_exact(8).map(|core_bytes| u64::from_le_bytes(core_bytes.try_into().expect("eight"))),
+        );
         Ok(())
     }
 }
 
 impl LoadSource for PublishedLoadFile {
-    fn read(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
+    fn append_busy_times(&mut self, busy_ns: &mut Vec<u64>) -> anyhow::Result<()> {
         self.try_append_busy_times(busy_ns).with_context(|| self.load_file_path.display().to_string())
     }
 
@@ -57,15 +59,15 @@ mod tests {
         let load_file_path = directory.path().join("busy");
         let mut load_source = PublishedLoadFile::new(load_file_path.clone());
         let mut busy_ns = vec![];
-        let error = load_source.read(&mut busy_ns).unwrap_err();
+        let error = load_source.append_busy_times(&mut busy_ns).unwrap_err();
         assert!(format!("{error:#}").contains("busy: No such file"), "{error:#}");
         std::fs::write(&load_file_path, [1u64.to_le_bytes(), 2u64.to_le_bytes()].concat()).unwrap();
-        load_source.read(&mut busy_ns).unwrap();
+        load_source.append_busy_times(&mut busy_ns).unwrap();
         assert_eq!(busy_ns, [1, 2]);
         std::fs::remove_file(&load_file_path).unwrap();
         std::fs::write(&load_file_path, [7; 9]).unwrap();
         load_source.set_queue_cpus(&[0, 1]);
-        let error = load_source.read(&mut busy_ns).unwrap_err();
+        let error = load_source.append_busy_times(&mut busy_ns).unwrap_err();
         assert!(format!("{error:#}").ends_with("the file has 9 bytes: expected 8 per core"), "{error:#}");
     }
 }

@@ -5,21 +5,21 @@ use std::fs;
 
 use crate::sysfs;
 
-/// Returns the CPU of each of the `receive_queues` queues. If the interrupt of queue `q` is unknown, as for virtual
-/// devices, this is CPU `q` modulo the number of CPUs.
-pub fn cpus_of_queues(interface: &str, receive_queues: u16) -> Vec<usize> {
+/// Returns the CPU of each of the `receive_queue_count` queues. If the interrupt of queue `q` is unknown, as for
+/// virtual devices, this is CPU `q` modulo the number of CPUs.
+pub fn cpus_of_queues(interface: &str, receive_queue_count: u16) -> Vec<usize> {
     let cpu_count = std::thread::available_parallelism().map_or(1, usize::from);
     let interrupts_by_queue = receive_queue_interrupts(interface);
     let cpu_of_queue = |queue: u16| {
-        interrupts_by_queue.get(&queue).and_then(|found| found.cpu).unwrap_or(usize::from(queue) % cpu_count)
+        interrupts_by_queue.get(&queue).and_then(|interrupt| interrupt.cpu).unwrap_or(usize::from(queue) % cpu_count)
     };
-    (0..receive_queues).map(cpu_of_queue).collect()
+    (0..receive_queue_count).map(cpu_of_queue).collect()
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Interrupt {
     /// Interrupt number (IRQ), as in /proc/interrupts.
-    pub number: u32,
+    pub irq_number: u32,
     /// CPU that handles the interrupt, or `None` if /proc does not show it.
     pub cpu: Option<usize>,
 }
@@ -31,7 +31,7 @@ pub fn receive_queue_interrupts(interface: &str) -> BTreeMap<u16, Interrupt> {
     });
     irq_by_queue
         .into_iter()
-        .map(|(queue, number)| (queue, Interrupt { number, cpu: first_affinity_cpu(number) }))
+        .map(|(queue, number)| (queue, Interrupt { irq_number: number, cpu: first_affinity_cpu(number) }))
         .collect()
 }
 
@@ -51,13 +51,15 @@ fn first_affinity_cpu(irq: u32) -> Option<usize> {
 /// `eth0-TxRx-3`, `i40e-eth0-TxRx-3`, `virtio2-input.3`, `mlx5_comp3@pci:0000:3b:00.0`, `eth0-rx-3` or `eth0-Tx-Rx-3`.
 fn irqs_by_receive_queue(interrupts: &str, interface: &str, device: &str) -> BTreeMap<u16, u32> {
     let is_of_interface = |action: &str| {
-        let is = |name: &str| action.split(['-', '@']).any(|part| part == name || part.ends_with(&format!(":{name}")));
-        is(interface) || is(device) || action.ends_with(&format!("pci:{device}"))
+        let has_name_part = |name: &str| {
+            action.split(['-', '@']).any(|name_part| name_part == name || name_part.ends_with(&format!(":{name}")))
+        };
+        has_name_part(interface) || has_name_part(device) || action.ends_with(&format!("pci:{device}"))
     };
     let mut irq_by_queue = BTreeMap::new();
     for line in interrupts.lines() {
         let mut columns = line.split_whitespace();
-        let irq_number = columns.next().and_then(|word| word.strip_suffix(':')?.parse().ok());
+        let irq_number = columns.next().and_then(|irq_token| irq_token.strip_suffix(':')?.parse().ok());
         let (Some(irq), Some(action)) = (irq_number, columns.last()) else { continue };
         if let Some(queue) = parse_receive_queue(action)
             && is_of_interface(action)

@@ -49,7 +49,7 @@ const NETDEV_RSS_KEY_BYTES: usize = 40;
 /// Makes an ethtool request. `request` holds the command as 32-bit words, and receives the answer.
 fn ethtool_request(interface: &str, request: &mut [u32]) -> io::Result<()> {
     // SAFETY: `request` is as long as its header states, which every caller of this private function ensures.
-    unsafe { ethtool::request(interface, request) }
+    unsafe { ethtool::ethtool_ioctl(interface, request) }
 }
 
 /// Returns the field `data` of `struct ethtool_rxnfc`, which begins with cmd, flow_type and data (64 bits).
@@ -66,19 +66,22 @@ pub fn driver_name(interface: &str) -> io::Result<String> {
     let mut request = [0; 49];
     request[0] = ETHTOOL_GDRVINFO;
     ethtool_request(interface, &mut request)?;
-    let driver_name: Vec<u8> =
-        request[1..9].iter().flat_map(|word| word.to_ne_bytes()).take_while(|byte| *byte != 0).collect();
+    let driver_name: Vec<u8> = request[1..9]
+        .iter()
+        .flat_map(|request_word| request_word.to_ne_bytes())
+        .take_while(|byte| *byte != 0)
+        .collect();
     Ok(String::from_utf8_lossy(&driver_name).into_owned())
 }
 
 /// Returns whether the device merges received packets in hardware (LRO).
 pub fn has_lro(interface: &str) -> io::Result<bool> {
-    Ok(ethtool::flags(interface)? & ETH_FLAG_LRO != 0)
+    Ok(ethtool::offload_flags(interface)? & ETH_FLAG_LRO != 0)
 }
 
 /// Returns whether the device strips VLAN tags from received packets, so that XDP programs see no tag.
 pub fn strips_vlan_tags(interface: &str) -> io::Result<bool> {
-    Ok(ethtool::flags(interface)? & ETH_FLAG_RXVLAN != 0)
+    Ok(ethtool::offload_flags(interface)? & ETH_FLAG_RXVLAN != 0)
 }
 
 /// Returns a private flag of the driver (`ethtool --show-priv-flags`), or `None` if it has no flag of that name.
@@ -114,7 +117,7 @@ impl FlowType {
     }
 
     /// Returns the name that ethtool uses for the flow type.
-    pub fn name(self) -> &'static str {
+    pub fn ethtool_name(self) -> &'static str {
         match self {
             Self::Tcp4 => "tcp4",
             Self::Udp4 => "udp4",
@@ -145,7 +148,7 @@ fn hash_fields(interface: &str, flow_type: FlowType) -> io::Result<u64> {
 
 /// Returns whether the driver accepts flow rules (ntuple), and how many rules it has.
 pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
-    let is_ntuple_on = ethtool::flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
+    let is_ntuple_on = ethtool::offload_flags(interface).is_ok_and(|flags| flags & ETH_FLAG_NTUPLE != 0);
     let mut rule_count_request = [0; RXNFC_WORDS];
     rule_count_request[0] = ETHTOOL_GRXCLSRLCNT;
     let rule_count = ethtool_request(interface, &mut rule_count_request)
@@ -157,7 +160,8 @@ pub fn ntuple_and_rule_count(interface: &str) -> (bool, u64) {
 fn netdev_rss_key() -> Result<Vec<u8>, RssError> {
     let io_error = |source| RssError::Io { operation: NETDEV_RSS_KEY_PATH.to_owned(), source };
     let text = fs::read_to_string(NETDEV_RSS_KEY_PATH).map_err(io_error)?;
-    let key_bytes: Result<Vec<u8>, _> = text.trim().split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
+    let key_bytes: Result<Vec<u8>, _> =
+        text.trim().split(':').map(|hex_byte| u8::from_str_radix(hex_byte, 16)).collect();
     let mut key_bytes = key_bytes.map_err(|error| io_error(io::Error::other(error)))?;
     key_bytes.truncate(NETDEV_RSS_KEY_BYTES);
     Ok(key_bytes)
@@ -180,37 +184,37 @@ impl EthtoolRss {
         Self { interface: interface.to_owned() }
     }
 
-    fn ioctl_error(&self, what: &str, source: io::Error) -> RssError {
+    fn ioctl_error(&self, ioctl_command: &str, source: io::Error) -> RssError {
         if source.raw_os_error() == Some(libc::EOPNOTSUPP) {
             return RssError::Unsupported(self.interface.clone());
         }
-        RssError::Io { operation: format!("{}: {what}", self.interface), source }
+        RssError::Io { operation: format!("{}: {ioctl_command}", self.interface), source }
     }
 
     fn read_rxfh(&self) -> Result<RxfhReply, RssError> {
         let to_rss_error = |error| self.ioctl_error("ETHTOOL_GRSSH", error);
         let mut sizes_request = [ETHTOOL_GRSSH, 0, 0, 0, 0, 0];
         ethtool_request(&self.interface, &mut sizes_request).map_err(to_rss_error)?;
-        let (entries, key_bytes) =
+        let (entry_count, key_length) =
             (sizes_request[RXFH_INDIR_SIZE_INDEX] as usize, sizes_request[RXFH_KEY_SIZE_INDEX] as usize);
-        if entries == 0 {
+        if entry_count == 0 {
             return Err(RssError::Unsupported(self.interface.clone()));
         }
-        let mut request = vec![0; RXFH_WORDS + entries + key_bytes.div_ceil(4)];
+        let mut request = vec![0; RXFH_WORDS + entry_count + key_length.div_ceil(4)];
         request[..RXFH_WORDS].copy_from_slice(&sizes_request);
         ethtool_request(&self.interface, &mut request).map_err(to_rss_error)?;
-        let [function, input_transform, ..] = request[RXFH_FUNCTION_INDEX].to_ne_bytes();
-        let (table, key) = request[RXFH_WORDS..].split_at(entries);
-        let key: Vec<u8> = key.iter().flat_map(|word| word.to_ne_bytes()).take(key_bytes).collect();
+        let [hash_function, input_transform, ..] = request[RXFH_FUNCTION_INDEX].to_ne_bytes();
+        let (table, key) = request[RXFH_WORDS..].split_at(entry_count);
+        let key: Vec<u8> = key.iter().flat_map(|key_word| key_word.to_ne_bytes()).take(key_length).collect();
         let key = (!key.is_empty()).then_some(key);
         Ok(RxfhReply {
             settings: RssSettings { key, indirection_table: table.to_vec(), input_transform },
-            hash_function: function,
+            hash_function,
         })
     }
 
-    fn other_hash_error(&self, found: &str) -> RssError {
-        RssError::OtherHash { interface: self.interface.clone(), found: found.to_owned() }
+    fn other_hash_error(&self, hash_description: &str) -> RssError {
+        RssError::OtherHash { interface: self.interface.clone(), found: hash_description.to_owned() }
     }
 }
 
@@ -230,10 +234,10 @@ impl RssDevice for EthtoolRss {
     }
 
     fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
-        self.read_rxfh().map(|rxfh| rxfh.settings)
+        self.read_rxfh().map(|rxfh_reply| rxfh_reply.settings)
     }
 
-    fn read(&self) -> Result<RssConfig, RssError> {
+    fn read_config(&self) -> Result<RssConfig, RssError> {
         let rxfh_reply = self.read_rxfh()?;
         // If the driver reports 0, it does not know its hash function. Such drivers support only Toeplitz (igb).
         if rxfh_reply.hash_function != 0 && rxfh_reply.hash_function != ETH_RSS_HASH_TOP {
@@ -253,16 +257,16 @@ impl RssDevice for EthtoolRss {
     }
 
     fn table_entry_count(&self) -> Result<usize, RssError> {
-        self.read_rxfh().map(|rxfh| rxfh.settings.indirection_table.len())
+        self.read_rxfh().map(|rxfh_reply| rxfh_reply.settings.indirection_table.len())
     }
 
-    fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
+    fn write_settings(&mut self, settings: &RssSettings) -> Result<(), RssError> {
         let accepted_key_length = self.read_rxfh()?.settings.key.map(|key| key.len());
         // A NIC with a longer key gets trailing zeros, because an IPv4 hash uses only 16 bytes and an IPv6 hash 40.
         let key = match (accepted_key_length, &settings.key) {
-            (Some(length), Some(key)) => {
+            (Some(key_length), Some(key)) => {
                 let mut key = key.clone();
-                key.resize(length, 0);
+                key.resize(key_length, 0);
                 key
             }
             _ => vec![],
@@ -305,9 +309,9 @@ mod tests {
 
     #[test]
     fn error_names_the_device_without_rss() {
-        let error = EthtoolRss::new("lo").read().unwrap_err();
+        let error = EthtoolRss::new("lo").read_config().unwrap_err();
         assert_eq!(error.to_string(), "lo has no RSS indirection table that ethtool shows");
-        let error = EthtoolRss::new("nonexistent0").read().unwrap_err();
+        let error = EthtoolRss::new("nonexistent0").read_config().unwrap_err();
         assert!(error.to_string().starts_with("nonexistent0: ETHTOOL_GRSSH: No such device"), "{error}");
         assert_eq!(EthtoolRss::new("lo").receive_queue_count(), 1);
         assert!(receive_queue_count("a-name-that-is-too-long").is_err());

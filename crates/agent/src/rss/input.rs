@@ -37,13 +37,15 @@ impl TransformSearch {
     }
 
     /// Evaluates samples that are newer than [`last_sample_number`](Self::last_sample_number). Returns the only
-    /// transform that predicts their queues correctly, or `None` if it is not yet known. The transform in `rss` is not
-    /// tried.
-    pub fn observe_samples(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+    /// transform that predicts their queues correctly, or `None` if it is not yet known. The transform in `rss_config`
+    /// is not tried.
+    pub fn observe_samples(&mut self, rss_config: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
         if self.transform_candidates.is_empty() {
-            let other_transforms = InputTransform::ALL.into_iter().filter(|input| *input != rss.key.input_transform());
-            let new_candidate = |input| TransformCandidate {
-                input_transform: input,
+            let other_transforms = InputTransform::ALL
+                .into_iter()
+                .filter(|input_transform| *input_transform != rss_config.key.input_transform());
+            let new_candidate = |input_transform| TransformCandidate {
+                input_transform,
                 verifier: RssVerifier::default(),
                 matched_count: 0,
                 mismatched_count: 0,
@@ -52,19 +54,20 @@ impl TransformSearch {
         }
         self.last_sample_number = samples.iter().map(|sample| sample.sequence).max().unwrap_or(self.last_sample_number);
         let explaining_transforms =
-            self.transform_candidates.iter_mut().filter_map(|candidate| candidate.observe_samples(rss, samples));
+            self.transform_candidates.iter_mut().filter_map(|candidate| candidate.observe_samples(rss_config, samples));
         let explaining_transforms: Vec<InputTransform> = explaining_transforms.collect();
         // If two transforms predict the queues, it is unknown which one the NIC uses.
-        if let [only] = explaining_transforms[..] { Some(only) } else { None }
+        if let [only_transform] = explaining_transforms[..] { Some(only_transform) } else { None }
     }
 }
 
 impl TransformCandidate {
-    fn observe_samples(&mut self, rss: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
-        let transformed_key = rss.key.with_input_transform(self.input_transform);
+    fn observe_samples(&mut self, rss_config: &RssConfig, samples: &[intf::rss_sample]) -> Option<InputTransform> {
+        let transformed_key = rss_config.key.with_input_transform(self.input_transform);
         for sample in samples {
-            let Some(tuple) = sample_four_tuple(sample) else { continue };
-            let predicted_queue = rss.indirection_table.queue_of_hash(transformed_key.toeplitz_hash(&tuple.bytes()));
+            let Some(four_tuple) = sample_four_tuple(sample) else { continue };
+            let predicted_queue =
+                rss_config.indirection_table.queue_of_hash(transformed_key.toeplitz_hash(&four_tuple.bytes()));
             let match_count = if predicted_queue == sample.actual_queue {
                 &mut self.matched_count
             } else {
@@ -72,8 +75,9 @@ impl TransformCandidate {
             };
             *match_count += 1;
         }
-        let verdict = self.verifier.observe_counts(&rss.indirection_table, self.matched_count, self.mismatched_count);
-        (verdict == RssVerdict::InForce).then_some(self.input_transform)
+        let rss_verdict =
+            self.verifier.observe_counts(&rss_config.indirection_table, self.matched_count, self.mismatched_count);
+        (rss_verdict == RssVerdict::InForce).then_some(self.input_transform)
     }
 }
 

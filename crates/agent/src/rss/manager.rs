@@ -21,7 +21,7 @@ pub struct RssManager {
     known_rss: Option<RssConfig>,
     /// Input transform that the sampled packets reveal, if it differs from the one that the driver reports.
     observed_transform: Option<InputTransform>,
-    receive_queues: u16,
+    receive_queue_count: u16,
     change_count: u64,
     rss_problem: Option<String>,
 }
@@ -33,7 +33,7 @@ impl RssManager {
             desired_rss: None,
             known_rss: None,
             observed_transform: None,
-            receive_queues: 0,
+            receive_queue_count: 0,
             change_count: 0,
             rss_problem: None,
         };
@@ -44,39 +44,39 @@ impl RssManager {
     }
 
     /// Saves the NIC's original settings, and sets the desired RSS key and table now and whenever the NIC has others.
-    pub fn manage_rss(&mut self, desired: DesiredRss, memory: &mut SettingsStore) {
-        self.desired_rss = Some(desired);
-        self.apply_desired(memory);
+    pub fn manage_rss(&mut self, desired_rss: DesiredRss, settings_store: &mut SettingsStore) {
+        self.desired_rss = Some(desired_rss);
+        self.apply_desired_rss(settings_store);
     }
 
     /// Reads the NIC's settings, and sets the desired ones again if the NIC has lost them. Returns whether the RSS key,
     /// the table or the number of receive queues has changed.
-    pub fn sync_with_nic(&mut self, memory: &mut SettingsStore) -> bool {
+    pub fn sync_with_nic(&mut self, settings_store: &mut SettingsStore) -> bool {
         let previous_change_count = self.change_count;
         self.reread_settings();
-        self.apply_desired(memory);
+        self.apply_desired_rss(settings_store);
         self.change_count != previous_change_count
     }
 
     /// Records the input transform that the sampled packets reveal.
-    pub fn set_input_transform(&mut self, input: InputTransform) {
+    pub fn set_input_transform(&mut self, input_transform: InputTransform) {
         let source = self.rss_device.settings_source();
         tracing::warn!(
             event = "rss-input-differs",
             interface = self.rss_device.interface_name(),
             source,
-            input = input.name(),
+            input = input_transform.name(),
             "the NIC hashes by another input transform than its driver reports: the agent uses the observed one"
         );
-        self.observed_transform = Some(input);
+        self.observed_transform = Some(input_transform);
         self.reread_settings();
     }
 
-    pub fn restore(&mut self, memory: &mut SettingsStore) {
+    pub fn restore(&mut self, settings_store: &mut SettingsStore) {
         self.desired_rss = None;
-        let Some(original) = memory.get().rss.clone() else { return };
+        let Some(original_settings) = settings_store.get().rss.clone() else { return };
         let source = self.rss_device.settings_source();
-        match self.rss_device.write(&original) {
+        match self.rss_device.write_settings(&original_settings) {
             Ok(()) => tracing::info!(
                 event = "rss-restored",
                 interface = self.rss_device.interface_name(),
@@ -94,7 +94,7 @@ impl RssManager {
                 );
             }
         }
-        if let Err(error) = memory.change(|settings| settings.rss = None) {
+        if let Err(error) = settings_store.change(|settings| settings.rss = None) {
             tracing::warn!(
                 event = "settings-not-cleared",
                 interface = self.rss_device.interface_name(),
@@ -106,10 +106,10 @@ impl RssManager {
     }
 
     fn reread_settings(&mut self) {
-        let receive_queues = self.rss_device.receive_queue_count();
-        let read_result = match self.rss_device.read() {
+        let receive_queue_count = self.rss_device.receive_queue_count();
+        let known_rss = match self.rss_device.read_config() {
             Ok(rss) => {
-                self.rss_problem = queue_range_problem(&rss.indirection_table, receive_queues);
+                self.rss_problem = queue_range_problem(&rss.indirection_table, receive_queue_count);
                 let input_transform = self.observed_transform.unwrap_or(rss.key.input_transform());
                 Some(RssConfig { key: rss.key.with_input_transform(input_transform), ..rss })
             }
@@ -118,15 +118,15 @@ impl RssManager {
                 None
             }
         };
-        if (&read_result, receive_queues) != (&self.known_rss, self.receive_queues) {
+        if (&known_rss, receive_queue_count) != (&self.known_rss, self.receive_queue_count) {
             self.change_count += 1;
-            (self.known_rss, self.receive_queues) = (read_result, receive_queues);
+            (self.known_rss, self.receive_queue_count) = (known_rss, receive_queue_count);
         }
     }
 
     fn record_error(&mut self, error: RssError) {
-        let text = format!("RSS is not known: {error}");
-        if self.rss_problem.as_ref() != Some(&text) {
+        let rss_problem = format!("RSS is not known: {error}");
+        if self.rss_problem.as_ref() != Some(&rss_problem) {
             let source = self.rss_device.settings_source();
             tracing::warn!(
                 event = "rss-unknown",
@@ -135,50 +135,54 @@ impl RssManager {
                 %error,
                 "the agent cannot predict receive queues from the NIC's RSS settings"
             );
-            self.rss_problem = Some(text);
+            self.rss_problem = Some(rss_problem);
         }
     }
 
-    fn apply_desired(&mut self, memory: &mut SettingsStore) {
-        let Some(desired) = self.desired_rss.clone() else { return };
-        if let Err(error) = self.try_apply_desired(&desired, memory) {
-            let text = format!("RSS cannot be set: {error:#}");
-            if self.rss_problem.as_ref() != Some(&text) {
+    fn apply_desired_rss(&mut self, settings_store: &mut SettingsStore) {
+        let Some(desired_rss) = self.desired_rss.clone() else { return };
+        if let Err(error) = self.try_apply_desired_rss(&desired_rss, settings_store) {
+            let rss_problem = format!("RSS cannot be set: {error:#}");
+            if self.rss_problem.as_ref() != Some(&rss_problem) {
                 tracing::warn!(
                     event = "rss-not-set",
                     interface = self.rss_device.interface_name(),
                     error = format!("{error:#}"),
                     "the agent cannot set the NIC's RSS key and table (`manage_rss`) and retries every second"
                 );
-                self.rss_problem = Some(text);
+                self.rss_problem = Some(rss_problem);
             }
         }
     }
 
-    fn try_apply_desired(&mut self, desired: &DesiredRss, memory: &mut SettingsStore) -> anyhow::Result<()> {
+    fn try_apply_desired_rss(
+        &mut self,
+        desired_rss: &DesiredRss,
+        settings_store: &mut SettingsStore,
+    ) -> anyhow::Result<()> {
         let entries = self.rss_device.table_entry_count()?;
-        let table = IndirectionTable::balanced(desired.table_seed.get().into(), entries, self.receive_queues)?;
+        let table = IndirectionTable::balanced(desired_rss.table_seed.get().into(), entries, self.receive_queue_count)?;
         let current_settings = self.rss_device.unchecked_settings();
         let desired_settings = RssSettings {
-            key: Some(desired.rss_key.bytes().to_vec()),
+            key: Some(desired_rss.rss_key.bytes().to_vec()),
             indirection_table: table.queues().iter().map(|queue| u32::from(*queue)).collect(),
             input_transform: current_settings.as_ref().map_or(0, |current| current.input_transform),
         };
-        if current_settings.as_ref().is_ok_and(|current| matches_desired(current, &desired_settings)) {
+        if current_settings.as_ref().is_ok_and(|current| matches_desired_settings(current, &desired_settings)) {
             return Ok(());
         }
         if let Ok(current) = current_settings
-            && memory.get().rss.is_none()
+            && settings_store.get().rss.is_none()
         {
-            memory.change(|settings| settings.rss = Some(current))?;
+            settings_store.change(|settings| settings.rss = Some(current))?;
         }
-        self.rss_device.write(&desired_settings)?;
+        self.rss_device.write_settings(&desired_settings)?;
         tracing::info!(
             event = "rss-set",
             interface = self.rss_device.interface_name(),
             source = self.rss_device.settings_source(),
             entries,
-            receive_queues = self.receive_queues,
+            receive_queues = self.receive_queue_count,
             "the agent has set the fleet's RSS key and a balanced indirection table"
         );
         self.reread_settings();
@@ -195,12 +199,12 @@ impl RssManager {
     }
 
     /// Returns the number of receive queues, at least 1.
-    pub fn receive_queues(&self) -> u16 {
-        self.receive_queues.max(1)
+    pub fn receive_queue_count(&self) -> u16 {
+        self.receive_queue_count.max(1)
     }
 
     /// Returns how often the settings have changed so far, at least 1.
-    pub fn generation(&self) -> u64 {
+    pub fn change_count(&self) -> u64 {
         self.change_count
     }
 
@@ -212,20 +216,21 @@ impl RssManager {
 
 /// Returns whether the NIC has the desired settings. The NIC's key may be longer than the desired one. A NIC that
 /// accepts no key has none.
-fn matches_desired(current: &RssSettings, desired: &RssSettings) -> bool {
-    let desired_key = desired.key.as_deref().unwrap_or_default();
-    current.indirection_table == desired.indirection_table
-        && current.key.as_ref().is_none_or(|current| {
-            let common_length = current.len().min(desired_key.len());
-            current[..common_length] == desired_key[..common_length]
-                && current[common_length..].iter().all(|byte| *byte == 0)
+fn matches_desired_settings(current_settings: &RssSettings, desired_settings: &RssSettings) -> bool {
+    let desired_key = desired_settings.key.as_deref().unwrap_or_default();
+    current_settings.indirection_table == desired_settings.indirection_table
+        && current_settings.key.as_ref().is_none_or(|current_key| {
+            let common_length = current_key.len().min(desired_key.len());
+            current_key[..common_length] == desired_key[..common_length]
+                && current_key[common_length..].iter().all(|byte| *byte == 0)
         })
 }
 
-fn queue_range_problem(table: &IndirectionTable, receive_queues: u16) -> Option<String> {
+fn queue_range_problem(table: &IndirectionTable, receive_queue_count: u16) -> Option<String> {
     let highest_queue = table.queues().iter().max().copied().unwrap_or(0);
-    (highest_queue >= receive_queues)
-        .then(|| format!("the RSS table names receive queue {highest_queue}, but there are {receive_queues} queues"))
+    (highest_queue >= receive_queue_count).then(|| {
+        format!("the RSS table names receive queue {highest_queue}, but there are {receive_queue_count} queues")
+    })
 }
 
 #[cfg(test)]
@@ -236,7 +241,7 @@ mod tests {
 
     struct FakeNic {
         settings: RssSettings,
-        receive_queues: u16,
+        receive_queue_count: u16,
         accepts_key: bool,
     }
 
@@ -248,18 +253,18 @@ mod tests {
             "nic0"
         }
         fn receive_queue_count(&self) -> u16 {
-            self.lock().unwrap().receive_queues
+            self.lock().unwrap().receive_queue_count
         }
         fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
             Ok(self.lock().unwrap().settings.clone())
         }
-        fn read(&self) -> Result<RssConfig, RssError> {
+        fn read_config(&self) -> Result<RssConfig, RssError> {
             self.lock().unwrap().settings.into_config("nic0", &[9; 40])
         }
         fn table_entry_count(&self) -> Result<usize, RssError> {
             Ok(self.lock().unwrap().settings.indirection_table.len())
         }
-        fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
+        fn write_settings(&mut self, settings: &RssSettings) -> Result<(), RssError> {
             let mut nic = self.lock().unwrap();
             let key = if nic.accepts_key { settings.key.clone() } else { None };
             nic.settings = RssSettings { key, ..settings.clone() };
@@ -273,7 +278,7 @@ mod tests {
             indirection_table: (0..entries).map(|entry| entry % 4).collect(),
             input_transform: 0,
         };
-        std::sync::Arc::new(std::sync::Mutex::new(FakeNic { settings, receive_queues: 4, accepts_key }))
+        std::sync::Arc::new(std::sync::Mutex::new(FakeNic { settings, receive_queue_count: 4, accepts_key }))
     }
 
     fn desired_rss() -> DesiredRss {
@@ -283,7 +288,7 @@ mod tests {
     #[test]
     fn rss_with_unusable_table_length_is_unknown() {
         let manager = RssManager::new(Box::new(fake_nic(100, true)));
-        assert_eq!((manager.known_rss(), manager.generation()), (None, 1));
+        assert_eq!((manager.known_rss(), manager.change_count()), (None, 1));
         assert_eq!(
             manager.rss_problem(),
             Some("RSS is not known: nic0: an indirection table of 100 entries: expected a power of two from 1 to 2048")
@@ -297,11 +302,11 @@ mod tests {
         assert_eq!(manager.known_rss().unwrap().key.bytes(), [9; 40]);
         device.lock().unwrap().settings.indirection_table[0] = 3;
         manager.reread_settings();
-        assert_eq!((manager.generation(), manager.known_rss().unwrap().indirection_table.queue_of_hash(0)), (2, 3));
-        device.lock().unwrap().receive_queues = 3;
+        assert_eq!((manager.change_count(), manager.known_rss().unwrap().indirection_table.queue_of_hash(0)), (2, 3));
+        device.lock().unwrap().receive_queue_count = 3;
         manager.reread_settings();
         assert_eq!(
-            (manager.generation(), manager.rss_problem()),
+            (manager.change_count(), manager.rss_problem()),
             (3, Some("the RSS table names receive queue 3, but there are 3 queues"))
         );
     }
@@ -320,14 +325,14 @@ mod tests {
             let balanced_table = IndirectionTable::balanced(7, 64, 4).unwrap();
             assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
             assert_eq!(
-                (manager.known_rss().unwrap().key == RssKey::microsoft(), manager.generation()),
+                (manager.known_rss().unwrap().key == RssKey::microsoft(), manager.change_count()),
                 (accepts_key, 2)
             );
             // Another program sets another table. Later the number of queues changes.
             device.lock().unwrap().settings.indirection_table[0] ^= 1;
             assert!(manager.sync_with_nic(&mut settings_store));
             assert_eq!(manager.known_rss().unwrap().indirection_table, balanced_table);
-            device.lock().unwrap().receive_queues = 2;
+            device.lock().unwrap().receive_queue_count = 2;
             assert!(manager.sync_with_nic(&mut settings_store));
             assert_eq!(manager.known_rss().unwrap().indirection_table.queues().iter().max(), Some(&1));
             assert!(!manager.sync_with_nic(&mut settings_store));

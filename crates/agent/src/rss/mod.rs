@@ -84,11 +84,11 @@ pub trait RssDevice: Send {
     fn unchecked_settings(&self) -> Result<RssSettings, RssError>;
 
     /// Returns the checked RSS configuration by which the NIC distributes TCP packets. Fails when it is unknown.
-    fn read(&self) -> Result<RssConfig, RssError>;
+    fn read_config(&self) -> Result<RssConfig, RssError>;
 
-    /// Returns how many table entries `write` must set. Fails when the driver does not report this number.
+    /// Returns how many table entries `write_settings` must set. Fails when the driver does not report this number.
     fn table_entry_count(&self) -> Result<usize, RssError>;
 
     /// Writes the settings to the NIC, without the key if the NIC accepts none. Fails when the driver rejects them.
-    fn write(&mut self, settings: &RssSettings) -> Result<(), RssError>;
+    fn write_settings(&mut self, settings: &RssSettings) -> Result<(), RssError>;
 }

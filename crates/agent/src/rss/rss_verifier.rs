@@ -43,15 +43,20 @@ pub struct RssVerifier {
 
 impl RssVerifier {
     /// Evaluates the total numbers of SYNs on the predicted queue and on other queues, and returns the verdict.
-    pub fn observe_counts(&mut self, table: &IndirectionTable, matched: u64, mismatched: u64) -> RssVerdict {
-        let (matched_before, mismatched_before) =
-            self.last_matched_and_mismatched.replace((matched, mismatched)).unwrap_or_default();
+    pub fn observe_counts(
+        &mut self,
+        table: &IndirectionTable,
+        matched_count: u64,
+        mismatched_count: u64,
+    ) -> RssVerdict {
+        let (previous_matched_count, previous_mismatched_count) =
+            self.last_matched_and_mismatched.replace((matched_count, mismatched_count)).unwrap_or_default();
         let chance_probability = match_probability(table);
         if chance_probability > 1.0 - STRAY_FRACTION {
             return self.verdict;
         }
-        let new_matches = matched.saturating_sub(matched_before) as f64;
-        let new_mismatches = mismatched.saturating_sub(mismatched_before) as f64;
+        let new_matches = matched_count.saturating_sub(previous_matched_count) as f64;
+        let new_mismatches = mismatched_count.saturating_sub(previous_mismatched_count) as f64;
         self.log_odds += new_mismatches * ((1.0 - chance_probability) / STRAY_FRACTION).ln()
             + new_matches * (chance_probability / (1.0 - STRAY_FRACTION)).ln();
         if self.log_odds.abs() >= DECISION_LOG_ODDS {
@@ -62,8 +67,8 @@ impl RssVerifier {
     }
 
     /// Restarts the test after the table has changed, with the current totals as the starting point.
-    pub fn restart(&mut self, matched: u64, mismatched: u64) {
-        *self = Self { last_matched_and_mismatched: Some((matched, mismatched)), ..Self::default() };
+    pub fn restart(&mut self, matched_count: u64, mismatched_count: u64) {
+        *self = Self { last_matched_and_mismatched: Some((matched_count, mismatched_count)), ..Self::default() };
     }
 
     pub fn verdict(&self) -> RssVerdict {

@@ -53,7 +53,7 @@ impl RssDevice for TestbedRss {
     }
 
     fn unchecked_settings(&self) -> Result<RssSettings, RssError> {
-        let rss_config = self.read()?;
+        let rss_config = self.read_config()?;
         let table_queues = rss_config.indirection_table.queues().iter().map(|queue| u32::from(*queue));
         // The transform is left out, because the drivers of real NICs did not report it before 2025 either.
         Ok(RssSettings {
@@ -63,7 +63,7 @@ impl RssDevice for TestbedRss {
         })
     }
 
-    fn read(&self) -> Result<RssConfig, RssError> {
+    fn read_config(&self) -> Result<RssConfig, RssError> {
         let rss_config = RssConfig::from_emulated_registers(&*self.read_registers()?);
         let rss_config = rss_config.map_err(|error| self.io_error(std::io::Error::other(error)))?;
         Ok(RssConfig { key: rss_config.key.with_input_transform(InputTransform::None), ..rss_config })
@@ -73,7 +73,7 @@ impl RssDevice for TestbedRss {
         Ok(self.table_entry_count)
     }
 
-    fn write(&mut self, settings: &RssSettings) -> Result<(), RssError> {
+    fn write_settings(&mut self, settings: &RssSettings) -> Result<(), RssError> {
         let old_registers = self.read_registers()?;
         let rss_config = match RssConfig::from_emulated_registers(&old_registers) {
             Ok(current) => RssConfig {

@@ -7,11 +7,11 @@ use crate::config::Steer;
 /// Returns the index in `listeners` of each queue's listener, or `None` if the kernel is to select the queue's workers.
 /// `cpu_of_queue` has the CPU that serves each queue.
 pub fn assign_listeners_to_queues(
-    mode: Steer,
+    steering_mode: Steer,
     listeners: &[ServiceSocket],
     cpu_of_queue: &[usize],
 ) -> Vec<Option<usize>> {
-    match mode {
+    match steering_mode {
         Steer::Off => vec![None; cpu_of_queue.len()],
         Steer::Order => assign_by_order(listeners, cpu_of_queue.len()),
         Steer::Affinity => cpu_of_queue.iter().map(|cpu| find_worker_pinned_to(listeners, *cpu)).collect(),
@@ -21,10 +21,10 @@ pub fn assign_listeners_to_queues(
 /// Assigns the k-th socket to queue k. A master process opens its workers' sockets one after the other, so the order of
 /// descriptors is that of the workers. A respawned worker inherits the same socket. If sockets of separate processes
 /// have equal descriptors, the process with the lower pid comes first.
-fn assign_by_order(listeners: &[ServiceSocket], queues: usize) -> Vec<Option<usize>> {
+fn assign_by_order(listeners: &[ServiceSocket], queue_count: usize) -> Vec<Option<usize>> {
     let mut listener_indices: Vec<usize> = (0..listeners.len()).collect();
     listener_indices.sort_by_key(|position| (listeners[*position].descriptor, listeners[*position].pid));
-    (0..queues).map(|queue| listener_indices.get(queue % listener_indices.len().max(1)).copied()).collect()
+    (0..queue_count).map(|queue| listener_indices.get(queue % listener_indices.len().max(1)).copied()).collect()
 }
 
 /// Returns the index of the worker that may run on the queue's CPU and on the fewest other CPUs. Workers that may run

@@ -79,9 +79,9 @@ struct SteeredSockets {
 impl Steering {
     pub fn new(steering_mode: Steer, pin_directory: &Path) -> Self {
         // Counters with another layout version are skipped here, because `set_services` fails for them later.
-        let counters_by_service =
+        let to_pinned_counters =
             |address| Some((address, SteerCounters::open_pinned(pin_directory, &pin_name(address)).ok()?));
-        let counters_by_service = pinned_service_addresses(pin_directory).filter_map(counters_by_service).collect();
+        let counters_by_service = pinned_service_addresses(pin_directory).filter_map(to_pinned_counters).collect();
         Self { steering_mode, pin_directory: pin_directory.to_owned(), services: BTreeMap::new(), counters_by_service }
     }
 
@@ -91,7 +91,7 @@ impl Steering {
         let service_addresses: BTreeSet<SocketAddr> = if self.steering_mode == Steer::Off {
             BTreeSet::new()
         } else {
-            services.iter().map(|service| service.socket).collect()
+            services.iter().map(|service| service.vip_and_port).collect()
         };
         self.services.retain(|address, _| service_addresses.contains(address));
         for address in service_addresses {
@@ -127,8 +127,9 @@ impl Steering {
     }
 
     pub fn counters(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
-        let sum_over_services =
-            |index: usize| self.counters_by_service.values().map(|counts| counts.values()[index]).sum();
+        let sum_over_services = |counter_index: usize| {
+            self.counters_by_service.values().map(|counts| counts.counter_values()[counter_index]).sum()
+        };
         steer::COUNTER_NAMES.iter().enumerate().map(move |(index, name)| (*name, sum_over_services(index)))
     }
 }
@@ -162,7 +163,7 @@ impl SteeredService {
     /// Finds and steers the service's sockets. Returns a warning if the kernel still selects the worker for some queue.
     fn update_sockets(
         &mut self,
-        mode: Steer,
+        steering_mode: Steer,
         socket_inodes: BTreeSet<SocketInode>,
         cpu_of_queue: &[usize],
     ) -> anyhow::Result<Option<String>> {
@@ -173,7 +174,7 @@ impl SteeredService {
         if !self.is_current(&socket_inodes, cpu_of_queue) && self.is_search_due(&socket_inodes, cpu_of_queue) {
             let waiting_listeners = listeners::find_epoll_waiters(&socket_inodes)?;
             self.steered_sockets = None;
-            self.steer_listeners(mode, &waiting_listeners, cpu_of_queue)?;
+            self.steer_listeners(steering_mode, &waiting_listeners, cpu_of_queue)?;
             let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
             // After a reload, a new worker's socket has no worker until that waits, so the next search finds it.
             if waiting_listeners.len() == socket_inodes.len() {
@@ -191,13 +192,14 @@ impl SteeredService {
                     Some(IncompleteSearch { socket_inodes, cpu_of_queue, first_searched_at, last_searched_at: now });
             }
         }
-        let Some(steered) = &self.steered_sockets else {
+        let Some(steered_sockets) = &self.steered_sockets else {
             return Ok(Some("not every listening socket has a worker".to_owned()));
         };
-        let queues_without_worker = assign::assign_listeners_to_queues(mode, &steered.listeners, cpu_of_queue)
-            .iter()
-            .filter(|slot| slot.is_none())
-            .count();
+        let queues_without_worker =
+            assign::assign_listeners_to_queues(steering_mode, &steered_sockets.listeners, cpu_of_queue)
+                .iter()
+                .filter(|listener_index| listener_index.is_none())
+                .count();
         Ok((queues_without_worker > 0).then(|| {
             format!(
                 "{queues_without_worker} of {} receive queues have no worker pinned to their CPU",
@@ -207,31 +209,36 @@ impl SteeredService {
     }
 
     /// Returns whether a search of /proc is due. It is if sockets or queues have changed since the failed searches.
-    fn is_search_due(&mut self, inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
+    fn is_search_due(&mut self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
         let is_same_search =
-            |old: &mut IncompleteSearch| old.socket_inodes == *inodes && old.cpu_of_queue == cpu_of_queue;
+            |old: &mut IncompleteSearch| old.socket_inodes == *socket_inodes && old.cpu_of_queue == cpu_of_queue;
         if self.incomplete_search.take_if(|incomplete| !is_same_search(incomplete)).is_some() {
             return true;
         }
         self.incomplete_search.as_ref().is_none_or(|incomplete| incomplete.is_retry_due(Instant::now()))
     }
 
-    fn is_current(&self, inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
+    fn is_current(&self, socket_inodes: &BTreeSet<SocketInode>, cpu_of_queue: &[usize]) -> bool {
         let is_process_alive = |listener: &ServiceSocket| Path::new("/proc").join(listener.pid.to_string()).exists();
-        self.steered_sockets.as_ref().is_some_and(|steered| {
-            steered.socket_inodes == *inodes
-                && steered.cpu_of_queue == cpu_of_queue
-                && steered.searched_at.elapsed() < MAX_EPOLL_SEARCH_INTERVAL
-                && steered.listeners.iter().all(is_process_alive)
+        self.steered_sockets.as_ref().is_some_and(|steered_sockets| {
+            steered_sockets.socket_inodes == *socket_inodes
+                && steered_sockets.cpu_of_queue == cpu_of_queue
+                && steered_sockets.searched_at.elapsed() < MAX_EPOLL_SEARCH_INTERVAL
+                && steered_sockets.listeners.iter().all(is_process_alive)
         })
     }
 
-    fn steer_listeners(&self, mode: Steer, found: &[ServiceSocket], cpu_of_queue: &[usize]) -> anyhow::Result<()> {
+    fn steer_listeners(
+        &self,
+        steering_mode: Steer,
+        waiting_listeners: &[ServiceSocket],
+        cpu_of_queue: &[usize],
+    ) -> anyhow::Result<()> {
         let cookie_slots: BTreeMap<u64, u32> =
             self.steering_program.worker_sockets().into_iter().map(|(slot, cookie)| (cookie, slot)).collect();
-        let mut listener_slots = Vec::with_capacity(found.len());
+        let mut listener_slots = Vec::with_capacity(waiting_listeners.len());
         let mut is_any_attached = false;
-        for listener in found {
+        for listener in waiting_listeners {
             let socket = listeners::duplicate_socket(listener)?;
             let socket_cookie = reuseport::socket_cookie(socket.as_fd())?;
             listener_slots.push(match cookie_slots.get(&socket_cookie) {
@@ -244,9 +251,12 @@ impl SteeredService {
             }
         }
         let queue_count = cpu_of_queue.len().min(intf::MAX_STEERED_QUEUES as usize);
-        let listener_of_queue = assign::assign_listeners_to_queues(mode, found, &cpu_of_queue[..queue_count]);
-        let slot_of_queue: Vec<Option<u32>> =
-            listener_of_queue.into_iter().map(|position| position.map(|at| listener_slots[at])).collect();
+        let listener_of_queue =
+            assign::assign_listeners_to_queues(steering_mode, waiting_listeners, &cpu_of_queue[..queue_count]);
+        let slot_of_queue: Vec<Option<u32>> = listener_of_queue
+            .into_iter()
+            .map(|listener_index| listener_index.map(|index| listener_slots[index]))
+            .collect();
         self.steering_program.set_slots_of_queues(&slot_of_queue);
         Ok(())
     }
@@ -275,7 +285,7 @@ mod tests {
 
     #[test]
     fn search_backs_off_while_sockets_have_no_worker() {
-        let (first_searched_at, mut looks) = (Instant::now(), Vec::new());
+        let (first_searched_at, mut search_seconds) = (Instant::now(), Vec::new());
         let mut incomplete_search = IncompleteSearch {
             socket_inodes: BTreeSet::new(),
             cpu_of_queue: vec![],
@@ -286,12 +296,17 @@ mod tests {
             let now = first_searched_at + Duration::from_secs(second);
             if incomplete_search.is_retry_due(now) {
                 incomplete_search.last_searched_at = now;
-                looks.push(second);
+                search_seconds.push(second);
             }
         }
-        assert_eq!(looks[..6], [1, 2, 3, 4, 5, 7], "soon after a reload");
-        assert!(looks.len() < 40, "{looks:?}");
-        assert!(looks.windows(2).all(|pair| pair[1] - pair[0] <= MAX_EPOLL_SEARCH_INTERVAL.as_secs()), "{looks:?}");
+        assert_eq!(search_seconds[..6], [1, 2, 3, 4, 5, 7], "soon after a reload");
+        assert!(search_seconds.len() < 40, "{search_seconds:?}");
+        assert!(
+            search_seconds.windows(2).all(
+                |adjacent_seconds| adjacent_seconds[1] - adjacent_seconds[0] <= MAX_EPOLL_SEARCH_INTERVAL.as_secs()
+            ),
+            "{search_seconds:?}"
+        );
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::process::Command;
 use coreward_agent::agent::Agent;
 use coreward_testbed::{missing_testbed_rights, skip_if};
 
-use crate::support::{agent_config, configuration, create_testbed, http_get, reported_counter, wait_until};
+use crate::support::{agent_config, agent_configuration, create_testbed, http_get, reported_counter, wait_until};
 
 #[test]
 fn containers_are_stamped_only_with_a_clock_without_offsets() -> anyhow::Result<()> {
@@ -14,7 +14,7 @@ fn containers_are_stamped_only_with_a_clock_without_offsets() -> anyhow::Result<
     testbed.server(1)?.run_within(|| {
         let container = testbed.start_container(1)?;
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(configuration(), &[]);
+        agent.configure(agent_configuration(), &[]);
         let mut port = 20_000;
         let mut request_container = || {
             port += 1;
@@ -65,7 +65,7 @@ fn syn_cookie_handshakes_are_not_taken_for_another_namespace() -> anyhow::Result
     let _nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(configuration(), &[]);
+        agent.configure(agent_configuration(), &[]);
         let mut enable_syn_cookies = Command::new("sysctl");
         enable_syn_cookies.args(["-q", "-w", "net.ipv4.tcp_syncookies=2"]);
         testbed.run_command(testbed.server(1)?, enable_syn_cookies)?;

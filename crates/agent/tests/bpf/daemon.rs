@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use coreward_agent::agent::Agent;
 use coreward_agent::daemon;
-use coreward_agent::report_state::ReportState;
+use coreward_agent::report_state::SentReportState;
 use coreward_model::ServerId;
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey};
 use coreward_model::tuple::{Protocol, ServiceAddress};
@@ -17,15 +17,15 @@ use coreward_testbed::nginx::WORKER_IDENTITY_PATH;
 use coreward_testbed::rss_emulation::{read_registers, write_registers};
 use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use coreward_wire::v1::agent_message::Message;
-use coreward_wire::{AgentConfiguration, PreviousServer, Report, SocketAnswer, SocketQuery, v1};
+use coreward_wire::{AgentConfiguration, AgentReport, PreviousServer, SocketAnswer, SocketQuery, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::codegen::BoxStream;
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::support::{
-    CORE_COUNT, agent_config, busy_time_file, configuration, create_testbed, http_get, reported_counter, server_id,
-    wait_until,
+    CORE_COUNT, agent_config, agent_configuration, busy_time_file, create_testbed, http_get, reported_counter,
+    server_id, wait_until,
 };
 
 type ReceivedMessages = Arc<Mutex<Vec<v1::AgentMessage>>>;
@@ -49,12 +49,12 @@ impl Control for FakeController {
             return Err(Status::not_found("server s1 is not in the controller's file"));
         }
         let (sender, receiver) = mpsc::channel(1);
-        let (received, mut messages) = (self.received_messages.clone(), request.into_inner());
-        let update = Some(v1::agent_update::Update::Configuration((&configuration()).into()));
+        let (received_messages, mut message_stream) = (self.received_messages.clone(), request.into_inner());
+        let update = Some(v1::agent_update::Update::Configuration((&agent_configuration()).into()));
         sender.try_send(Ok(v1::AgentUpdate { update })).expect("an empty channel");
         tokio::spawn(async move {
-            while let Ok(Some(message)) = messages.message().await {
-                received.lock().unwrap().push(message);
+            while let Ok(Some(message)) = message_stream.message().await {
+                received_messages.lock().unwrap().push(message);
             }
             drop(sender);
         });
@@ -65,15 +65,16 @@ impl Control for FakeController {
 /// Runs the agent until the controller has received enough, or for a minute. Returns the received messages.
 fn run_agent_until(
     agent: &mut Agent,
-    listener: FakeController,
+    fake_controller: FakeController,
     is_enough: impl Fn(&FakeController) -> bool,
 ) -> anyhow::Result<Vec<v1::AgentMessage>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let controller_address = agent.controllers().addresses()[0];
-    let controller_server = tonic::transport::Server::builder().add_service(ControlServer::new(listener.clone()));
+    let controller_server =
+        tonic::transport::Server::builder().add_service(ControlServer::new(fake_controller.clone()));
     let received_enough = async {
         let deadline = Instant::now() + Duration::from_secs(60);
-        while !is_enough(&listener) && Instant::now() < deadline {
+        while !is_enough(&fake_controller) && Instant::now() < deadline {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
@@ -84,7 +85,7 @@ fn run_agent_until(
             () = received_enough => Ok(()),
         }
     })?;
-    Ok(std::mem::take(&mut listener.received_messages.lock().unwrap()))
+    Ok(std::mem::take(&mut fake_controller.received_messages.lock().unwrap()))
 }
 
 /// Returns whether the controller has received `count` reports or more, among them `detailed` with details.
@@ -93,12 +94,14 @@ fn has_received_reports(listener: &FakeController, count: usize, detailed: usize
     reports.len() >= count && reports.iter().filter(|report| report.details.is_some()).count() >= detailed
 }
 
-fn reports(received: &[v1::AgentMessage]) -> Vec<Report> {
+fn reports(received_messages: &[v1::AgentMessage]) -> Vec<AgentReport> {
     let to_report = |message: &v1::AgentMessage| match &message.message {
-        Some(Message::Report(report)) => Some(Report::try_from(report.clone()).expect("a report that can be read")),
+        Some(Message::Report(report)) => {
+            Some(AgentReport::try_from(report.clone()).expect("a report that can be read"))
+        }
         _ => None,
     };
-    received.iter().filter_map(to_report).collect()
+    received_messages.iter().filter_map(to_report).collect()
 }
 
 fn tcp_timestamps_sysctl() -> String {
@@ -135,19 +138,20 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         let max_report_count = 2 + elapsed.as_millis() as usize / 50;
         assert!((30..=max_report_count).contains(&reports.len()), "{} reports in {elapsed:?}", reports.len());
         for (position, report) in reports.iter().enumerate() {
-            assert_eq!(report.readings.sequence, position as u64 + 1);
+            assert_eq!(report.readings.report_sequence, position as u64 + 1);
             assert_eq!(report.readings.busy_ns, [5, 6, 7, 8]);
             assert_eq!(report.time_to_live, Duration::from_millis(500));
         }
         // RSS is sent once per generation, with the settings at that time.
-        let counters_in_output: Vec<_> =
+        let reported_rss: Vec<_> =
             reports.iter().filter_map(|report| Some((report.rss_generation, report.rss.clone()?))).collect();
         assert!(
-            !counters_in_output.is_empty() && counters_in_output.windows(2).all(|pair| pair[0].0 < pair[1].0),
-            "{counters_in_output:?}"
+            !reported_rss.is_empty()
+                && reported_rss.windows(2).all(|adjacent_reports| adjacent_reports[0].0 < adjacent_reports[1].0),
+            "{reported_rss:?}"
         );
-        let (_, last) = counters_in_output.last().expect("not empty");
-        assert_eq!((last.source.as_str(), &last.rss), ("testbed emulation", &Some(managed_rss())));
+        let (_, last_rss) = reported_rss.last().expect("not empty");
+        assert_eq!((last_rss.source.as_str(), &last_rss.rss), ("testbed emulation", &Some(managed_rss())));
         assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
         // Details are sent at the beginning, once a second, and when warnings change.
         let details: Vec<_> = reports.iter().filter_map(|report| report.details.as_ref()).collect();
@@ -172,23 +176,23 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
 }
 
 /// Checks that a shutdown restores RSS but keeps stamping, and that an agent still knows the original RSS after a kill.
-fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original: &RssConfig) -> anyhow::Result<()> {
+fn check_shutdown_and_restart(testbed: &Testbed, agent: Agent, original_rss: &RssConfig) -> anyhow::Result<()> {
     agent.shut_down()?;
-    assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
+    assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);
     assert_eq!(tcp_timestamps_sysctl(), "2", "connections are still stamped");
     let mut agent = Agent::start(agent_config(testbed))?;
-    agent.configure(configuration(), &[]);
+    agent.configure(agent_configuration(), &[]);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
     // If the agent is killed, nothing is restored.
     drop(agent);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
     // Meanwhile, another program changes the table.
-    write_registers(&testbed.emulated_rss_path(1), &RssConfig { key: RssKey::microsoft(), ..original.clone() })?;
+    write_registers(&testbed.emulated_rss_path(1), &RssConfig { key: RssKey::microsoft(), ..original_rss.clone() })?;
     let mut agent = Agent::start(agent_config(testbed))?;
-    agent.configure(configuration(), &[]);
+    agent.configure(agent_configuration(), &[]);
     assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
     agent.detach()?;
-    assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original);
+    assert_eq!(&read_registers(&testbed.emulated_rss_path(1))?, original_rss);
     assert_eq!(tcp_timestamps_sysctl(), "1");
     assert!(!agent_config(testbed).pin_directory.exists());
     Ok(())
@@ -224,9 +228,9 @@ fn first_report_waits_until_the_load_is_known() -> anyhow::Result<()> {
     testbed.server(1)?.run_within(|| {
         std::fs::remove_file(busy_time_file(&testbed))?;
         let mut agent = Agent::start(agent_config(&testbed))?;
-        assert_eq!(agent.report(&ReportState::default(), &[]), None);
+        assert_eq!(agent.report(&SentReportState::default(), &[]), None);
         std::fs::write(busy_time_file(&testbed), [1u64, 2].map(u64::to_le_bytes).concat())?;
-        let first_report = agent.report(&ReportState::default(), &[]);
+        let first_report = agent.report(&SentReportState::default(), &[]);
         assert_eq!(first_report.map(|report| report.core_busy_ns), Some(vec![1, 2]));
         agent.detach()
     })
@@ -250,22 +254,26 @@ fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
     let mut testbed = create_testbed("tforce")?;
     testbed.add_server()?;
     let nginx = testbed.start_nginx(1)?;
-    for (shown, in_force, first_port) in [(1, true, 20_000), (2, false, 30_000)] {
+    for (shown_server, is_in_force, first_port) in [(1, true, 20_000), (2, false, 30_000)] {
         let emulated_rss =
-            coreward_agent::config::Rss::Testbed { path: testbed.emulated_rss_path(shown), entries: 128 };
+            coreward_agent::config::Rss::Testbed { path: testbed.emulated_rss_path(shown_server), entries: 128 };
         let config = coreward_agent::config::Config { rss: emulated_rss, manage_rss: false, ..agent_config(&testbed) };
         testbed.server(1)?.run_within(|| {
             let mut agent = Agent::start(config)?;
-            agent.configure(configuration(), &[]);
+            agent.configure(agent_configuration(), &[]);
             for port in first_port..first_port + 64 {
                 http_get(&testbed, WORKER_IDENTITY_PATH, port)?;
             }
             agent.run_maintenance();
-            let (matched, mismatched) =
+            let (matched_count, mismatched_count) =
                 (reported_counter(&mut agent, "rss_matched"), reported_counter(&mut agent, "rss_mismatched"));
-            assert_eq!((matched + mismatched, mismatched == 0), (64, in_force), "{matched} of 64 matched");
+            assert_eq!(
+                (matched_count + mismatched_count, mismatched_count == 0),
+                (64, is_in_force),
+                "{matched_count} of 64 matched"
+            );
             let is_warned = agent.warnings().iter().any(|warning| warning.contains("is not in force"));
-            assert_eq!(is_warned, !in_force, "{:?}", agent.warnings());
+            assert_eq!(is_warned, !is_in_force, "{:?}", agent.warnings());
             agent.detach()
         })?;
     }
@@ -284,7 +292,7 @@ fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
         let mut agent = Agent::start(agent_config(&testbed))?;
         let previous_server = |id, address| PreviousServer { id: ServerId::try_from(id).unwrap(), address };
         let previous_servers = vec![previous_server(1, reachable_address), previous_server(2, absent_address)];
-        agent.configure(AgentConfiguration { previous_servers, ..configuration() }, &[]);
+        agent.configure(AgentConfiguration { previous_servers, ..agent_configuration() }, &[]);
         wait_until("one of two servers is found", || {
             agent.run_maintenance();
             let mac_address_warning = agent.warnings().iter().find(|warning| warning.starts_with("no MAC address of"));
@@ -292,16 +300,16 @@ fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
         })?;
         let names_both_addresses = agent.warnings().iter().any(|warning| warning.contains(&absent_address.to_string()));
         assert!(names_both_addresses, "{:?}", agent.warnings());
-        agent.configure(AgentConfiguration { previous_servers: vec![], ..configuration() }, &[]);
+        agent.configure(AgentConfiguration { previous_servers: vec![], ..agent_configuration() }, &[]);
         assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
 
         let listener = TcpListener::bind(SERVICE_ADDRESS)?;
         let client = TcpStream::connect(SERVICE_ADDRESS)?;
         let open_client = client.local_addr()?;
         let unknown_client = SocketAddr::new(open_client.ip(), open_client.port() ^ 1);
-        let service_address = configuration().services[0].address;
+        let service_address = agent_configuration().services[0].address;
         let query = SocketQuery {
-            number: 7,
+            query_number: 7,
             load_balancer_session: 8,
             server: server_id(),
             service: service_address,
@@ -309,7 +317,7 @@ fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
         };
         assert_eq!(
             agent.answer_socket_query(&query)?,
-            SocketAnswer { number: 7, load_balancer_session: 8, socket_exists: vec![false, true] }
+            SocketAnswer { query_number: 7, load_balancer_session: 8, socket_exists: vec![false, true] }
         );
         let udp_service_address = ServiceAddress { protocol: Protocol::Udp, ..service_address };
         assert!(agent.answer_socket_query(&SocketQuery { service: udp_service_address, ..query }).is_err());

@@ -10,7 +10,9 @@ use coreward_testbed::{Testbed, missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::support::{CORE_COUNT, agent_config, configuration, create_testbed, http_get, reported_counter, wait_until};
+use crate::support::{
+    CORE_COUNT, agent_config, agent_configuration, create_testbed, http_get, reported_counter, wait_until,
+};
 
 /// Sends requests from 32 ports, starting at `first_port`, 8 to each queue. `workers[queue]` must answer them.
 fn check_worker_of_each_queue(testbed: &Testbed, first_port: u16, workers: &[u32]) -> anyhow::Result<()> {
@@ -53,7 +55,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(configuration(), &[]);
+        agent.configure(agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         let first_worker_pids = wait_for_workers(&nginx, 4)?;
         check_worker_of_each_queue(&testbed, 20_000, &first_worker_pids)?;
@@ -83,7 +85,7 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
         )?;
         let mut agent = Agent::start(agent_config(&testbed))?;
         assert_eq!(reported_counter(&mut agent, "steered"), 96, "before it knows the service");
-        agent.configure(configuration(), &[]);
+        agent.configure(agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         check_worker_of_each_queue(
             &testbed,
@@ -100,16 +102,16 @@ fn nginx_stays_steered_through_reload_respawn_and_agent_restart() -> anyhow::Res
             })?;
             let current_worker_pids = wait_for_workers(&nginx, count)?;
             maintain_until_steered(&mut agent)?;
-            let expected: Vec<u32> =
+            let expected_worker_pids: Vec<u32> =
                 (0..usize::from(CORE_COUNT)).map(|queue| current_worker_pids[queue % count]).collect();
-            check_worker_of_each_queue(&testbed, 24_000 + round as u16 * 1000, &expected)?;
+            check_worker_of_each_queue(&testbed, 24_000 + round as u16 * 1000, &expected_worker_pids)?;
         }
         assert_eq!(reported_counter(&mut agent, "no_worker"), 0);
         agent.detach()?;
 
         // The next agent must be able to take over all sockets.
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(configuration(), &[]);
+        agent.configure(agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         check_worker_of_each_queue(&testbed, 27_000, &wait_for_workers(&nginx, 6)?)?;
         agent.detach()
@@ -124,19 +126,19 @@ fn unreported_symmetric_hash_is_recognised_by_the_queues_of_syns() -> anyhow::Re
     let nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(configuration(), &[]);
+        agent.configure(agent_configuration(), &[]);
         maintain_until_steered(&mut agent)?;
         let worker_pids = wait_for_workers(&nginx, 4)?;
         let mut port = 20_000;
         for input in [InputTransform::SymmetricOrXor, InputTransform::SymmetricXor, InputTransform::None] {
-            let now = read_registers(&testbed.emulated_rss_path(1))?;
-            let changed_rss = RssConfig { key: now.key.with_input_transform(input), ..now };
+            let current_rss = read_registers(&testbed.emulated_rss_path(1))?;
+            let changed_rss = RssConfig { key: current_rss.key.with_input_transform(input), ..current_rss };
             write_registers(&testbed.emulated_rss_path(1), &changed_rss)?;
             wait_until("the agent knows what the NIC hashes by", || {
                 http_get(&testbed, WORKER_IDENTITY_PATH, port)?;
                 port += 1;
                 agent.run_maintenance();
-                Ok(agent.rss() == Some(&changed_rss))
+                Ok(agent.rss_config() == Some(&changed_rss))
             })?;
             let mismatches_before = reported_counter(&mut agent, "rss_mismatched");
             check_worker_of_each_queue(&testbed, port, &worker_pids)?;
@@ -158,12 +160,12 @@ fn nic_that_moves_open_connections_is_reported() -> anyhow::Result<()> {
     let _nginx = testbed.start_nginx(1)?;
     testbed.server(1)?.run_within(|| {
         let mut agent = Agent::start(agent_config(&testbed))?;
-        agent.configure(configuration(), &[]);
+        agent.configure(agent_configuration(), &[]);
         let is_warned =
             |agent: &Agent| agent.warnings().iter().any(|warning| warning.contains("moves open connections"));
         let mut port = 20_000;
-        let mut request_until = |agent: &mut Agent, what: &str, expected: bool| {
-            wait_until(what, || {
+        let mut request_until = |agent: &mut Agent, condition_name: &str, expected: bool| {
+            wait_until(condition_name, || {
                 // Several requests are sent, because only one packet in many is sampled.
                 for _ in 0..16 {
                     http_get(&testbed, WORKER_IDENTITY_PATH, port)?;

@@ -59,25 +59,26 @@ const MAX_NAMED_SERVICES: usize = 3;
 impl RefusedUpdate {
     /// Returns one line for each group of rejections with the same peer and reason, such as "lb lb1 refuses
     /// configuration 5 of services a, b: ...".
-    pub fn summary_lines(refused: &[Self]) -> Vec<String> {
+    pub fn summary_lines(refused_updates: &[Self]) -> Vec<String> {
         let mut services_by_refusal: BTreeMap<_, Vec<&str>> = BTreeMap::new();
-        for Self { part, name, kind, service, generation, reason } in refused {
+        for Self { part, name, kind, service, generation, reason } in refused_updates {
             // A kernel log about a BPF program may be long, so only its first line is shown. The API returns all of it.
             let reason = reason.lines().next().unwrap_or_default();
             let refused_services = services_by_refusal.entry((part, name, kind, *generation, reason)).or_default();
             refused_services.extend(service.as_deref());
         }
-        let format_line = |((part, name, kind, generation, reason), services): ((_, _, _, _, _), Vec<&str>)| {
-            let subject = format!("{part} {name}");
-            format!("{} refuses {kind} {generation}{}: {reason}", subject.trim_end(), list_services(&services))
-        };
+        let format_line =
+            |((component, name, kind, generation, reason), service_names): ((_, _, _, _, _), Vec<&str>)| {
+                let subject = format!("{component} {name}");
+                format!("{} refuses {kind} {generation}{}: {reason}", subject.trim_end(), list_services(&service_names))
+            };
         services_by_refusal.into_iter().map(format_line).collect()
     }
 }
 
-fn list_services(services: &[&str]) -> String {
-    let named_services = services.get(..MAX_NAMED_SERVICES).unwrap_or(services).join(", ");
-    match services.len() {
+fn list_services(service_names: &[&str]) -> String {
+    let named_services = service_names.get(..MAX_NAMED_SERVICES).unwrap_or(service_names).join(", ");
+    match service_names.len() {
         0 => String::new(),
         1 => format!(" of service {named_services}"),
         2..=MAX_NAMED_SERVICES => format!(" of services {named_services}"),

@@ -68,7 +68,8 @@ fn ipv6_pattern() -> String {
     let group = "[0-9A-Fa-f]{1,4}";
     let full_or_compressed_at_end =
         [format!("({group}:){{7}}{group}"), format!("({group}:){{1,7}}:"), format!(":(:{group}){{1,7}}")];
-    let compressed_in_the_middle = (1..=6).map(|after| format!("({group}:){{1,{}}}(:{group}){{1,{after}}}", 7 - after));
+    let compressed_in_the_middle =
+        (1..=6).map(|groups_after| format!("({group}:){{1,{}}}(:{group}){{1,{groups_after}}}", 7 - groups_after));
     full_or_compressed_at_end.into_iter().chain(compressed_in_the_middle).collect::<Vec<_>>().join("|")
 }
 
@@ -165,8 +166,8 @@ mod tests {
             "[2001:db8::1]:65536",
             "[10.200.0.1]:80",
         ] {
-            let accepted = schema.is_valid(&serde_json::Value::from(text));
-            assert_eq!(accepted, text.parse::<SocketAddr>().is_ok(), "{text}");
+            let is_accepted = schema.is_valid(&serde_json::Value::from(text));
+            assert_eq!(is_accepted, text.parse::<SocketAddr>().is_ok(), "{text}");
         }
     }
 }

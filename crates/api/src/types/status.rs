@@ -416,8 +416,8 @@ pub struct StampedService {
 impl StampedService {
     /// Returns the share of packets whose server the cookie decided, or `None` if there was no packet yet.
     pub fn cookie_share(&self) -> Option<f64> {
-        let all = self.by_cookie.saturating_add(self.by_flow_table);
-        (all > 0).then(|| self.by_cookie as f64 / all as f64)
+        let total_packets = self.by_cookie.saturating_add(self.by_flow_table);
+        (total_packets > 0).then(|| self.by_cookie as f64 / total_packets as f64)
     }
 }
 

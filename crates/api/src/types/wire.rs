@@ -61,27 +61,27 @@ impl From<&v1::LoadBalancerState> for LoadBalancerState {
 /// Returns the faults of a load balancer's machine, followed by the updates that it rejected.
 fn load_balancer_warnings(state: &v1::LoadBalancerState) -> Vec<String> {
     let refused_updates: Vec<RefusedUpdate> =
-        state.refused.iter().map(|refused| RefusedUpdate::new("it", "", refused)).collect();
+        state.refused.iter().map(|refused_update| RefusedUpdate::new("it", "", refused_update)).collect();
     state.warnings.iter().cloned().chain(RefusedUpdate::summary_lines(&refused_updates)).collect()
 }
 
 impl RefusedUpdate {
-    /// Converts a message about an update that a peer rejected. `part` is the peer's kind, and `name` is its name.
-    pub fn new(part: &str, name: &str, refused: &v1::RefusedUpdate) -> Self {
+    /// Converts a message about an update that a peer rejected. `component` is the peer's kind, and `name` is its name.
+    pub fn new(component: &str, name: &str, refused_update: &v1::RefusedUpdate) -> Self {
         Self {
-            part: part.to_owned(),
+            part: component.to_owned(),
             name: name.to_owned(),
-            kind: if refused.table { "table" } else { "configuration" }.to_owned(),
-            service: (!refused.service.is_empty()).then(|| refused.service.clone()),
-            generation: refused.generation,
-            reason: refused.reason.clone(),
+            kind: if refused_update.table { "table" } else { "configuration" }.to_owned(),
+            service: (!refused_update.service.is_empty()).then(|| refused_update.service.clone()),
+            generation: refused_update.generation,
+            reason: refused_update.reason.clone(),
         }
     }
 }
 
 impl From<&v1::StampedPackets> for StampedService {
-    fn from(stamped: &v1::StampedPackets) -> Self {
-        let v1::StampedPackets { service, by_cookie, by_flow_table } = stamped.clone();
+    fn from(stamped_packets: &v1::StampedPackets) -> Self {
+        let v1::StampedPackets { service, by_cookie, by_flow_table } = stamped_packets.clone();
         Self { service, by_cookie, by_flow_table }
     }
 }

@@ -9,7 +9,7 @@ use coreward_http::work::{JsonAnswer, WorkSize, compute_answer};
 use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
-use crate::server::state_manager::{Change, ForgetError};
+use crate::server::state_manager::{ForgetError, RecordChange};
 use coreward_fleet::audit::MAX_ENTRIES;
 
 /// Newest 1,000 changes with their authors (audit log), including those by earlier controllers
@@ -19,16 +19,17 @@ use coreward_fleet::audit::MAX_ENTRIES;
     responses((status = 200, description = "Changes and their authors", body = Audit))
 )]
 pub async fn audit(State(api): State<Api>, Query(query): Query<AuditQuery>) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
+    let controller_state = api.leader_state()?;
     if query.after > MAX_SAFE_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_ENTRIES).contains(&limit.into())) {
-        let detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_ENTRIES}");
-        return Err(Problem::new(ProblemKind::BadRequest, detail));
+        let error_detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_ENTRIES}");
+        return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
-    let all = shared.controller().fleet().audit.clone();
+    let audit_entries = controller_state.lock_controller().fleet().audit_log.clone();
     compute_answer(WorkSize::Small, move || {
-        let first = all.partition_point(|entry| entry.id <= query.after);
-        let first = first.max(all.len() - all.len().min(query.limit.map_or(MAX_ENTRIES, usize::from)));
-        Ok(Audit { entries: all[first..].to_vec() })
+        let first_index = audit_entries.partition_point(|entry| entry.id <= query.after);
+        let first_index = first_index
+            .max(audit_entries.len() - audit_entries.len().min(query.limit.map_or(MAX_ENTRIES, usize::from)));
+        Ok(Audit { entries: audit_entries[first_index..].to_vec() })
     })
     .await
 }
@@ -50,14 +51,21 @@ pub async fn forget(
     Extension(caller): Extension<Caller>,
     Path(name): Path<String>,
 ) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
-    let made = shared.request_change((&caller).into(), Change::ForgetLoadBalancer(name.clone())).await;
-    made.map_err(|error| match error.downcast_ref::<ForgetError>() {
-        Some(refused @ ForgetError::Unknown(_)) => Problem::new(ProblemKind::NotFound, refused.to_string()),
-        Some(refused @ ForgetError::Connected(_)) => Problem::new(ProblemKind::Conflict, refused.to_string()),
-        None => api.change_problem(&error),
+    let controller_state = api.leader_state()?;
+    let change_result =
+        controller_state.request_change((&caller).into(), RecordChange::ForgetLoadBalancer(name.clone())).await;
+    change_result.map_err(|error| match error.downcast_ref::<ForgetError>() {
+        Some(forget_error @ ForgetError::Unknown(_)) => Problem::new(ProblemKind::NotFound, forget_error.to_string()),
+        Some(forget_error @ ForgetError::Connected(_)) => Problem::new(ProblemKind::Conflict, forget_error.to_string()),
+        None => api.problem_of_failed_change(&error),
     })?;
     let event = format!("{caller}: forgotten");
-    api.events.add((EventKind::LoadBalancer, EventId::LoadBalancerForgotten), &name, event, shared.now().wall);
-    compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
+    api.events.add(
+        (EventKind::LoadBalancer, EventId::LoadBalancerForgotten),
+        &name,
+        event,
+        controller_state.now().wall,
+    );
+    compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: controller_state.load_balancers() }))
+        .await
 }

@@ -6,7 +6,7 @@ use axum::http::{HeaderMap, StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
 use coreward_http::serve::{CertificateIdentity, Peer};
-use coreward_http::sessions::SessionProof;
+use coreward_http::sessions::SessionCredential;
 use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
@@ -17,20 +17,23 @@ const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; st
 
 /// Returns the routes of the dashboard's page and files. They contain no fleet data and therefore need no token.
 pub fn routes() -> axum::Router<Api> {
-    let file = |content_type: &'static str, text: &'static str| {
+    let serve_static_file = |content_type: &'static str, text: &'static str| {
         get(async move || {
-            let headers = [
+            let response_headers = [
                 (header::CONTENT_TYPE, content_type),
                 (header::CONTENT_SECURITY_POLICY, CONTENT_SECURITY_POLICY),
                 (header::REFERRER_POLICY, "no-referrer"),
             ];
-            (headers, text)
+            (response_headers, text)
         })
     };
     axum::Router::new()
-        .route("/", file("text/html; charset=utf-8", include_str!("dashboard/index.html")))
-        .route("/dashboard.css", file("text/css; charset=utf-8", include_str!("dashboard/dashboard.css")))
-        .route("/dashboard.js", file("text/javascript; charset=utf-8", include_str!("dashboard/dashboard.js")))
+        .route("/", serve_static_file("text/html; charset=utf-8", include_str!("dashboard/index.html")))
+        .route("/dashboard.css", serve_static_file("text/css; charset=utf-8", include_str!("dashboard/dashboard.css")))
+        .route(
+            "/dashboard.js",
+            serve_static_file("text/javascript; charset=utf-8", include_str!("dashboard/dashboard.js")),
+        )
 }
 
 /// Begin a browser session for a caller with a token or a certificate, by a cookie with a viewer's rights
@@ -44,15 +47,19 @@ pub async fn log_in(
     headers: HeaderMap,
 ) -> Result<impl IntoResponse, Problem> {
     // Callers with a token or a certificate may begin a session. A session cannot renew itself, or it would never end.
-    let shown = if headers.contains_key(header::AUTHORIZATION) {
-        SessionProof::Token
+    let session_proof = if headers.contains_key(header::AUTHORIZATION) {
+        SessionCredential::Token
     } else if let Some(CertificateIdentity { fingerprint, not_after, .. }) = peer.certificate {
-        SessionProof::Certificate { fingerprint, not_after }
+        SessionCredential::Certificate { fingerprint, not_after }
     } else {
-        let detail = "a session cannot begin another one: expected a token, or an operator's or viewer's certificate";
-        return Err(Problem::new(ProblemKind::Forbidden, detail));
+        let error_detail =
+            "a session cannot begin another one: expected a token, or an operator's or viewer's certificate";
+        return Err(Problem::new(ProblemKind::Forbidden, error_detail));
     };
-    Ok((StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().create(shown, peer.is_encrypted))]))
+    Ok((
+        StatusCode::NO_CONTENT,
+        [(header::SET_COOKIE, api.access_control.sessions().create(session_proof, peer.is_encrypted))],
+    ))
 }
 
 /// End the browser session
@@ -65,5 +72,5 @@ pub async fn log_out(
     Extension(peer): Extension<Peer>,
     headers: HeaderMap,
 ) -> impl IntoResponse {
-    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.guard.sessions().end(&headers, peer.is_encrypted))])
+    (StatusCode::NO_CONTENT, [(header::SET_COOKIE, api.access_control.sessions().end(&headers, peer.is_encrypted))])
 }

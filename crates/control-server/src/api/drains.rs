@@ -9,7 +9,7 @@ use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::controller_state::ControllerState;
-use crate::server::state_manager::Change;
+use crate::server::state_manager::RecordChange;
 use coreward_fleet::drains::{DrainError, DrainRequest};
 
 /// Drain of a server, and the server's remaining connections
@@ -28,7 +28,7 @@ pub async fn drain_status(State(api): State<Api>, Path(name): Path<String>) -> R
 
 fn status(state: &ControllerState, server: &str) -> Result<DrainStatus, Problem> {
     let now = state.now();
-    state.controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
+    state.lock_controller().drain_status(server, now).ok_or_else(|| Problem::not_found("server", server))
 }
 
 /// Drain a server, so that it gets no new connections until the drain is deleted, whatever the fleet document states
@@ -49,17 +49,24 @@ pub async fn drain(
     Path(server): Path<String>,
     Json(body): Json<DrainServer>,
 ) -> Result<Json<DrainStatus>, Problem> {
-    let shared = api.leader_state()?;
+    let controller_state = api.leader_state()?;
     let services = (!body.services.is_empty()).then(|| body.services.iter().cloned().collect());
-    let request = DrainRequest { server: server.clone(), services, force: body.force };
-    let now = shared.now();
-    let can = shared.controller().check_drain(&request, now);
-    can.map_err(|refused| drain_problem(&refused))?;
-    let place = match &request.services {
+    let request = DrainRequest { server_name: server.clone(), services, force: body.force };
+    let now = controller_state.now();
+    let check_result = controller_state.lock_controller().check_drain(&request, now);
+    check_result.map_err(|drain_error| drain_problem(&drain_error))?;
+    let scope_suffix = match &request.services {
         Some(_) => format!(" in {}", body.services.join(", ")),
         None => String::new(),
     };
-    change(&api, &shared, &server, Change::Drain(request), (&caller, &format!("drained{place}"))).await
+    request_drain_change(
+        &api,
+        &controller_state,
+        &server,
+        RecordChange::Drain(request),
+        (&caller, &format!("drained{scope_suffix}")),
+    )
+    .await
 }
 
 /// End a server's drain, so that it gets new connections again if the fleet document allows it
@@ -77,35 +84,42 @@ pub async fn undrain(
     Extension(caller): Extension<Caller>,
     Path(server): Path<String>,
 ) -> Result<Json<DrainStatus>, Problem> {
-    let shared = api.leader_state()?;
-    change(&api, &shared, &server, Change::Undrain(server.clone()), (&caller, "undrained")).await
+    let controller_state = api.leader_state()?;
+    request_drain_change(
+        &api,
+        &controller_state,
+        &server,
+        RecordChange::Undrain(server.clone()),
+        (&caller, "undrained"),
+    )
+    .await
 }
 
 /// Requests the change from the controller, and records an event if anything has changed.
-async fn change(
+async fn request_drain_change(
     api: &Api,
-    shared: &ControllerState,
+    controller_state: &ControllerState,
     server: &str,
-    change: Change,
+    change: RecordChange,
     (caller, event): (&Caller, &str),
 ) -> Result<Json<DrainStatus>, Problem> {
-    let made = shared.request_change(caller.into(), change).await.map_err(|error| {
+    let outcome = controller_state.request_change(caller.into(), change).await.map_err(|error| {
         match error.downcast_ref::<DrainError>() {
-            Some(refused) => drain_problem(refused),
-            None => api.change_problem(&error),
+            Some(drain_error) => drain_problem(drain_error),
+            None => api.problem_of_failed_change(&error),
         }
     })?;
-    if made.is_new {
-        let event = format!("{caller}: {event}");
-        api.events.add((EventKind::Server, EventId::ServerDrain), server, event, shared.now().wall);
+    if outcome.has_new_configuration {
+        let event_message = format!("{caller}: {event}");
+        api.events.add((EventKind::Server, EventId::ServerDrain), server, event_message, controller_state.now().wall);
     }
-    status(shared, server).map(Json)
+    status(controller_state, server).map(Json)
 }
 
-fn drain_problem(refused: &DrainError) -> Problem {
-    let problem_kind = match refused {
+fn drain_problem(drain_error: &DrainError) -> Problem {
+    let problem_kind = match drain_error {
         DrainError::UnknownServer(_) | DrainError::NotInService { .. } => ProblemKind::NotFound,
         DrainError::LastServer { .. } => ProblemKind::Conflict,
     };
-    Problem::new(problem_kind, refused.to_string())
+    Problem::new(problem_kind, drain_error.to_string())
 }

@@ -34,7 +34,7 @@ impl Default for EventLog {
 }
 
 impl EventLog {
-    pub fn run(&self) -> &str {
+    pub fn run_id(&self) -> &str {
         &self.run_id
     }
 
@@ -45,7 +45,7 @@ impl EventLog {
         events.iter().skip(events.len() - newer_event_count.min(limit)).cloned().collect()
     }
 
-    pub fn newest_id(&self) -> watch::Receiver<u64> {
+    pub fn subscribe_to_newest_id(&self) -> watch::Receiver<u64> {
         self.newest_id.subscribe()
     }
 
@@ -61,8 +61,8 @@ impl EventLog {
     pub fn record_changes(&self, overview: &Overview, wall_time: Duration) {
         let mut last_overview = self.last_overview.lock();
         let new_events = match &*last_overview {
-            Some(before) if before == overview => return,
-            Some(before) => events_between(before, overview),
+            Some(old_overview) if old_overview == overview => return,
+            Some(old_overview) => events_between(old_overview, overview),
             None => {
                 let message =
                     format!("the controller has started, configuration {}", overview.configuration_generation);
@@ -117,16 +117,16 @@ struct NewEvent {
     message: String,
 }
 
-fn events_between(before: &Overview, after: &Overview) -> Vec<NewEvent> {
+fn events_between(old_overview: &Overview, new_overview: &Overview) -> Vec<NewEvent> {
     let mut new_events = NewEvents(Vec::new());
-    if before.fleet_generation != after.fleet_generation {
-        let message = format!("the document of generation {} is in force", after.fleet_generation);
+    if old_overview.fleet_generation != new_overview.fleet_generation {
+        let message = format!("the document of generation {} is in force", new_overview.fleet_generation);
         new_events.add_info((EventKind::Fleet, EventId::FleetInForce), "", message);
     }
-    add_service_events(before, after, &mut new_events);
-    add_server_events(before, after, &mut new_events);
-    add_load_balancer_events(before, after, &mut new_events);
-    add_key_events(before, after, &mut new_events);
+    add_service_events(old_overview, new_overview, &mut new_events);
+    add_server_events(old_overview, new_overview, &mut new_events);
+    add_load_balancer_events(old_overview, new_overview, &mut new_events);
+    add_key_events(old_overview, new_overview, &mut new_events);
     new_events.0
 }
 
@@ -152,14 +152,14 @@ impl NewEvents {
     }
 
     /// Adds events for warnings that begin or end. A warning in which only a number changes causes no event.
-    fn add_warning_changes(&mut self, kind: EventKind, name: &str, before: &[String], after: &[String]) {
-        let [old, new] = [before, after].map(|warnings| -> BTreeMap<String, &String> {
+    fn add_warning_changes(&mut self, kind: EventKind, name: &str, old_warnings: &[String], new_warnings: &[String]) {
+        let [old, new] = [old_warnings, new_warnings].map(|warnings| -> BTreeMap<String, &String> {
             warnings.iter().map(|warning| (strip_digits(warning), warning)).collect()
         });
-        for (_, warning) in new.iter().filter(|(bare, _)| !old.contains_key(*bare)) {
+        for (_, warning) in new.iter().filter(|(stripped_text, _)| !old.contains_key(*stripped_text)) {
             self.add_warning((kind, EventId::WarningBegins), name, *warning);
         }
-        for (_, warning) in old.iter().filter(|(bare, _)| !new.contains_key(*bare)) {
+        for (_, warning) in old.iter().filter(|(stripped_text, _)| !new.contains_key(*stripped_text)) {
             self.add_info((kind, EventId::WarningEnds), name, format!("ended: {warning}"));
         }
     }
@@ -169,9 +169,9 @@ fn strip_digits(text: &str) -> String {
     text.chars().filter(|c| !c.is_ascii_digit()).collect()
 }
 
-fn add_service_events(before: &Overview, after: &Overview, new_events: &mut NewEvents) {
+fn add_service_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
     let kind = EventKind::Service;
-    let [old, new] = [before, after]
+    let [old, new] = [old_overview, new_overview]
         .map(|overview| overview.services.iter().map(|service| (&*service.name, service)).collect::<BTreeMap<_, _>>());
     for (name, service) in &new {
         match old.get(name) {
@@ -180,15 +180,15 @@ fn add_service_events(before: &Overview, after: &Overview, new_events: &mut NewE
                 new_events.add_info((kind, EventId::ServiceNew), name, message);
                 new_events.add_warning_changes(kind, name, &[], &service.warnings);
             }
-            Some(was) => {
-                if was.policy != service.policy {
+            Some(old_service) => {
+                if old_service.policy != service.policy {
                     new_events.add_info(
                         (kind, EventId::ServicePolicy),
                         name,
-                        format!("policy {} instead of {}", service.policy, was.policy),
+                        format!("policy {} instead of {}", service.policy, old_service.policy),
                     );
                 }
-                new_events.add_warning_changes(kind, name, &was.warnings, &service.warnings);
+                new_events.add_warning_changes(kind, name, &old_service.warnings, &service.warnings);
             }
         }
     }
@@ -197,12 +197,12 @@ fn add_service_events(before: &Overview, after: &Overview, new_events: &mut NewE
         .for_each(|name| new_events.add_info((kind, EventId::ServiceGone), name, "left the document"));
 }
 
-fn add_server_events(before: &Overview, after: &Overview, new_events: &mut NewEvents) {
+fn add_server_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
     let kind = EventKind::Server;
-    let [old, new] = [before, after]
+    let [old, new] = [old_overview, new_overview]
         .map(|overview| overview.servers.iter().map(|server| (server.id, server)).collect::<BTreeMap<_, _>>());
     for (id, server) in &new {
-        let Some(was) = old.get(id) else {
+        let Some(old_server) = old.get(id) else {
             new_events.add_info(
                 (kind, EventId::ServerNew),
                 &server.name,
@@ -211,22 +211,23 @@ fn add_server_events(before: &Overview, after: &Overview, new_events: &mut NewEv
             new_events.add_warning_changes(kind, &server.name, &[], &server.warnings);
             continue;
         };
-        if was.state != server.state {
+        if old_server.state != server.state {
             let reason_separator = if server.state_reason.is_empty() { "" } else { ": " };
-            let message = format!("{} (was {}){reason_separator}{}", server.state, was.state, server.state_reason);
+            let message =
+                format!("{} (was {}){reason_separator}{}", server.state, old_server.state, server.state_reason);
             match server.state {
                 ServerState::Down => new_events.add_warning((kind, EventId::ServerState), &server.name, message),
                 _ => new_events.add_info((kind, EventId::ServerState), &server.name, message),
             }
         }
-        if was.weight != server.weight {
+        if old_server.weight != server.weight {
             new_events.add_info(
                 (kind, EventId::ServerWeight),
                 &server.name,
-                format!("weight {} instead of {}", server.weight, was.weight),
+                format!("weight {} instead of {}", server.weight, old_server.weight),
             );
         }
-        new_events.add_warning_changes(kind, &server.name, &was.warnings, &server.warnings);
+        new_events.add_warning_changes(kind, &server.name, &old_server.warnings, &server.warnings);
     }
     let removed_servers = old.iter().filter(|(id, _)| !new.contains_key(*id));
     removed_servers.for_each(|(_, server)| {
@@ -234,7 +235,7 @@ fn add_server_events(before: &Overview, after: &Overview, new_events: &mut NewEv
     });
 }
 
-fn add_load_balancer_events(before: &Overview, after: &Overview, new_events: &mut NewEvents) {
+fn add_load_balancer_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
     let kind = EventKind::LoadBalancer;
     let state_description = |balancer: &OverviewLoadBalancer| match (balancer.connected, balancer.alive) {
         (true, true) => "connected",
@@ -242,14 +243,17 @@ fn add_load_balancer_events(before: &Overview, after: &Overview, new_events: &mu
         (false, true) => "disconnected",
         (false, false) => "lost",
     };
-    let [old, new] = [before, after]
+    let [old, new] = [old_overview, new_overview]
         .map(|overview| overview.load_balancers.iter().map(|lb| (&*lb.name, lb)).collect::<BTreeMap<_, _>>());
     let load_balancer_names: BTreeSet<&str> = old.keys().chain(new.keys()).copied().collect();
     for name in load_balancer_names {
-        match (old.get(name).map(|was| state_description(was)), new.get(name).map(|is| state_description(is))) {
-            (was, Some(is)) if was != Some(is) => match is {
-                "silent" | "lost" => new_events.add_warning((kind, EventId::LoadBalancerState), name, is),
-                _ => new_events.add_info((kind, EventId::LoadBalancerState), name, is),
+        match (
+            old.get(name).map(|old_balancer| state_description(old_balancer)),
+            new.get(name).map(|new_balancer| state_description(new_balancer)),
+        ) {
+            (old_state, Some(new_state)) if old_state != Some(new_state) => match new_state {
+                "silent" | "lost" => new_events.add_warning((kind, EventId::LoadBalancerState), name, new_state),
+                _ => new_events.add_info((kind, EventId::LoadBalancerState), name, new_state),
             },
             (Some(_), None) => new_events.add_info((kind, EventId::LoadBalancerForgotten), name, "forgotten"),
             _ => {}
@@ -261,8 +265,8 @@ fn add_load_balancer_events(before: &Overview, after: &Overview, new_events: &mu
     }
 }
 
-fn add_key_events(before: &Overview, after: &Overview, new_events: &mut NewEvents) {
-    let (old, new) = (&before.keys, &after.keys);
+fn add_key_events(old_overview: &Overview, new_overview: &Overview, new_events: &mut NewEvents) {
+    let (old, new) = (&old_overview.keys, &new_overview.keys);
     if (old.phase, new.phase) == (KeyPhase::Steady, KeyPhase::Announced) {
         new_events.add_info((EventKind::Keys, EventId::KeysAnnounced), "", "the next cookie key is being distributed");
     }

@@ -19,16 +19,16 @@ use coreward_controller::explain::{ExplainError, ExplainedPacket};
             content_type = "application/problem+json"),
     )
 )]
-pub async fn explain(State(api): State<Api>, Query(question): Query<Explain>) -> Result<JsonAnswer, Problem> {
-    let service = ServiceAddress { socket: question.vip, protocol: question.protocol };
-    let packet = explained_packet(question.packet, question.tsecr);
-    let shared = api.leader_state()?;
-    if question.client.port() == 0 {
+pub async fn explain(State(api): State<Api>, Query(query): Query<Explain>) -> Result<JsonAnswer, Problem> {
+    let service = ServiceAddress { vip_and_port: query.vip, protocol: query.protocol };
+    let packet = explained_packet(query.packet, query.tsecr);
+    let controller_state = api.leader_state()?;
+    if query.client.port() == 0 {
         return Err(Problem::new(ProblemKind::BadRequest, "client port 0: expected one from 1 on"));
     }
     compute_answer(WorkSize::Small, move || {
-        let view = shared.service_view(service).map_err(explain_problem)?;
-        view.explain(question.client, packet).map_err(explain_problem)
+        let view = controller_state.service_view(service).map_err(explain_problem)?;
+        view.explain(query.client, packet).map_err(explain_problem)
     })
     .await
 }

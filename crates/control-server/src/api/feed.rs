@@ -55,7 +55,7 @@ impl StatusFeed {
     pub fn subscribe(&self) -> Result<Watcher, Problem> {
         let watcher_slot = self.watcher_slots.clone().try_acquire_owned().map_err(|_| {
             let error_detail = format!("{MAX_WATCHERS} watchers are connected already: expected fewer; retry later");
-            Problem::new(ProblemKind::TooManyRequests, error_detail).retry_after(10)
+            Problem::new(ProblemKind::TooManyRequests, error_detail).with_retry_after(10)
         })?;
         Ok(Watcher { loads: self.loads.subscribe(), overview: self.overview.subscribe(), _slot: watcher_slot })
     }

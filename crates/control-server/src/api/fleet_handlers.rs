@@ -15,31 +15,31 @@ use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
 use crate::server::controller_state::ControllerState;
-use crate::server::state_manager::{ApplyError, Change, DocumentRequest};
-use coreward_fleet::config::{self, FleetConfig, difference};
+use crate::server::state_manager::{ApplyError, DocumentRequest, RecordChange};
+use coreward_fleet::config::{self, FleetConfig, list_changes};
 use coreward_fleet::records::Document;
 
 /// Active fleet document, as the operator wrote it
 #[utoipa::path(get, path = "/v1/fleet", responses((status = 200, description = "Fleet document", body = Fleet)))]
 pub async fn fleet(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
+    let controller_state = api.leader_state()?;
     compute_answer(WorkSize::Small, move || {
-        let (document, file) = document_in_force(&shared);
-        let file = file.map(|file| file.display().to_string());
-        Ok(Fleet { generation: document.generation, file, text: document.text.to_string() })
+        let (document, file) = document_in_force(&controller_state);
+        let file_path = file.map(|file| file.display().to_string());
+        Ok(Fleet { generation: document.generation, file: file_path, text: document.text.to_string() })
     })
     .await
 }
 
 fn document_in_force(state: &ControllerState) -> (Document, Option<PathBuf>) {
-    let controller = state.controller();
+    let controller = state.lock_controller();
     (controller.fleet().document.clone(), controller.fleet().document_file.clone())
 }
 
 /// Maximum length of a fleet document's name in bytes, because each reported mistake contains the name.
 const MAX_DOCUMENT_NAME_BYTES: usize = 4096;
 
-fn check_name(name: &str) -> Result<(), Problem> {
+fn check_document_name(name: &str) -> Result<(), Problem> {
     if name.len() > MAX_DOCUMENT_NAME_BYTES {
         let error_detail = format!("a name of {} bytes: expected at most {MAX_DOCUMENT_NAME_BYTES}", name.len());
         return Err(Problem::new(ProblemKind::BadRequest, error_detail));
@@ -53,8 +53,11 @@ fn check_name(name: &str) -> Result<(), Problem> {
     responses((status = 200, description = "Acknowledgements and rejections", body = Acknowledgements))
 )]
 pub async fn acknowledgements(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || Ok(shared.controller().acknowledgements(shared.now()))).await
+    let controller_state = api.leader_state()?;
+    compute_answer(WorkSize::Small, move || {
+        Ok(controller_state.lock_controller().acknowledgements(controller_state.now()))
+    })
+    .await
 }
 
 /// Apply another fleet document, as a whole or not at all, or (`dry_run`) return its changes
@@ -74,29 +77,31 @@ pub async fn put_fleet(
     Json(request): Json<NewFleet>,
 ) -> Result<JsonAnswer, Problem> {
     let NewFleet { name, text, generation, dry_run } = request;
-    check_name(&name)?;
-    let shared = api.leader_state()?;
-    let (old, _) = document_in_force(&shared);
-    let was_in_force = *old.text == *text && old.generation > 0;
+    check_document_name(&name)?;
+    let controller_state = api.leader_state()?;
+    let (old_document, _) = document_in_force(&controller_state);
+    let was_in_force = *old_document.text == *text && old_document.generation > 0;
     // Other requests and changes do not wait for this work.
-    let (fleet, changes) = work::run(WorkSize::Large, move || {
+    let (fleet, changes) = work::run_on_worker(WorkSize::Large, move || {
         let source = Source::from_text(&name, &text);
-        let changes = difference(&Source::from_text("the fleet in force", &old.text), &source);
+        let changes = list_changes(&Source::from_text("the fleet in force", &old_document.text), &source);
         (FleetConfig::parse(&source), changes)
     })
     .await?;
-    let in_words = changes.iter().map(ToString::to_string).collect();
-    let change = Change::ApplyDocument(Box::new(DocumentRequest { fleet, changes: in_words, generation, dry_run }));
-    let made = shared.request_change((&caller).into(), change).await.map_err(|error| api.apply_problem(&error))?;
-    let now_in_force = made.document_generation;
+    let change_lines = changes.iter().map(ToString::to_string).collect();
+    let change =
+        RecordChange::ApplyDocument(Box::new(DocumentRequest { fleet, changes: change_lines, generation, dry_run }));
+    let outcome =
+        controller_state.request_change((&caller).into(), change).await.map_err(|error| api.apply_problem(&error))?;
+    let applied_generation = outcome.document_generation;
     if !dry_run && !was_in_force {
-        let message = format!("{caller}: applied the document of generation {now_in_force}");
-        api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, shared.now().wall);
+        let message = format!("{caller}: applied the document of generation {applied_generation}");
+        api.events.add((EventKind::Fleet, EventId::FleetApplied), "", message, controller_state.now().wall);
     }
     // No other request may prevent this answer, or the caller would assume that the document was not applied.
     compute_answer(WorkSize::Small, move || {
         Ok(FleetApplied {
-            generation: now_in_force,
+            generation: applied_generation,
             replaced_generation: generation,
             in_force: !dry_run || was_in_force,
             changes: changes.iter().map(to_fleet_change).collect(),
@@ -112,7 +117,7 @@ impl Api {
             Some(conflict @ (ApplyError::GenerationConflict(..) | ApplyError::ManagedByFile { .. })) => {
                 Problem::new(ProblemKind::Conflict, conflict.to_string())
             }
-            None => self.change_problem(error),
+            None => self.problem_of_failed_change(error),
         }
     }
 }
@@ -144,13 +149,13 @@ fn to_fleet_change(change: &config::Change) -> FleetChange {
     responses((status = 200, description = "Mistakes of the document", body = Checked))
 )]
 pub async fn check(Json(request): Json<Check>) -> Result<JsonAnswer, Problem> {
-    check_name(&request.name)?;
+    check_document_name(&request.name)?;
     compute_answer(WorkSize::Large, move || {
         Ok(match FleetConfig::parse(&Source::from_text(&request.name, &request.text)) {
             Ok(_) => Checked { mistakes: Vec::new(), more: 0 },
             Err(mistakes) => Checked {
-                mistakes: mistakes.list.iter().map(Into::into).collect(),
-                more: mistakes.omitted_count as u64,
+                mistakes: mistakes.shown_diagnostics.iter().map(Into::into).collect(),
+                more: mistakes.omitted_diagnostic_count as u64,
             },
         })
     })
@@ -175,7 +180,7 @@ mod tests {
     use crate::server::leader_election::LeaderElection;
     use crate::server::state_manager::StateManager;
     use coreward_controller::Controller;
-    use coreward_listener::security::Security;
+    use coreward_listener::security::ListenerSecurity;
     use coreward_store::Store;
     use coreward_store::embedded::EmbeddedStore;
 
@@ -183,11 +188,11 @@ mod tests {
         let (path, store) = (state_directory.join("controller.toml"), state_directory.join("store"));
         std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
         let config = ControllerConfig::load(&path).unwrap();
-        let election = LeaderElection::new(None, Security::of(&config.listener_config()).unwrap());
+        let election = LeaderElection::new(None, ListenerSecurity::of(&config.listener_config()).unwrap());
         let open_store = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-        let manager = StateManager::open(&path, config, election.security.revoked.clone(), open_store).unwrap();
+        let manager = StateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
         let (state, changes) =
-            ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
+            ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counters()), None);
         election.become_leader(Arc::new(state));
         let access_control = Arc::new(AccessControl::new(
             Arc::new(Tokens::open(state_directory).unwrap()),
@@ -195,7 +200,11 @@ mod tests {
             Arc::default(),
         ));
         let (events, feed, openapi_document) = Default::default();
-        (Api { election: Arc::new(election), guard: access_control, events, feed, openapi_document }, manager, changes)
+        (
+            Api { election: Arc::new(election), access_control, events, status_feed: feed, openapi_document },
+            manager,
+            changes,
+        )
     }
 
     /// If two operators apply documents, each gets the generation of its own document, even if the second document is
@@ -216,21 +225,22 @@ mod tests {
         let apply_both_documents = async {
             let mut reported_generations = Vec::new();
             for _ in 0..2 {
-                let ChangeRequest { change, author, reply: done } = changes.recv().await.unwrap();
+                let ChangeRequest { change, author, reply: reply_sender } = changes.recv().await.unwrap();
                 first_request_received.notify_one();
-                let (back, outcome) = apply_change(manager, &state, change, author).await.unwrap();
-                manager = back;
-                reported_generations.push((done, outcome));
+                let (returned_manager, outcome) = apply_change(manager, &state, change, author).await.unwrap();
+                manager = returned_manager;
+                reported_generations.push((reply_sender, outcome));
             }
-            reported_generations.into_iter().for_each(|(done, outcome)| done.send(outcome).unwrap());
+            reported_generations.into_iter().for_each(|(reply_sender, outcome)| reply_sender.send(outcome).unwrap());
         };
         let put_second_document = async {
             first_request_received.notified().await;
             put_document(1).await
         };
-        let (first, second, ()) = tokio::join!(put_document(0), put_second_document, apply_both_documents);
-        for (applied, expected) in [(first, 1), (second, 2)] {
-            let response_body = applied.unwrap_or_else(|problem| panic!("{problem:?}")).into_response().into_body();
+        let (first_result, second_result, ()) =
+            tokio::join!(put_document(0), put_second_document, apply_both_documents);
+        for (put_result, expected) in [(first_result, 1), (second_result, 2)] {
+            let response_body = put_result.unwrap_or_else(|problem| panic!("{problem:?}")).into_response().into_body();
             let response_text = axum::body::to_bytes(response_body, usize::MAX).await.unwrap();
             assert_eq!(serde_json::from_slice::<FleetApplied>(&response_text).unwrap().generation, expected);
         }

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use coreward_api::Role;
-use coreward_http::endpoints::{DEFAULT_MAX_BODY_BYTES, MAX_DOCUMENT_BYTES};
+use coreward_http::endpoints::{DEFAULT_MAX_BODY_BYTES, MAX_FLEET_DOCUMENT_BYTES};
 use coreward_http::serve::{Listener, PlainAcceptor};
-use coreward_http::tokens::{Tokens, token_file};
+use coreward_http::tokens::{Tokens, token_path};
 use coreward_model::ServerId;
 use coreward_wire::ServiceIndex;
 use nix::time::{ClockId, clock_gettime};
@@ -25,7 +25,7 @@ use crate::server::controller_state::{ChangeRequest, ControllerState};
 use crate::server::leader_election::LeaderElection;
 use crate::server::state_manager::StateManager;
 use coreward_controller::Controller;
-use coreward_listener::security::Security;
+use coreward_listener::security::ListenerSecurity;
 use coreward_store::Store;
 use coreward_store::embedded::EmbeddedStore;
 
@@ -68,12 +68,12 @@ struct TestEnv {
 fn measure_lock_waits(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID).unwrap());
     loop {
-        let (start, start_cpu) = (Instant::now(), cpu_time());
+        let (start_time, start_cpu_time) = (Instant::now(), cpu_time());
         if lock().is_none() {
             return;
         }
-        let wait = start.elapsed().min(cpu_time() - start_cpu);
-        longest_wait.fetch_max(wait.as_nanos() as u64, Ordering::Relaxed);
+        let wait_time = start_time.elapsed().min(cpu_time() - start_cpu_time);
+        longest_wait.fetch_max(wait_time.as_nanos() as u64, Ordering::Relaxed);
         std::thread::sleep(Duration::from_micros(200));
     }
 }
@@ -82,14 +82,14 @@ fn measure_lock_waits(lock: impl Fn() -> Option<()>, longest_wait: Arc<AtomicU64
 struct ApiThread {
     /// Longest CPU time of the API's thread without a yield (ns).
     longest_busy_ns: AtomicU64,
-    lock_count: AtomicU64,
+    measurement_count: AtomicU64,
 }
 
 impl ApiThread {
     /// Returns the longest CPU time without a yield since the last call, including the present period.
-    async fn longest(&self) -> Duration {
-        let looks = self.lock_count.load(Ordering::Relaxed);
-        while self.lock_count.load(Ordering::Relaxed) < looks + 2 {
+    async fn take_longest_busy_time(&self) -> Duration {
+        let count_before = self.measurement_count.load(Ordering::Relaxed);
+        while self.measurement_count.load(Ordering::Relaxed) < count_before + 2 {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         Duration::from_nanos(self.longest_busy_ns.swap(0, Ordering::Relaxed))
@@ -99,41 +99,43 @@ impl ApiThread {
 /// Measures the CPU time between yields of the API's thread. A due request waits at least as long as this future.
 async fn measure_thread_busy_time(api_thread: Arc<ApiThread>) {
     let cpu_time = || Duration::from(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).unwrap()).as_nanos() as u64;
-    let mut before = cpu_time();
+    let mut previous_time = cpu_time();
     loop {
         // This pause is shorter than a significant poll, but long enough that the thread rests.
         tokio::time::sleep(Duration::from_millis(1)).await;
-        let now = cpu_time();
-        api_thread.longest_busy_ns.fetch_max(now - before, Ordering::Relaxed);
-        api_thread.lock_count.fetch_add(1, Ordering::Relaxed);
-        before = now;
+        let current_time = cpu_time();
+        api_thread.longest_busy_ns.fetch_max(current_time - previous_time, Ordering::Relaxed);
+        api_thread.measurement_count.fetch_add(1, Ordering::Relaxed);
+        previous_time = current_time;
     }
 }
 
 impl TestEnv {
-    async fn request(&self, (method, path, role, body): &Request) -> (u16, usize) {
+    async fn send_request(&self, (method, path, role, body): &Request) -> (u16, usize) {
         let token = &self.tokens[usize::from(*role == Role::Operator)];
         let url = format!("http://{}{path}", self.address);
         let request = self.client.request(method.clone(), url).bearer_auth(token);
         let request = request.header("content-type", "application/json").body(body.clone());
-        let answer = request.send().await.unwrap();
-        (answer.status().as_u16(), answer.bytes().await.unwrap().len())
+        let response = request.send().await.unwrap();
+        (response.status().as_u16(), response.bytes().await.unwrap().len())
     }
 
     /// Sends the request. Returns a description of the response, and the delays by the API's thread and by the lock.
-    async fn measure(&self, request: &Request) -> (String, Duration, Duration) {
-        self.take_longest_wait();
-        self.api_thread.longest().await;
-        let (status, bytes) = self.request(request).await;
-        let (thread, waited) = (self.api_thread.longest().await, self.take_longest_wait());
+    async fn measure_request(&self, request: &Request) -> (String, Duration, Duration) {
+        self.take_longest_lock_wait();
+        self.api_thread.take_longest_busy_time().await;
+        let (status, bytes) = self.send_request(request).await;
+        let (thread_delay, lock_delay) =
+            (self.api_thread.take_longest_busy_time().await, self.take_longest_lock_wait());
         let (method, path, _, body) = request;
-        let beginning: String = body.chars().take(60).collect();
-        let seen = format!("{method} {path} {beginning}: {status}, {bytes} bytes, API {thread:?}, lock {waited:?}");
-        assert!(status == 200 || status == 400 || status == 405, "{seen}");
-        (seen, thread, waited)
+        let body_start: String = body.chars().take(60).collect();
+        let request_summary =
+            format!("{method} {path} {body_start}: {status}, {bytes} bytes, API {thread_delay:?}, lock {lock_delay:?}");
+        assert!(status == 200 || status == 400 || status == 405, "{request_summary}");
+        (request_summary, thread_delay, lock_delay)
     }
 
-    fn take_longest_wait(&self) -> Duration {
+    fn take_longest_lock_wait(&self) -> Duration {
         Duration::from_nanos(self.longest_lock_wait_ns.swap(0, Ordering::Relaxed))
     }
 }
@@ -145,23 +147,25 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
     std::fs::write(&path, format!("listen = \"127.0.0.1:0\"\nstore = {store:?}\n")).unwrap();
     let config = ControllerConfig::load(&path).unwrap();
-    let election = LeaderElection::new(None, Security::of(&config.listener_config()).unwrap());
+    let election = LeaderElection::new(None, ListenerSecurity::of(&config.listener_config()).unwrap());
     let open_store = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-    let mut manager = StateManager::open(&path, config, election.security.revoked.clone(), open_store).unwrap();
+    let mut manager = StateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
     let (state, mut changes) =
-        ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), None);
+        ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counters()), None);
     let state = Arc::new(state);
-    state.settle();
+    state.allow_tables();
     election.become_leader(state.clone());
     let api_tokens = Arc::new(Tokens::open(directory).unwrap());
     let listener = Listener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let address = listener.address();
-    let read_token = |role| std::fs::read_to_string(token_file(directory, role)).unwrap().trim().to_owned();
+    let read_token = |role| std::fs::read_to_string(token_path(directory, role)).unwrap().trim().to_owned();
     let tokens = [Role::Viewer, Role::Operator].map(read_token);
     let client = Client::builder().no_proxy().build().unwrap();
     let (api_thread, longest_wait_ns) = (Arc::default(), Arc::<AtomicU64>::default());
-    let (weak, waits) = (Arc::downgrade(&state), longest_wait_ns.clone());
-    std::thread::spawn(move || measure_lock_waits(|| weak.upgrade().map(|state| drop(state.controller())), waits));
+    let (weak_state, lock_wait_ns) = (Arc::downgrade(&state), longest_wait_ns.clone());
+    std::thread::spawn(move || {
+        measure_lock_waits(|| weak_state.upgrade().map(|state| drop(state.lock_controller())), lock_wait_ns)
+    });
     let env =
         TestEnv { address, state: state.clone(), client, tokens, api_thread, longest_lock_wait_ns: longest_wait_ns };
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(async {
@@ -172,10 +176,10 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
         };
         let _serving = listener.serve(PlainAcceptor, router, || (), background_tasks).unwrap();
         let process_changes = async {
-            while let Some(ChangeRequest { change, author, reply: done }) = changes.recv().await {
-                let (back, outcome) = apply_change(manager, &state, change, author).await.unwrap();
-                manager = back;
-                let _ = done.send(outcome);
+            while let Some(ChangeRequest { change, author, reply: reply_sender }) = changes.recv().await {
+                let (returned_manager, outcome) = apply_change(manager, &state, change, author).await.unwrap();
+                manager = returned_manager;
+                let _ = reply_sender.send(outcome);
             }
         };
         tokio::select! {
@@ -191,7 +195,7 @@ fn check_request_body(text: &str) -> String {
 
 fn server_list_of_maximum_size(server_json: &str) -> String {
     let json_byte_count = json!(server_json).to_string().len() - 2;
-    check_request_body(&server_json.repeat((MAX_DOCUMENT_BYTES - 100) / json_byte_count))
+    check_request_body(&server_json.repeat((MAX_FLEET_DOCUMENT_BYTES - 100) / json_byte_count))
 }
 
 fn largest_requests() -> Vec<Request> {
@@ -226,7 +230,7 @@ fn largest_requests() -> Vec<Request> {
         "s".repeat(4 << 20)
     ))));
     requests.push(check_request(check_request_body(&fleet_text)));
-    requests.push(check_request("[".repeat(MAX_DOCUMENT_BYTES)));
+    requests.push(check_request("[".repeat(MAX_FLEET_DOCUMENT_BYTES)));
     requests.push((Method::POST, "/v1/keys/rotate".to_owned(), Role::Operator, "[".repeat(DEFAULT_MAX_BODY_BYTES)));
     for path in [
         "status?rss_keys=true",
@@ -256,18 +260,18 @@ fn largest_requests() -> Vec<Request> {
 const MAX_ATTEMPTS: u64 = 5;
 
 async fn assert_request_causes_no_delay(env: &TestEnv, request: impl Fn(u64) -> Request) {
-    let mut seen = String::new();
+    let mut request_summary = String::new();
     for attempt in 0..MAX_ATTEMPTS {
-        let (thread, waited);
+        let (thread_delay, lock_delay);
         let request = request(attempt);
-        (seen, thread, waited) = env.measure(&request).await;
+        (request_summary, thread_delay, lock_delay) = env.measure_request(&request).await;
         // A check takes no lock, so the time for parsing must not count as a wait for it.
         let takes_lock = request.1 != "/v1/check";
-        if thread < MAX_DELAY && (waited < MAX_DELAY || !takes_lock) {
-            return eprintln!("{seen}");
+        if thread_delay < MAX_DELAY && (lock_delay < MAX_DELAY || !takes_lock) {
+            return eprintln!("{request_summary}");
         }
     }
-    panic!("{MAX_ATTEMPTS} times at least {MAX_DELAY:?}; the last: {seen}");
+    panic!("{MAX_ATTEMPTS} times at least {MAX_DELAY:?}; the last: {request_summary}");
 }
 
 #[test]

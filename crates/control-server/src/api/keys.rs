@@ -8,7 +8,7 @@ use coreward_http::extract::Json;
 use coreward_http::{Problem, ProblemKind};
 
 use super::Api;
-use crate::server::state_manager::Change;
+use crate::server::state_manager::RecordChange;
 
 /// State of the cookie keys and of their rotation
 #[utoipa::path(
@@ -33,14 +33,14 @@ pub async fn rotate(
     Extension(caller): Extension<Caller>,
     Json(request): Json<RotateKeys>,
 ) -> Result<Json<Keys>, Problem> {
-    let shared = api.leader_state()?;
-    let now = shared.now();
-    let step = shared.controller().requested_key_step(request.force, now);
-    let step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
-    shared
-        .request_change((&caller).into(), Change::TakeKeyStep(step))
+    let controller_state = api.leader_state()?;
+    let now = controller_state.now();
+    let step = controller_state.lock_controller().requested_key_step(request.force, now);
+    let key_step = step.map_err(|reason| Problem::new(ProblemKind::Conflict, reason.to_string()))?;
+    controller_state
+        .request_change((&caller).into(), RecordChange::TakeKeyStep(key_step))
         .await
-        .map_err(|error| api.change_problem(&error))?;
-    api.events.add((EventKind::Keys, EventId::KeysRotated), "", format!("{caller}: {}", step.describe()), now.wall);
+        .map_err(|error| api.problem_of_failed_change(&error))?;
+    api.events.add((EventKind::Keys, EventId::KeysRotated), "", format!("{caller}: {}", key_step.describe()), now.wall);
     Ok(Json(api.leader_state()?.keys()))
 }

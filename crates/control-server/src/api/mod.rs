@@ -26,7 +26,7 @@ use axum::extract::State;
 use axum::http::header;
 use axum::response::IntoResponse;
 use coreward_api::Role;
-use coreward_http::endpoints::{AccessControl, Endpoints, MAX_DOCUMENT_BYTES};
+use coreward_http::endpoints::{AccessControl, Endpoints, MAX_FLEET_DOCUMENT_BYTES};
 use coreward_http::serve::{Acceptor, Listener, RunningServer};
 use coreward_http::tokens::Tokens;
 use coreward_http::work::{self, WorkSize};
@@ -42,7 +42,7 @@ use events::EventLog;
 use feed::StatusFeed;
 
 /// Interval at which the fleet is polled for new events.
-const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 const API_DESCRIPTION: &str = "State and control of a coreward controller (layer-4 load balancer). Every request \
     carries `Authorization: Bearer TOKEN`; errors are `application/problem+json` (RFC 9457).";
@@ -51,9 +51,9 @@ const API_DESCRIPTION: &str = "State and control of a coreward controller (layer
 #[derive(Clone)]
 pub struct Api {
     election: Arc<LeaderElection>,
-    guard: Arc<AccessControl>,
+    access_control: Arc<AccessControl>,
     events: Arc<EventLog>,
-    feed: Arc<StatusFeed>,
+    status_feed: Arc<StatusFeed>,
     openapi_document: Arc<std::sync::OnceLock<String>>,
 }
 
@@ -66,59 +66,59 @@ impl Api {
 
 impl Api {
     /// Returns the HTTP problem that explains why a change was not made.
-    fn change_problem(&self, error: &anyhow::Error) -> Problem {
+    fn problem_of_failed_change(&self, error: &anyhow::Error) -> Problem {
         if is_caused_by_deposition(error) || self.election.leader_state().is_err() {
             self.not_leading_problem(Some(error))
         } else if error.downcast_ref::<StoreError>().is_some() {
-            Problem::new(ProblemKind::NotStored, format!("{error:#}")).retry_after(10)
+            Problem::new(ProblemKind::NotStored, format!("{error:#}")).with_retry_after(10)
         } else {
             Problem::internal_error(error)
         }
     }
 
     fn not_leading_problem(&self, error: Option<&anyhow::Error>) -> Problem {
-        let leader = self.election.leader();
+        let leader = self.election.other_leader();
         let error_detail = match (error, &leader) {
             (Some(error), _) => format!("{error:#}"),
             (None, Some(leader)) => format!("this controller does not lead: {leader} does"),
             (None, None) => "this controller does not lead, and no other one does at this moment".to_owned(),
         };
-        let problem = Problem::new(ProblemKind::NotLeading, error_detail).retry_after(1);
+        let problem = Problem::new(ProblemKind::NotLeading, error_detail).with_retry_after(1);
         let Some(Leader { address, api }) = leader else { return problem };
         Problem { leader: Some(address.to_string().into()), leader_api: api.map(Into::into), ..problem }
     }
 }
 
-fn endpoints(guard: Arc<AccessControl>) -> Endpoints<Api> {
-    let viewer = Role::Viewer;
-    Endpoints::new(guard, "coreward controller", API_DESCRIPTION)
-        .add(viewer, routes!(status_handlers::version))
-        .add(viewer, routes!(status_handlers::health))
-        .add(viewer, routes!(status_handlers::status))
-        .add(viewer, routes!(status_handlers::services))
-        .add(viewer, routes!(status_handlers::service))
-        .add(viewer, routes!(status_handlers::servers))
-        .add(viewer, routes!(status_handlers::server))
-        .add(viewer, routes!(drains::drain_status))
+fn endpoints(access_control: Arc<AccessControl>) -> Endpoints<Api> {
+    let viewer_role = Role::Viewer;
+    Endpoints::new(access_control, "coreward controller", API_DESCRIPTION)
+        .add(viewer_role, routes!(status_handlers::version))
+        .add(viewer_role, routes!(status_handlers::health))
+        .add(viewer_role, routes!(status_handlers::status))
+        .add(viewer_role, routes!(status_handlers::services))
+        .add(viewer_role, routes!(status_handlers::service))
+        .add(viewer_role, routes!(status_handlers::servers))
+        .add(viewer_role, routes!(status_handlers::server))
+        .add(viewer_role, routes!(drains::drain_status))
         .add(Role::Operator, routes!(drains::drain, drains::undrain))
-        .add(viewer, routes!(status_handlers::load_balancers))
-        .add(viewer, routes!(status_handlers::load_balancer))
-        .add(viewer, routes!(status_handlers::loads))
-        .add(viewer, routes!(status_handlers::tables))
-        .add(viewer, routes!(status_handlers::table))
-        .add(viewer, routes!(explain::explain))
-        .add(viewer, routes!(keys::keys))
+        .add(viewer_role, routes!(status_handlers::load_balancers))
+        .add(viewer_role, routes!(status_handlers::load_balancer))
+        .add(viewer_role, routes!(status_handlers::loads))
+        .add(viewer_role, routes!(status_handlers::tables))
+        .add(viewer_role, routes!(status_handlers::table))
+        .add(viewer_role, routes!(explain::explain))
+        .add(viewer_role, routes!(keys::keys))
         .add(Role::Operator, routes!(keys::rotate))
-        .add(viewer, routes!(fleet_handlers::fleet))
-        .add(viewer, routes!(fleet_handlers::acknowledgements))
+        .add(viewer_role, routes!(fleet_handlers::fleet))
+        .add(viewer_role, routes!(fleet_handlers::acknowledgements))
         .add(Role::Operator, routes!(audit::audit))
         .add(Role::Operator, routes!(audit::forget))
-        .add_with_body(Role::Operator, MAX_DOCUMENT_BYTES, routes!(fleet_handlers::put_fleet))
-        .add_with_body(viewer, MAX_DOCUMENT_BYTES, routes!(fleet_handlers::check))
-        .add(viewer, routes!(watch::events))
-        .add(viewer, routes!(watch::watch))
-        .add(viewer, routes!(dashboard::log_in, dashboard::log_out))
-        .add(viewer, routes!(openapi))
+        .add_with_body(Role::Operator, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::put_fleet))
+        .add_with_body(viewer_role, MAX_FLEET_DOCUMENT_BYTES, routes!(fleet_handlers::check))
+        .add(viewer_role, routes!(watch::events))
+        .add(viewer_role, routes!(watch::watch))
+        .add(viewer_role, routes!(dashboard::log_in, dashboard::log_out))
+        .add(viewer_role, routes!(openapi))
 }
 
 /// OpenAPI document of the API
@@ -134,12 +134,12 @@ async fn openapi(State(api): State<Api>) -> impl IntoResponse {
 /// Returns the router of all endpoints, with the state that its handlers share.
 fn router(election: Arc<LeaderElection>, tokens: Arc<Tokens>) -> anyhow::Result<(Router, Api)> {
     let access_control =
-        Arc::new(AccessControl::new(tokens, election.security.revoked.clone(), election.api_requests.clone()));
+        Arc::new(AccessControl::new(tokens, election.security.revocation_list.clone(), election.api_requests.clone()));
     let api = Api {
         election,
-        guard: access_control.clone(),
+        access_control: access_control.clone(),
         events: Arc::default(),
-        feed: Arc::default(),
+        status_feed: Arc::default(),
         openapi_document: Arc::default(),
     };
     let (router, document) = endpoints(access_control).into_parts();
@@ -157,7 +157,7 @@ pub fn serve(
     hangup: Signal,
 ) -> anyhow::Result<RunningServer> {
     let (router, api) = router(election, tokens)?;
-    let access_control = api.guard.clone();
+    let access_control = api.access_control.clone();
     let on_thread_start = || lower_thread_priority("API worker");
     listener.serve(acceptor, router, on_thread_start, async move {
         lower_thread_priority("API");
@@ -166,9 +166,9 @@ pub fn serve(
 }
 
 /// Reads the token files again at each SIGHUP. Never returns.
-async fn reload_tokens_on_sighup(guard: &AccessControl, mut hangup: Signal) {
+async fn reload_tokens_on_sighup(access_control: &AccessControl, mut hangup: Signal) {
     while hangup.recv().await.is_some() {
-        if let Err(error) = guard.reload() {
+        if let Err(error) = access_control.reload() {
             tracing::warn!(
                 event = "tokens-not-reloaded",
                 error = format!("{error:#}"),
@@ -180,28 +180,28 @@ async fn reload_tokens_on_sighup(guard: &AccessControl, mut hangup: Signal) {
 
 /// Records events and updates the watchers' documents at regular intervals. Never returns.
 async fn update_watchers_loop(api: Api) {
-    let mut due = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
-    due.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut loads_timer = tokio::time::interval(feed::MIN_LOADS_INTERVAL);
+    loads_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut next_poll = Instant::now();
     loop {
-        let moment = due.tick().await;
-        let Ok(shared) = api.leader_state() else { continue };
-        let whole = moment >= next_poll;
-        if whole {
-            next_poll = moment + POLL_INTERVAL;
+        let tick_time = loads_timer.tick().await;
+        let Ok(controller_state) = api.leader_state() else { continue };
+        let is_overview_due = tick_time >= next_poll;
+        if is_overview_due {
+            next_poll = tick_time + EVENT_POLL_INTERVAL;
         }
         let api = api.clone();
         // This runs as separate work, because thousands of servers take some time.
-        let updated = work::run(WorkSize::Small, move || {
-            if whole {
-                let now = shared.now();
-                let overview = shared.overview(now);
+        let update_task = work::run_on_worker(WorkSize::Small, move || {
+            if is_overview_due {
+                let now = controller_state.now();
+                let overview = controller_state.overview(now);
                 api.events.record_changes(&overview, now.wall);
-                api.feed.publish_overview(overview);
+                api.status_feed.publish_overview(overview);
             }
-            api.feed.publish_loads(|| shared.loads());
+            api.status_feed.publish_loads(|| controller_state.loads());
         });
-        if let Err(problem) = updated.await {
+        if let Err(problem) = update_task.await {
             tracing::warn!(
                 event = "feed-failed",
                 error = %problem,

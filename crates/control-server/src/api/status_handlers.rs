@@ -31,11 +31,11 @@ pub async fn version() -> Json<Version> {
 )]
 pub async fn health(State(api): State<Api>) -> Json<Health> {
     let state = match api.leader_state() {
-        Ok(shared) if shared.is_settled() => HealthState::Ready,
+        Ok(controller_state) if controller_state.has_settled() => HealthState::Ready,
         Ok(_) => HealthState::Settling,
         Err(_) => HealthState::Following,
     };
-    let leader = api.election.leader();
+    let leader = api.election.other_leader();
     let address = leader.as_ref().map(|leader| leader.address.to_string());
     Json(Health { state, leader: address, leader_api: leader.and_then(|leader| leader.api) })
 }
@@ -51,12 +51,12 @@ pub async fn status(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let shared = visible_state(&api, caller, query)?;
-    compute_answer(WorkSize::Small, move || Ok(shared.status(query.rss_keys))).await
+    let controller_state = state_visible_to_caller(&api, caller, query)?;
+    compute_answer(WorkSize::Small, move || Ok(controller_state.status(query.rss_keys))).await
 }
 
 /// Returns the controller's state. Fails if the query requests more than this caller may read.
-fn visible_state(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
+fn state_visible_to_caller(api: &Api, caller: Caller, query: StatusQuery) -> Result<Arc<ControllerState>, Problem> {
     if query.rss_keys && caller.role < Role::Operator {
         let error_detail = "whole RSS keys are for operators: expected the operator's token, or no `rss_keys`";
         return Err(Problem::new(ProblemKind::Forbidden, error_detail));
@@ -74,9 +74,11 @@ pub async fn services(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let shared = visible_state(&api, caller, query)?;
-    compute_answer(WorkSize::Small, move || Ok(Services { services: shared.services(query.rss_keys, shared.now()) }))
-        .await
+    let controller_state = state_visible_to_caller(&api, caller, query)?;
+    compute_answer(WorkSize::Small, move || {
+        Ok(Services { services: controller_state.services(query.rss_keys, controller_state.now()) })
+    })
+    .await
 }
 
 /// State of one service
@@ -95,10 +97,10 @@ pub async fn service(
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let shared = visible_state(&api, caller, query)?;
+    let controller_state = state_visible_to_caller(&api, caller, query)?;
     compute_answer(WorkSize::Small, move || {
-        let found = shared.service(&name, query.rss_keys, shared.now());
-        found.ok_or_else(|| Problem::not_found("service", &name))
+        let service_status = controller_state.service(&name, query.rss_keys, controller_state.now());
+        service_status.ok_or_else(|| Problem::not_found("service", &name))
     })
     .await
 }
@@ -114,8 +116,11 @@ pub async fn servers(
     Extension(caller): Extension<Caller>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let shared = visible_state(&api, caller, query)?;
-    compute_answer(WorkSize::Small, move || Ok(Servers { servers: shared.servers(query.rss_keys, shared.now()) })).await
+    let controller_state = state_visible_to_caller(&api, caller, query)?;
+    compute_answer(WorkSize::Small, move || {
+        Ok(Servers { servers: controller_state.servers(query.rss_keys, controller_state.now()) })
+    })
+    .await
 }
 
 /// State of one server
@@ -134,10 +139,10 @@ pub async fn server(
     Path(name): Path<String>,
     Query(query): Query<StatusQuery>,
 ) -> Result<JsonAnswer, Problem> {
-    let shared = visible_state(&api, caller, query)?;
+    let controller_state = state_visible_to_caller(&api, caller, query)?;
     compute_answer(WorkSize::Small, move || {
-        let found = shared.server(&name, query.rss_keys, shared.now());
-        found.ok_or_else(|| Problem::not_found("server", &name))
+        let server_status = controller_state.server(&name, query.rss_keys, controller_state.now());
+        server_status.ok_or_else(|| Problem::not_found("server", &name))
     })
     .await
 }
@@ -147,8 +152,9 @@ pub async fn server(
     responses((status = 200, description = "All load balancers", body = LoadBalancers))
 )]
 pub async fn load_balancers(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: shared.load_balancers() })).await
+    let controller_state = api.leader_state()?;
+    compute_answer(WorkSize::Small, move || Ok(LoadBalancers { load_balancers: controller_state.load_balancers() }))
+        .await
 }
 
 /// State of one load balancer
@@ -162,10 +168,10 @@ pub async fn load_balancers(State(api): State<Api>) -> Result<JsonAnswer, Proble
     )
 )]
 pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
+    let controller_state = api.leader_state()?;
     compute_answer(WorkSize::Small, move || {
-        let found = shared.load_balancers().into_iter().find(|balancer| balancer.name == name);
-        found.ok_or_else(|| Problem::not_found("load balancer", &name))
+        let balancer_status = controller_state.load_balancers().into_iter().find(|balancer| balancer.name == name);
+        balancer_status.ok_or_else(|| Problem::not_found("load balancer", &name))
     })
     .await
 }
@@ -173,8 +179,8 @@ pub async fn load_balancer(State(api): State<Api>, Path(name): Path<String>) -> 
 /// Load of every core of every server, and counters
 #[utoipa::path(get, path = "/v1/loads", responses((status = 200, description = "Loads and counters", body = Loads)))]
 pub async fn loads(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || Ok(shared.loads())).await
+    let controller_state = api.leader_state()?;
+    compute_answer(WorkSize::Small, move || Ok(controller_state.loads())).await
 }
 
 /// Newest table of every service, without contents
@@ -183,8 +189,11 @@ pub async fn loads(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     responses((status = 200, description = "Summary of each table", body = Tables))
 )]
 pub async fn tables(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
-    compute_answer(WorkSize::Small, move || Ok(shared.controller().table_summaries(shared.now()))).await
+    let controller_state = api.leader_state()?;
+    compute_answer(WorkSize::Small, move || {
+        Ok(controller_state.lock_controller().table_summaries(controller_state.now()))
+    })
+    .await
 }
 
 /// Newest table of one service, by which new connections are placed
@@ -198,9 +207,9 @@ pub async fn tables(State(api): State<Api>) -> Result<JsonAnswer, Problem> {
     )
 )]
 pub async fn table(State(api): State<Api>, Path(name): Path<String>) -> Result<JsonAnswer, Problem> {
-    let shared = api.leader_state()?;
+    let controller_state = api.leader_state()?;
     compute_answer(WorkSize::Small, move || {
-        shared.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))
+        controller_state.table(&name).ok_or_else(|| Problem::not_found("table of service", &name))
     })
     .await
 }

@@ -35,11 +35,11 @@ const RECONNECT_DELAY: Duration = Duration::from_secs(1);
 pub async fn events(State(api): State<Api>, Query(query): Query<EventsQuery>) -> Result<Json<Events>, Problem> {
     api.leader_state()?;
     if query.after > MAX_SAFE_INTEGER || query.limit.is_some_and(|limit| !(1..=MAX_EVENTS).contains(&limit.into())) {
-        let detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_EVENTS}");
-        return Err(Problem::new(ProblemKind::BadRequest, detail));
+        let error_detail = format!("expected `after` up to {MAX_SAFE_INTEGER} and a `limit` of 1 to {MAX_EVENTS}");
+        return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
-    let limit = query.limit.map_or(MAX_EVENTS, usize::from);
-    Ok(Json(Events { run: api.events.run().to_owned(), events: api.events.events_after(query.after, limit) }))
+    let event_limit = query.limit.map_or(MAX_EVENTS, usize::from);
+    Ok(Json(Events { run: api.events.run_id().to_owned(), events: api.events.events_after(query.after, event_limit) }))
 }
 
 #[derive(Debug, Clone, Copy, Deserialize, IntoParams)]
@@ -72,33 +72,34 @@ pub async fn watch(
     headers: HeaderMap,
     Query(query): Query<WatchQuery>,
 ) -> Result<Sse<impl Stream<Item = Result<sse::Event, Infallible>>>, Problem> {
-    let bounds = 250..=60_000;
-    if !bounds.contains(&query.interval_ms) {
-        let detail = format!("interval_ms {}: expected 250 to 60000", query.interval_ms);
-        return Err(Problem::new(ProblemKind::BadRequest, detail));
+    let allowed_intervals = 250..=60_000;
+    if !allowed_intervals.contains(&query.interval_ms) {
+        let error_detail = format!("interval_ms {}: expected 250 to 60000", query.interval_ms);
+        return Err(Problem::new(ProblemKind::BadRequest, error_detail));
     }
-    let shared = api.leader_state()?;
-    let last = headers.get("last-event-id").and_then(|id| id.to_str().ok());
-    let last = last.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run());
-    let last_event_id = last.and_then(|(_, id)| id.parse().ok());
-    let mut watcher = api.feed.subscribe()?;
+    let controller_state = api.leader_state()?;
+    let last_event_header = headers.get("last-event-id").and_then(|id| id.to_str().ok());
+    let run_and_id =
+        last_event_header.and_then(|id| id.rsplit_once('-')).filter(|(run, _)| *run == api.events.run_id());
+    let last_event_id = run_and_id.and_then(|(_, id)| id.parse().ok());
+    let mut watcher = api.status_feed.subscribe()?;
     watcher.overview.mark_changed();
-    let missed =
+    let missed_events =
         api.events.events_after(last_event_id.unwrap_or(0), if last_event_id.is_some() { MAX_EVENTS } else { 100 });
-    let stream = WatcherUpdates {
-        shared,
-        permission_changes: api.guard.permission_changes(),
-        newest_event_id: api.events.newest_id(),
-        last_event_id: missed.last().map(|event| event.id).or(last_event_id).unwrap_or(0),
-        pending_events: missed.into(),
+    let watcher_updates = WatcherUpdates {
+        controller_state,
+        permission_changes: api.access_control.permission_changes(),
+        newest_event_id: api.events.subscribe_to_newest_id(),
+        last_queued_event_id: missed_events.last().map(|event| event.id).or(last_event_id).unwrap_or(0),
+        pending_events: missed_events.into(),
         watcher,
         loads_due_at: Instant::now(),
-        interval: Duration::from_millis(query.interval_ms.into()),
+        loads_interval: Duration::from_millis(query.interval_ms.into()),
         api,
     };
-    let stream = futures_util::stream::unfold(stream, async |mut changes| {
-        let next = changes.next().await?;
-        Some((Ok(next), changes))
+    let stream = futures_util::stream::unfold(watcher_updates, async |mut watcher_updates| {
+        let sse_event = watcher_updates.next_message().await?;
+        Some((Ok(sse_event), watcher_updates))
     });
     Ok(Sse::new(stream).keep_alive(KeepAlive::new().interval(KEEP_ALIVE_INTERVAL)))
 }
@@ -106,53 +107,53 @@ pub async fn watch(
 /// State of one watcher's stream, with the updates that the watcher still has to get.
 struct WatcherUpdates {
     api: Api,
-    shared: Arc<ControllerState>,
+    controller_state: Arc<ControllerState>,
     /// Receiver of changes of permissions, after which the watcher must authenticate again.
     permission_changes: tokio::sync::watch::Receiver<u64>,
     watcher: Watcher,
     newest_event_id: tokio::sync::watch::Receiver<u64>,
     /// Id of the newest event that was sent or is in `pending_events`.
-    last_event_id: u64,
+    last_queued_event_id: u64,
     pending_events: VecDeque<Event>,
     loads_due_at: Instant,
-    interval: Duration,
+    loads_interval: Duration,
 }
 
 impl WatcherUpdates {
     /// Returns the next message, or `None` if another controller leads or the watcher must authenticate again.
-    async fn next(&mut self) -> Option<sse::Event> {
+    async fn next_message(&mut self) -> Option<sse::Event> {
         loop {
-            if !self.shared.is_leading() {
+            if !self.controller_state.is_leading() {
                 return None;
             }
             if let Some(event) = self.pending_events.pop_front() {
-                let id = format!("{}-{}", self.api.events.run(), event.id);
+                let id = format!("{}-{}", self.api.events.run_id(), event.id);
                 return sse::Event::default().event("event").id(id).retry(RECONNECT_DELAY).json_data(event).ok();
             }
-            let loads_due = tokio::time::sleep_until(self.loads_due_at);
+            let loads_timer = tokio::time::sleep_until(self.loads_due_at);
             tokio::select! {
                 biased;
                 _ = self.permission_changes.changed() => return None,
-                _ = self.shared.wait_until_deposed() => return None,
+                _ = self.controller_state.wait_until_deposed() => return None,
                 changed = self.watcher.overview.changed() => {
                     changed.ok()?;
-                    let text = self.watcher.overview.borrow_and_update().clone();
-                    if !text.is_empty() {
-                        return Some(sse::Event::default().event("status").data(&*text));
+                    let overview_json = self.watcher.overview.borrow_and_update().clone();
+                    if !overview_json.is_empty() {
+                        return Some(sse::Event::default().event("status").data(&*overview_json));
                     }
                 }
                 changed = self.newest_event_id.changed() => {
                     changed.ok()?;
-                    let events = self.api.events.events_after(self.last_event_id, MAX_EVENTS);
-                    self.last_event_id = events.last().map_or(self.last_event_id, |event| event.id);
+                    let events = self.api.events.events_after(self.last_queued_event_id, MAX_EVENTS);
+                    self.last_queued_event_id = events.last().map_or(self.last_queued_event_id, |event| event.id);
                     self.pending_events.extend(events);
                 }
-                changed = async { loads_due.await; self.watcher.loads.changed().await } => {
+                changed = async { loads_timer.await; self.watcher.loads.changed().await } => {
                     changed.ok()?;
-                    let text = self.watcher.loads.borrow_and_update().clone();
-                    self.loads_due_at = (self.loads_due_at + self.interval).max(Instant::now());
-                    if !text.is_empty() {
-                        return Some(sse::Event::default().event("loads").data(&*text));
+                    let loads_json = self.watcher.loads.borrow_and_update().clone();
+                    self.loads_due_at = (self.loads_due_at + self.loads_interval).max(Instant::now());
+                    if !loads_json.is_empty() {
+                        return Some(sse::Event::default().event("loads").data(&*loads_json));
                     }
                 }
             }

@@ -16,8 +16,8 @@ fn parse_controller_config(text: &str) -> Result<ControllerConfig, String> {
 #[test]
 fn controller_file_is_parsed_and_mistakes_name_their_keys() {
     let config = parse_controller_config(&format!("{CONTROLLER_TOML}fleet = \"fleet.toml\"\n")).unwrap();
-    assert_eq!(config.fleet.as_deref(), Some(Path::new("/etc/coreward/fleet.toml")));
-    assert!(parse_controller_config(CONTROLLER_TOML).unwrap().fleet.is_none());
+    assert_eq!(config.fleet_file.as_deref(), Some(Path::new("/etc/coreward/fleet.toml")));
+    assert!(parse_controller_config(CONTROLLER_TOML).unwrap().fleet_file.is_none());
     let mistakes = parse_controller_config(
         "stores = \"x\"\nrss_key = \"6d:5a\"\nload_ewma_alpha = 0.5\n[[server]]\nname = \"s1\"\n",
     )
@@ -72,12 +72,14 @@ fn all_mistakes_are_reported_at_once() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("controller.toml");
     let text = "listen = 5\napi = \"10.1.0.1:7401\"\nstore = \"s\"\nfoo = 1\n[etcd]\nendpoints = [\"https://a:1\"]\n";
-    let mistakes = ControllerConfig::parse(&Source::from_text(file.to_str().unwrap(), text)).unwrap_err().list;
+    let mistakes =
+        ControllerConfig::parse(&Source::from_text(file.to_str().unwrap(), text)).unwrap_err().shown_diagnostics;
     let keys: Vec<&str> = mistakes.iter().map(|mistake| &*mistake.key).collect();
     assert_eq!(keys, ["listen", "api", "foo", "etcd"], "{mistakes:?}");
 
     let text = "listen = 5\nstore = \"s\"\n[tls]\nca = \"ca\"\ncertificate = \"crt\"\nkey = \"key\"\n";
-    let mistakes = ControllerConfig::parse(&Source::from_text(file.to_str().unwrap(), text)).unwrap_err().list;
+    let mistakes =
+        ControllerConfig::parse(&Source::from_text(file.to_str().unwrap(), text)).unwrap_err().shown_diagnostics;
     let keys: Vec<&str> = mistakes.iter().map(|mistake| &*mistake.key).collect();
     assert_eq!(keys, ["listen", "tls.ca", "tls.certificate", "tls.key"], "{mistakes:?}");
 }
@@ -97,7 +99,7 @@ fn store_and_etcd_are_mutually_exclusive() {
         panic!("in etcd")
     };
     assert_eq!(config.endpoints, ["http://10.1.0.5:2379", "http://10.1.0.6:2379"]);
-    assert_eq!((config.prefix.as_str(), config.lease_duration), ("/coreward", Duration::from_secs(5)));
+    assert_eq!((config.key_prefix.as_str(), config.lease_duration), ("/coreward", Duration::from_secs(5)));
     assert_eq!((config.advertised_address, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
     assert_eq!(config.advertised_api_url, None, "it listens on its own host only");
     let advertised_api_text = format!("{listen_line}{etcd_section}advertise_api = \"https://c1.example:443\"\n");
@@ -111,7 +113,7 @@ fn store_and_etcd_are_mutually_exclusive() {
     else {
         panic!("in etcd")
     };
-    assert_eq!(config.tls.unwrap().client_certificate_and_key.unwrap().1, Path::new("/etc/coreward/k.pem"));
+    assert_eq!(config.tls.unwrap().client_certificate_and_key_files.unwrap().1, Path::new("/etc/coreward/k.pem"));
     let cases = [
         (listen_line.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
         (format!("{CONTROLLER_TOML}{etcd_section}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),

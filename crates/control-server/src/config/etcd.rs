@@ -21,7 +21,7 @@ pub struct EtcdConfig {
     /// URLs of etcd's members as `http://HOST:PORT` or `https://HOST:PORT`. There is at least one and no duplicate.
     pub endpoints: Vec<String>,
     /// Prefix of all keys in etcd, without a slash at its end.
-    pub prefix: String,
+    pub key_prefix: String,
     /// Time for which this controller continues to lead without an answer from etcd, in whole seconds.
     pub lease_duration: Duration,
     /// Address at which daemons reach this controller.
@@ -36,9 +36,9 @@ pub struct EtcdConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EtcdTlsConfig {
     /// File with the authorities that may have issued etcd's certificate (PEM).
-    pub ca: PathBuf,
+    pub ca_file: PathBuf,
     /// Files with the controller's own certificate and its key (PEM).
-    pub client_certificate_and_key: Option<(PathBuf, PathBuf)>,
+    pub client_certificate_and_key_files: Option<(PathBuf, PathBuf)>,
 }
 
 config_struct! {
@@ -190,7 +190,11 @@ pub fn store_location(
     }
 }
 
-fn check_etcd(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Reader<'_>) -> Option<EtcdConfig> {
+fn check_etcd(
+    etcd: Spanned<EtcdFile>,
+    listen_addresses: ListenAddresses,
+    reader: &mut Reader<'_>,
+) -> Option<EtcdConfig> {
     let etcd_span = etcd.span();
     let EtcdFile { endpoints, prefix, lease, advertise, advertise_api, tls } = etcd.into_inner();
     if endpoints.is_empty() && !reader.has_diagnostics() {
@@ -214,7 +218,7 @@ fn check_etcd(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Re
     if time.subsec_nanos() != 0 {
         reader.report(lease.span(), "a lease in parts of a second: expected whole seconds");
     }
-    let advertised_address = advertise.or(listens.daemons);
+    let advertised_address = advertise.or(listen_addresses.daemons);
     if let Some(advertise) = advertised_address.filter(|advertise| advertise.ip().is_unspecified()) {
         let message = format!(
             "others cannot reach {advertise}: expected `advertise`, the address at which daemons reach this controller"
@@ -232,14 +236,18 @@ fn check_etcd(etcd: Spanned<EtcdFile>, listens: ListenAddresses, reader: &mut Re
                 return None;
             }
         };
-        Some(EtcdTlsConfig { ca: reader.resolve_path(&ca), client_certificate_and_key })
+        Some(EtcdTlsConfig {
+            ca_file: reader.resolve_path(&ca),
+            client_certificate_and_key_files: client_certificate_and_key,
+        })
     });
     let advertised_address = advertised_address.filter(|_| !reader.has_diagnostics())?;
-    let advertised_api_url =
-        advertise_api.map(|ApiAddress(url)| url).or_else(|| advertised_api_url(listens.api, advertised_address));
+    let advertised_api_url = advertise_api
+        .map(|ApiAddress(url)| url)
+        .or_else(|| advertised_api_url(listen_addresses.api, advertised_address));
     Some(EtcdConfig {
         endpoints: checked_endpoints,
-        prefix: prefix.0,
+        key_prefix: prefix.0,
         lease_duration: time,
         advertised_address,
         advertised_api_url,

@@ -21,18 +21,18 @@ pub const DEFAULT_API_ADDRESS: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr:
 #[derive(Debug, Clone)]
 pub struct ControllerConfig {
     /// Address at which the controller listens for agents, load balancers and `coreward status`.
-    pub listen: SocketAddr,
-    pub api: SocketAddr,
+    pub listen_address: SocketAddr,
+    pub api_listen_address: SocketAddr,
     pub token_directory: PathBuf,
     pub store: StoreLocation,
     /// Address at which metrics are served for Prometheus, or `None` if none are served.
-    pub metrics: Option<SocketAddr>,
+    pub metrics_listen_address: Option<SocketAddr>,
     /// File with the fleet document, or `None` to use the last applied document in the store.
-    pub fleet: Option<PathBuf>,
+    pub fleet_file: Option<PathBuf>,
     /// RSS key that agents with `manage_rss = true` set, or `None` for the key in the store.
     pub rss_key: Option<Secret<RssKey>>,
     /// Files of the controller's own certificate, or `None` if connections are neither encrypted nor authenticated.
-    pub tls: Option<coreward_tls::CredentialFiles>,
+    pub credential_files: Option<coreward_tls::CredentialFiles>,
     /// Fingerprints of certificates that are rejected although they are valid.
     pub revoked_certificates: Vec<Fingerprint>,
     /// Whether the controller intentionally listens beyond this host without TLS, so that it logs no warning.
@@ -60,20 +60,25 @@ impl ControllerConfig {
     /// Returns the keys that are read only at the start and whose values differ in `new`.
     pub fn keys_needing_restart(&self, new: &Self) -> Vec<&'static str> {
         let changed_keys = [
-            ("listen", self.listen != new.listen),
-            ("api", self.api != new.api),
+            ("listen", self.listen_address != new.listen_address),
+            ("api", self.api_listen_address != new.api_listen_address),
             ("store", self.store != new.store),
-            ("tls", self.tls != new.tls),
-            ("metrics", self.metrics != new.metrics),
+            ("tls", self.credential_files != new.credential_files),
+            ("metrics", self.metrics_listen_address != new.metrics_listen_address),
             ("token_directory", self.token_directory != new.token_directory),
             ("allow_plaintext", self.allow_plaintext != new.allow_plaintext),
         ];
-        changed_keys.into_iter().filter(|(_, changed)| *changed).map(|(key, _)| key).collect()
+        changed_keys.into_iter().filter(|(_, has_changed)| *has_changed).map(|(key, _)| key).collect()
     }
 
     pub fn listener_config(&self) -> ListenerConfig<'_> {
-        let Self { listen, tls, revoked_certificates, allow_plaintext, .. } = self;
-        ListenerConfig { listen: *listen, tls: tls.as_ref(), revoked_certificates, allow_plaintext: *allow_plaintext }
+        let Self { listen_address: listen, credential_files: tls, revoked_certificates, allow_plaintext, .. } = self;
+        ListenerConfig {
+            listen_address: *listen,
+            tls: tls.as_ref(),
+            revoked_certificates,
+            allow_plaintext: *allow_plaintext,
+        }
     }
 
     fn from_file(file: ControllerFile, reader: &mut Reader<'_>) -> Option<Self> {
@@ -101,14 +106,14 @@ impl ControllerConfig {
             (None, StoreLocation::Etcd(_)) => STATE_DIRECTORY.into(),
         };
         Some(Self {
-            listen: listen_address,
-            api: api_listen_address,
+            listen_address,
+            api_listen_address,
             token_directory,
             store: store_location,
-            metrics: file.metrics,
-            fleet: file.fleet.map(|path| reader.resolve_path(path.get_ref())),
+            metrics_listen_address: file.metrics,
+            fleet_file: file.fleet.map(|path| reader.resolve_path(path.get_ref())),
             rss_key: file.rss_key_file,
-            tls: file.tls,
+            credential_files: file.tls,
             revoked_certificates: file.revoked_certificates,
             allow_plaintext: file.allow_plaintext,
         })

@@ -7,14 +7,14 @@ use std::time::Duration;
 use coreward_rpc::invalid_argument;
 use coreward_tls::Role;
 use coreward_wire::sanitize::sanitize;
-use coreward_wire::{Report, SocketAnswer, v1};
+use coreward_wire::{AgentReport, SocketAnswer, v1};
 use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::{Code, Status};
 
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading_status;
-use super::rejection_status;
+use super::rejection_status::rejection_status;
 use coreward_controller::Session;
 use coreward_controller::racks::RackRelay;
 use coreward_listener::security::AuthenticatedPeer;
@@ -37,15 +37,15 @@ pub enum ReportSource {
 
 impl ReportSource {
     /// Returns the rack's relay of the agent, if any. Fails if the peer may not report for the server.
-    fn authorize(&self, server: &str) -> Result<Option<RackRelay>, Status> {
+    fn relay_if_authorized(&self, server: &str) -> Result<Option<RackRelay>, Status> {
         match self {
-            Self::Agent(peer) => peer.require_name(Role::Agent, server).map(|()| None),
+            Self::Agent(peer) => peer.require_role_and_name(Role::Agent, server).map(|()| None),
             Self::Rack(relay) => Ok(Some(relay.clone())),
         }
     }
 
     /// Returns the network address of the agent, if it is connected directly.
-    fn peer(&self) -> Option<String> {
+    fn peer_address(&self) -> Option<String> {
         match self {
             Self::Agent(peer) => Some(peer.caller.to_string()),
             Self::Rack(_) => None,
@@ -55,51 +55,51 @@ impl ReportSource {
     fn rack_name(&self) -> Option<&str> {
         match self {
             Self::Agent(_) => None,
-            Self::Rack(relay) => Some(&relay.name),
+            Self::Rack(relay) => Some(&relay.rack_name),
         }
     }
 }
 
 pub async fn serve(
-    shared: Arc<ControllerState>,
+    controller_state: Arc<ControllerState>,
     source: ReportSource,
     mut messages: impl AgentMessageStream,
-    answers: AgentUpdateSender,
+    updates: AgentUpdateSender,
 ) {
-    let session = match register(&shared, &source, &mut messages).await {
+    let session = match register_agent(&controller_state, &source, &mut messages).await {
         Ok(session) => session,
         Err(status) => {
             tracing::warn!(
                 event = "agent-rejected",
-                peer = source.peer(),
+                peer = source.peer_address(),
                 rack = source.rack_name(),
                 error = status.message(),
                 "the controller rejects the registration of an agent"
             );
-            refuse(status, &answers).await;
+            refuse(status, &updates).await;
             return;
         }
     };
     tracing::info!(
         event = "agent-connected",
         server = session.server(),
-        peer = source.peer(),
+        peer = source.peer_address(),
         rack = source.rack_name(),
         "the server's agent has registered with the controller"
     );
     let outcome = tokio::select! {
-        outcome = serve_stream(&shared, &session, &mut messages, &answers) => outcome,
-        _ = shared.wait_until_deposed() => Err(not_leading_status(None)),
+        outcome = serve_stream(&controller_state, &session, &mut messages, &updates) => outcome,
+        _ = controller_state.wait_until_deposed() => Err(not_leading_status(None)),
     };
-    shared.socket_query_relay.forget_agent(session.number());
-    shared.controller().disconnect(&session);
-    log_end(session.server(), outcome.as_ref().err());
+    controller_state.socket_query_relay.forget_agent(session.number());
+    controller_state.lock_controller().end_session(&session);
+    log_disconnect(session.server(), outcome.as_ref().err());
     if let Err(status) = outcome {
-        let _ = answers.send(Err(status)).await;
+        let _ = updates.send(Err(status)).await;
     }
 }
 
-fn log_end(server: &str, error: Option<&Status>) {
+fn log_disconnect(server: &str, error: Option<&Status>) {
     match error {
         None => tracing::info!(
             event = "agent-disconnected",
@@ -117,56 +117,58 @@ fn log_end(server: &str, error: Option<&Status>) {
 
 /// Sends the error after a delay and ends the stream. Because a connection has a limited number of streams, the delay
 /// limits the rate of rejections. There is no delay if the agent replaces another one or looks for the leader.
-async fn refuse(status: Status, answers: &AgentUpdateSender) {
+async fn refuse(status: Status, updates: &AgentUpdateSender) {
     if !matches!(status.code(), Code::AlreadyExists | Code::Unavailable) {
         tokio::select! {
             () = tokio::time::sleep(REFUSAL_DELAY) => {}
-            () = answers.closed() => return tokio::time::sleep(REFUSAL_DELAY).await,
+            () = updates.closed() => return tokio::time::sleep(REFUSAL_DELAY).await,
         }
     }
-    let _ = answers.send(Err(status)).await;
+    let _ = updates.send(Err(status)).await;
 }
 
-async fn register(
-    shared: &ControllerState,
+async fn register_agent(
+    controller_state: &ControllerState,
     source: &ReportSource,
     messages: &mut impl AgentMessageStream,
 ) -> Result<Session, Status> {
-    let first = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.next()).await;
-    let message = first.map_err(|_| Status::deadline_exceeded("no registration received"))?.transpose()?;
-    let message = message.and_then(|message| message.message);
-    let Some(v1::agent_message::Message::Registration(registration)) = message else {
+    let first_message = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.next()).await;
+    let message = first_message.map_err(|_| Status::deadline_exceeded("no registration received"))?.transpose()?;
+    let first_message = message.and_then(|message| message.message);
+    let Some(v1::agent_message::Message::Registration(registration)) = first_message else {
         return Err(Status::invalid_argument("an agent's first message: expected a registration"));
     };
     let (server, version) = (sanitize(registration.server), sanitize(registration.version));
-    let relay = source.authorize(&server)?;
-    let now = shared.now();
-    let session = shared.controller().connect_via_rack(&server, &version, relay, now);
-    session.map_err(|refused| rejection_status(&refused))
+    let relay = source.relay_if_authorized(&server)?;
+    let now = controller_state.now();
+    let session = controller_state.lock_controller().register_via(&server, &version, relay, now);
+    session.map_err(|rejection| rejection_status(&rejection))
 }
 
 async fn serve_stream(
-    shared: &ControllerState,
+    controller_state: &ControllerState,
     session: &Session,
     messages: &mut impl AgentMessageStream,
-    answers: &AgentUpdateSender,
+    updates: &AgentUpdateSender,
 ) -> Result<(), Status> {
     use v1::agent_update::Update;
-    let mut configurations = shared.agent_configuration_version();
+    let mut configurations = controller_state.subscribe_agent_configuration();
     configurations.mark_changed();
-    let mut questions = shared.socket_query_relay.register_agent(session.number());
-    let send = async |update: Update| {
-        shared.is_leading() && answers.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
+    let mut queries = controller_state.socket_query_relay.register_agent(session.number());
+    let send_update = async |update: Update| {
+        controller_state.is_leading() && updates.send(Ok(v1::AgentUpdate { update: Some(update) })).await.is_ok()
     };
-    let mut log = RefusalLog::default();
+    let mut refusal_log = RefusalLog::default();
     loop {
         tokio::select! {
-            message = next_message(shared, session, messages, &mut log) => match message? {
-                Some(v1::agent_message::Message::Report(report)) => record_report(shared, session, report, &mut log)?,
+            message = next_message(controller_state, session, messages, &mut refusal_log) => match message? {
+                Some(v1::agent_message::Message::Report(report)) => {
+                    record_report(controller_state, session, report, &mut refusal_log)?;
+                }
                 Some(v1::agent_message::Message::SocketAnswer(answer)) => {
                     let answer = SocketAnswer::try_from(answer).map_err(invalid_argument)?;
-                    if !shared.socket_query_relay.relay_answer(session.number(), answer) {
-                        shared.controller().count_unsolicited_message(session, shared.now());
+                    if !controller_state.socket_query_relay.relay_answer(session.number(), answer) {
+                        controller_state.lock_controller().count_unsolicited_message(session, controller_state.now());
                     }
                 }
                 Some(v1::agent_message::Message::Registration(_)) => {
@@ -179,14 +181,14 @@ async fn serve_stream(
                     return Ok(());
                 }
                 configurations.mark_unchanged();
-                let configuration = shared.controller().agent_configuration(session);
-                let configuration = configuration.map_err(|refused| rejection_status(&refused))?;
-                if !send(Update::Configuration((&configuration).into())).await {
+                let configuration = controller_state.lock_controller().agent_configuration(session);
+                let configuration = configuration.map_err(|rejection| rejection_status(&rejection))?;
+                if !send_update(Update::Configuration((&configuration).into())).await {
                     return Ok(());
                 }
             }
-            Some(query) = questions.recv() => {
-                if !send(Update::SocketQuery((&query).into())).await {
+            Some(query) = queries.recv() => {
+                if !send_update(Update::SocketQuery((&query).into())).await {
                     return Ok(());
                 }
             }
@@ -197,24 +199,24 @@ async fn serve_stream(
 /// Returns the agent's next message. While the agent exceeds its message rate, nothing is read or decoded. Its messages
 /// then wait in its connection, where HTTP/2's flow control stops the agent.
 async fn next_message(
-    shared: &ControllerState,
+    controller_state: &ControllerState,
     session: &Session,
     messages: &mut impl AgentMessageStream,
-    log: &mut RefusalLog,
+    refusal_log: &mut RefusalLog,
 ) -> Result<Option<v1::agent_message::Message>, Status> {
     loop {
-        let wait = shared.controller().message_wait(session, shared.now());
-        if wait.is_zero() {
+        let wait_time = controller_state.lock_controller().time_until_next_message(session, controller_state.now());
+        if wait_time.is_zero() {
             break;
         }
-        if !std::mem::replace(&mut log.is_delayed, true) {
-            shared.controller().count_delayed_message(session);
-            log.log_delay(session);
+        if !std::mem::replace(&mut refusal_log.is_delayed, true) {
+            controller_state.lock_controller().count_delayed_message(session);
+            refusal_log.log_rate_limit(session);
         }
-        tokio::time::sleep(wait).await;
+        tokio::time::sleep(wait_time).await;
     }
     let message = messages.next().await.transpose()?;
-    log.is_delayed = false;
+    refusal_log.is_delayed = false;
     Ok(message.and_then(|message| message.message))
 }
 
@@ -223,18 +225,18 @@ fn record_report(
     state: &ControllerState,
     session: &Session,
     report: v1::Report,
-    log: &mut RefusalLog,
+    refusal_log: &mut RefusalLog,
 ) -> Result<(), Status> {
-    let report = Report::try_from(report);
+    let report = AgentReport::try_from(report);
     let now = state.now();
-    let report_result = state.controller().report(session, report, now);
+    let report_result = state.lock_controller().record_report(session, report, now);
     match report_result {
         Ok(()) => {
-            log.last_reason = None;
+            refusal_log.last_reason = None;
             state.on_loads_updated();
         }
-        Err(refused) if refused.ends_session() => return Err(rejection_status(&refused)),
-        Err(refused) => log.log_rejected_report(session, &refused),
+        Err(rejection) if rejection.ends_session() => return Err(rejection_status(&rejection)),
+        Err(rejection) => refusal_log.log_rejected_report(session, &rejection),
     }
     Ok(())
 }
@@ -249,20 +251,20 @@ struct RefusalLog {
 }
 
 impl RefusalLog {
-    fn log_rejected_report(&mut self, session: &Session, refused: &coreward_controller::rejection::Rejection) {
-        if self.last_reason != Some(refused.reason()) {
+    fn log_rejected_report(&mut self, session: &Session, rejection: &coreward_controller::rejection::Rejection) {
+        if self.last_reason != Some(rejection.counter_name()) {
             tracing::warn!(
                 event = "report-rejected",
                 server = session.server(),
-                reason = refused.reason(),
-                error = %refused,
+                reason = rejection.counter_name(),
+                error = %rejection,
                 "the controller rejects a report of the server's agent and logs each reason once"
             );
         }
-        self.last_reason = Some(refused.reason());
+        self.last_reason = Some(rejection.counter_name());
     }
 
-    fn log_delay(&mut self, session: &Session) {
+    fn log_rate_limit(&mut self, session: &Session) {
         if !std::mem::replace(&mut self.was_delay_logged, true) {
             let server = session.server();
             tracing::warn!(

@@ -22,14 +22,14 @@ use coreward_controller::explain::{ExplainError, ServiceView};
 use coreward_controller::on_change::InputCursor;
 use coreward_controller::{Controller, NewTable, Now, ServiceIndexes, metrics, tables};
 use coreward_fleet::audit::Author;
-use coreward_fleet::clock::{RecordClock, wall_clock};
+use coreward_fleet::clock::{RecordClock, wall_clock_time};
 use coreward_fleet::config::TableTiming;
 use coreward_fleet::fleet::{Fleet, FleetServer};
 use coreward_metrics::metrics;
 use coreward_metrics::table::{Component, Histogram, histogram};
 
 use super::socket_query_relay::SocketQueryRelay;
-use super::state_manager::{Change, StateCounters};
+use super::state_manager::{RecordChange, StateCounters};
 use super::table_budget::TableBudget;
 use super::update_publisher::UpdatePublisher;
 
@@ -53,12 +53,12 @@ pub struct ControllerState {
     /// Leadership in etcd, or `None` if there is no other controller.
     leadership: Option<Arc<Leadership>>,
     pub publisher: UpdatePublisher,
-    tables_due: Notify,
+    tables_due_notification: Notify,
     table_budget: TableBudget,
     /// Number of changes of agents' configurations so far. Agents' streams wait until it changes.
     agent_configuration_version: watch::Sender<u64>,
     pub socket_query_relay: SocketQueryRelay,
-    deposed: watch::Sender<bool>,
+    is_deposed: watch::Sender<bool>,
     change_requests: mpsc::Sender<ChangeRequest>,
     /// Whether tables may be made. After a restart, they must wait for agents' reports.
     has_settled: AtomicBool,
@@ -73,14 +73,14 @@ pub struct ControllerState {
 
 /// Requested change of the records, with its author and a channel to the waiting caller.
 pub struct ChangeRequest {
-    pub change: Change,
+    pub change: RecordChange,
     pub author: Author,
     /// Sender of the result, which is used when the change is active or rejected.
     pub reply: oneshot::Sender<anyhow::Result<ChangeOutcome>>,
 }
 
 impl ChangeRequest {
-    pub fn without_reply(change: Change, author: Author) -> Self {
+    pub fn without_reply(change: RecordChange, author: Author) -> Self {
         Self { change, author, reply: oneshot::channel().0 }
     }
 }
@@ -89,7 +89,7 @@ impl ChangeRequest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChangeOutcome {
     /// Whether the change has led to a new configuration.
-    pub is_new: bool,
+    pub has_new_configuration: bool,
     /// Generation of the fleet document after the change.
     pub document_generation: u64,
 }
@@ -113,17 +113,17 @@ impl ControllerState {
         (clock, state_counters): (RecordClock, Arc<StateCounters>),
         leadership: Option<Arc<Leadership>>,
     ) -> (Self, mpsc::Receiver<ChangeRequest>) {
-        let start_time = Now { monotonic: Duration::ZERO, wall: wall_clock(), record: clock.now() };
+        let start_time = Now { monotonic: Duration::ZERO, wall: wall_clock_time(), record: clock.now() };
         let configuration = controller.fleet_configuration(start_time);
         let (change_requests, receiver) = mpsc::channel(CHANGE_QUEUE_LENGTH);
         let state = Self {
             publisher: UpdatePublisher::new(configuration),
-            tables_due: Notify::new(),
+            tables_due_notification: Notify::new(),
             table_budget: TableBudget::default(),
             agent_configuration_version: watch::Sender::new(0),
             socket_query_relay: SocketQueryRelay::default(),
             leadership,
-            deposed: watch::Sender::new(false),
+            is_deposed: watch::Sender::new(false),
             change_requests,
             has_settled: AtomicBool::new(false),
             last_published_inputs: Mutex::new(LastPublishedInputs {
@@ -140,14 +140,14 @@ impl ControllerState {
     }
 
     /// Requests a change by the controller itself, and waits until it is active. Fails if it cannot be written.
-    pub async fn change(&self, change: Change) -> anyhow::Result<ChangeOutcome> {
-        self.request_change(Author::controller(), change).await
+    pub async fn change(&self, change: RecordChange) -> anyhow::Result<ChangeOutcome> {
+        self.request_change(Author::of_controller(), change).await
     }
 
-    pub async fn request_change(&self, author: Author, change: Change) -> anyhow::Result<ChangeOutcome> {
-        let (done, outcome) = oneshot::channel();
+    pub async fn request_change(&self, author: Author, change: RecordChange) -> anyhow::Result<ChangeOutcome> {
+        let (reply_sender, outcome) = oneshot::channel();
         self.change_requests
-            .send(ChangeRequest { change, author, reply: done })
+            .send(ChangeRequest { change, author, reply: reply_sender })
             .await
             .context("the controller is ending")?;
         outcome.await.context("the controller is ending")?
@@ -166,27 +166,27 @@ impl ControllerState {
 
     /// Waits until this controller is deposed ([`ControllerState::depose`]). Streams use this instead of a timer.
     pub async fn wait_until_deposed(&self) {
-        let _ = self.deposed.subscribe().wait_for(|deposed| *deposed).await;
+        let _ = self.is_deposed.subscribe().wait_for(|deposed| *deposed).await;
     }
 
     /// Marks this controller as deposed, which ends all streams.
     pub fn depose(&self) {
-        self.deposed.send_replace(true);
+        self.is_deposed.send_replace(true);
     }
 
     pub fn now(&self) -> Now {
-        Now { monotonic: self.start_time.elapsed(), wall: wall_clock(), record: self.clock.now() }
+        Now { monotonic: self.start_time.elapsed(), wall: wall_clock_time(), record: self.clock.now() }
     }
 
     /// Locks the controller. Callers hold the lock for microseconds only, and never across an await.
-    pub fn controller(&self) -> MutexGuard<'_, Controller> {
+    pub fn lock_controller(&self) -> MutexGuard<'_, Controller> {
         // Every call leaves a consistent state, so other callers can continue after a panic.
         self.controller.lock()
     }
 
     /// Runs one step of a long operation under the lock. Other callers can get the lock before the next step.
     fn with_lock<T>(&self, step: impl FnOnce(&mut Controller) -> T) -> T {
-        let mut controller = self.controller();
+        let mut controller = self.lock_controller();
         let result = step(&mut controller);
         MutexGuard::unlock_fair(controller);
         result
@@ -196,7 +196,7 @@ impl ControllerState {
     /// `rss_keys` is set.
     pub fn status(&self, rss_keys: bool) -> Status {
         let now = self.now();
-        let mut status = self.controller().status_summary(now);
+        let mut status = self.lock_controller().status_summary(now);
         status.warnings.extend(self.state_counters.warnings());
         status.keys = self.add_waiting_agents(status.keys, now);
         status.services = self.services(rss_keys, now);
@@ -212,7 +212,7 @@ impl ControllerState {
     /// Returns the status of the service with this name, as in [`ControllerState::services`].
     pub fn service(&self, name: &str, rss_keys: bool, now: Now) -> Option<Service> {
         loop {
-            let service_position = self.controller().service_position(name)?;
+            let service_position = self.lock_controller().service_position(name)?;
             let service = self.service_at(service_position, rss_keys, now);
             // Another document may have changed the position meanwhile.
             if service.as_ref().is_some_and(|service| service.name == name) {
@@ -237,12 +237,12 @@ impl ControllerState {
 
     pub fn load_balancers(&self) -> Vec<LoadBalancer> {
         let now = self.now();
-        self.controller().load_balancer_statuses(now)
+        self.lock_controller().load_balancer_statuses(now)
     }
 
     /// Returns the part of the status that changes rarely.
     pub fn overview(&self, now: Now) -> Overview {
-        let mut overview = self.controller().overview_summary(now);
+        let mut overview = self.lock_controller().overview_summary(now);
         let read_service =
             |controller: &Controller, position, pool: Option<&Pool>| controller.overview_service(position, pool, now);
         overview.keys = self.add_waiting_agents(overview.keys, now);
@@ -262,7 +262,7 @@ impl ControllerState {
     /// Returns the part of the status that changes with every report.
     pub fn loads(&self) -> Loads {
         let now = self.now();
-        let mut loads = self.controller().loads_summary(now);
+        let mut loads = self.lock_controller().loads_summary(now);
         loads.servers = self.map_servers(|controller, id, server| controller.server_loads(id, server, now));
         loads
     }
@@ -270,7 +270,7 @@ impl ControllerState {
     /// Returns a snapshot of this service, to explain its placements. Fails if no service has this address.
     pub fn service_view(&self, address: ServiceAddress) -> Result<ServiceView, ExplainError> {
         let now = self.now();
-        let service_view = self.controller().service_view(address, now)?;
+        let service_view = self.lock_controller().service_view(address, now)?;
         let servers =
             self.map_servers(|controller, id, server| controller.viewed_server(&service_view, id, server, now));
         Ok(service_view.with_servers(servers))
@@ -278,37 +278,37 @@ impl ControllerState {
 
     /// Returns the newest placement table of the service, or `None` if the service is unknown or has no table yet.
     pub fn table(&self, service: &str) -> Option<Table> {
-        let (table, age) = self.controller().newest_table(service, self.now())?;
+        let (table, age) = self.lock_controller().newest_table(service, self.now())?;
         let server_names = self.map_servers(|_, id, server| (id, server.name.clone())).into_iter().collect();
         Some(tables::to_api_table(service, &table, age, &server_names))
     }
 
-    /// Calls `read` for each server and returns the results. The controller's lock is released regularly.
-    fn map_servers<T>(&self, read: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
-        let (mut found, mut after) = (Vec::new(), None);
+    /// Calls `to_value` for each server and returns the results. The controller's lock is released regularly.
+    fn map_servers<T>(&self, to_value: impl Fn(&Controller, ServerId, &FleetServer) -> T) -> Vec<T> {
+        let (mut values, mut last_id) = (Vec::new(), None);
         loop {
-            let previous_count = found.len();
+            let previous_count = values.len();
             self.with_lock(|controller| {
-                for (id, server) in controller.servers_after(after).take(MAX_SERVERS_PER_LOCK) {
-                    found.push(read(controller, id, server));
-                    after = Some(id);
+                for (id, server) in controller.servers_after(last_id).take(MAX_SERVERS_PER_LOCK) {
+                    values.push(to_value(controller, id, server));
+                    last_id = Some(id);
                 }
             });
-            if found.len() - previous_count < MAX_SERVERS_PER_LOCK {
-                return found;
+            if values.len() - previous_count < MAX_SERVERS_PER_LOCK {
+                return values;
             }
         }
     }
 
-    /// Calls `read` for the service at this position. Passes its pool if the controller has none cached.
+    /// Calls `service_reader` for the service at this position. Passes its pool if the controller has none cached.
     fn read_service<T>(
         &self,
         position: usize,
         now: Now,
-        read: impl FnOnce(&Controller, usize, Option<&Pool>) -> Option<T>,
+        service_reader: impl FnOnce(&Controller, usize, Option<&Pool>) -> Option<T>,
     ) -> Option<T> {
         let uncached_pool = self.make_uncached_pool(position, now);
-        self.with_lock(|controller| read(controller, position, uncached_pool.as_ref()))
+        self.with_lock(|controller| service_reader(controller, position, uncached_pool.as_ref()))
     }
 
     fn service_at(&self, position: usize, rss_keys: bool, now: Now) -> Option<Service> {
@@ -320,20 +320,20 @@ impl ControllerState {
 
     /// Adds the members of the service to its status. The lock is released regularly.
     fn with_members(&self, position: usize, service: Service, now: Now) -> Service {
-        let (mut members, mut after) = (Vec::new(), None);
+        let (mut members, mut last_id) = (Vec::new(), None);
         loop {
             let member_batch = self.with_lock(|controller| {
-                controller.members_after((position, service.address), after, MAX_SERVERS_PER_LOCK, now)
+                controller.members_after((position, service.address), last_id, MAX_SERVERS_PER_LOCK, now)
             });
-            let Some((last, _)) = member_batch.last() else { return service.with_members(members) };
-            after = Some(*last);
+            let Some((batch_end, _)) = member_batch.last() else { return service.with_members(members) };
+            last_id = Some(*batch_end);
             members.extend(member_batch.into_iter().map(|(_, member)| member));
         }
     }
 
     /// Returns the service's pool if none is cached. Making it takes tens of ms for thousands of servers.
     fn make_uncached_pool(&self, position: usize, now: Now) -> Option<Pool> {
-        if !self.controller().needs_pool(position)? {
+        if !self.lock_controller().needs_pool(position)? {
             return None;
         }
         let mut servers = Vec::new();
@@ -341,12 +341,12 @@ impl ControllerState {
             .with_lock(|controller| controller.add_pool_servers(position, &mut servers, MAX_SERVERS_PER_LOCK, now))
         {
         }
-        self.controller().pool_of_servers(position, servers, now)
+        self.lock_controller().pool_of_servers(position, servers, now)
     }
 
     pub fn keys(&self) -> Keys {
         let now = self.now();
-        let keys = self.controller().keys_summary(now);
+        let keys = self.lock_controller().keys_summary(now);
         self.add_waiting_agents(keys, now)
     }
 
@@ -356,7 +356,7 @@ impl ControllerState {
         keys
     }
 
-    pub fn is_settled(&self) -> bool {
+    pub fn has_settled(&self) -> bool {
         self.has_settled.load(Ordering::Relaxed)
     }
 
@@ -364,12 +364,12 @@ impl ControllerState {
         let now = self.now();
         let mut snapshot = component::base_snapshot(Component::Controller);
         metrics::add_status_metrics(&mut snapshot, &self.status(false), now.wall);
-        self.controller().add_metrics(&mut snapshot, now);
+        self.lock_controller().add_metrics(&mut snapshot, now);
         self.state_counters.add_metrics(&mut snapshot);
         let latencies = *self.report_to_table_latency.lock();
         snapshot.add_histogram(&TABLE_BUILD_DELAY_SECONDS, latencies);
         let (since_receipt, since_sent) = {
-            let controller = self.controller();
+            let controller = self.lock_controller();
             (controller.table_acks.latency_since_receipt, controller.table_acks.latency_since_sent)
         };
         snapshot.add_histogram(&TABLE_PROPAGATION_SECONDS, since_receipt);
@@ -377,24 +377,24 @@ impl ControllerState {
         snapshot
     }
 
-    pub fn have_all_reported(&self) -> bool {
+    pub fn have_all_agents_reported(&self) -> bool {
         let now = self.now();
-        let controller = self.controller();
+        let controller = self.lock_controller();
         controller.are_all_loads_known(now) && controller.has_all_check_results(now)
     }
 
     /// Makes the tables and updates that are due at the end of a report interval. Returns the time until the next end.
-    pub fn tick(&self) -> Duration {
+    pub fn end_report_interval(&self) -> Duration {
         let now = self.now();
-        let (timing, interval) = {
-            let controller = self.controller();
+        let (table_timing, interval) = {
+            let controller = self.lock_controller();
             (controller.fleet().table_updates, controller.fleet().report_interval)
         };
-        match timing {
+        match table_timing {
             TableTiming::Interval => self.make_all_tables(now),
             TableTiming::OnChange => {
                 self.poll_all_inputs(now, true);
-                self.tables_due.notify_one();
+                self.tables_due_notification.notify_one();
             }
         }
         self.publish_liveness(now);
@@ -404,13 +404,13 @@ impl ControllerState {
     /// Makes the tables of all services, as `table_updates = "interval"` requires.
     fn make_all_tables(&self, now: Now) {
         let last_tables_at = std::mem::replace(&mut self.locked_published_inputs().last_tables_at, now.monotonic);
-        let (tables, received) = {
-            let mut controller = self.controller();
-            let tables = controller.tick(now);
+        let (tables, report_arrival_times) = {
+            let mut controller = self.lock_controller();
+            let tables = controller.end_report_interval(now);
             let report_arrival_times: Vec<Duration> = controller.report_times_after(last_tables_at).collect();
             (tables, report_arrival_times)
         };
-        self.publish_new_tables(&tables, received.into_iter());
+        self.publish_new_tables(&tables, report_arrival_times.into_iter());
     }
 
     /// Makes due tables, the longest due first, until none is due or `time_limit` has passed. Returns the elapsed time.
@@ -418,10 +418,10 @@ impl ControllerState {
         let start_time = Instant::now();
         while start_time.elapsed() < time_limit {
             let now = self.now();
-            let Some(due) = self.controller().make_next_due_table(now) else { break };
+            let Some(due_table) = self.lock_controller().make_next_due_table(now) else { break };
             self.publish_new_tables(
-                &[due.new_table],
-                due.trigger.is_load_change.then_some(due.trigger.received_at).into_iter(),
+                &[due_table.new_table],
+                due_table.trigger.is_load_change.then_some(due_table.trigger.received_at).into_iter(),
             );
         }
         start_time.elapsed()
@@ -442,28 +442,32 @@ impl ControllerState {
     }
 
     pub async fn wait_until_tables_due(&self) {
-        self.tables_due.notified().await;
+        self.tables_due_notification.notified().await;
     }
 
     /// Notifies the table scheduler that inputs of tables may have changed.
     pub fn on_inputs_changed(&self) {
         if self.may_make_tables() {
-            self.tables_due.notify_one();
+            self.tables_due_notification.notify_one();
         }
     }
 
     /// Returns whether any tables are due and may currently be made.
     pub fn may_make_tables(&self) -> bool {
-        self.is_settled() && self.controller().has_due_table()
+        self.has_settled() && self.lock_controller().has_due_table()
     }
 
     fn publish_new_tables(&self, tables: &[NewTable], report_arrival_times: impl Iterator<Item = Duration>) {
-        self.publisher.publish_tables(tables.iter().map(|new| (new.service, table::encode(new.service, &new.table))));
+        self.publisher.publish_tables(
+            tables
+                .iter()
+                .map(|new_table| (new_table.service_index, table::encode(new_table.service_index, &new_table.table))),
+        );
         let publication_time = self.start_time.elapsed();
         let mut latencies = self.report_to_table_latency.lock();
-        report_arrival_times.for_each(|received| latencies.observe(publication_time.saturating_sub(received)));
+        report_arrival_times.for_each(|arrival_time| latencies.observe(publication_time.saturating_sub(arrival_time)));
         drop(latencies);
-        let predecessor_change_count = self.controller().predecessor_change_count();
+        let predecessor_change_count = self.lock_controller().predecessor_change_count();
         if std::mem::replace(&mut self.locked_published_inputs().predecessor_change_count, predecessor_change_count)
             != predecessor_change_count
         {
@@ -476,7 +480,7 @@ impl ControllerState {
     }
 
     fn publish_liveness(&self, now: Now) {
-        let controller = self.controller();
+        let controller = self.lock_controller();
         let live_load_balancers = controller.live_load_balancers(now);
         let mut last_published = self.locked_published_inputs();
         if last_published.live_load_balancers != live_load_balancers {
@@ -489,10 +493,10 @@ impl ControllerState {
         let now = self.now();
         let kept_services: HashSet<ServiceIndex> = fleet.services.iter().map(|service| service.index).collect();
         // No caller waits for the encoding, or until the old configuration is dropped.
-        let live_load_balancers = self.controller().live_load_balancers(now);
+        let live_load_balancers = self.lock_controller().live_load_balancers(now);
         let configuration = fleet.load_balancer_configuration(|name| live_load_balancers.contains(name));
         let indexed_services = ServiceIndexes::of(&fleet);
-        let old_configuration = self.controller().configure_indexed(fleet, indexed_services);
+        let old_configuration = self.lock_controller().configure_indexed(fleet, indexed_services);
         drop(old_configuration);
         // Earlier tables may contain servers that are gone, which the data plane skips.
         self.publisher.publish_configuration(configuration, |service| kept_services.contains(&service));
@@ -500,7 +504,7 @@ impl ControllerState {
         if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
-        let table_updates = self.controller().fleet().table_updates;
+        let table_updates = self.lock_controller().fleet().table_updates;
         match table_updates {
             TableTiming::Interval => self.make_all_tables(now),
             TableTiming::OnChange => self.poll_inputs(),
@@ -512,26 +516,26 @@ impl ControllerState {
         if !self.has_settled.load(Ordering::Relaxed) {
             return;
         }
-        let table_updates = self.controller().fleet().table_updates;
+        let table_updates = self.lock_controller().fleet().table_updates;
         if table_updates == TableTiming::OnChange {
             self.poll_all_inputs(self.now(), false);
-            self.tables_due.notify_one();
+            self.tables_due_notification.notify_one();
         }
     }
 
     fn poll_all_inputs(&self, now: Now, interval_ended: bool) {
         let mut next_cursor = Some(InputCursor::default());
-        while let Some(from) = next_cursor {
-            next_cursor = self.with_lock(|controller| controller.poll_inputs_from(from, now, interval_ended));
+        while let Some(cursor) = next_cursor {
+            next_cursor = self.with_lock(|controller| controller.poll_inputs_from(cursor, now, interval_ended));
         }
     }
 
     /// Allows tables to be made after a restart.
-    pub fn settle(&self) {
+    pub fn allow_tables(&self) {
         self.has_settled.store(true, Ordering::Relaxed);
     }
 
-    pub fn agent_configuration_version(&self) -> watch::Receiver<u64> {
+    pub fn subscribe_agent_configuration(&self) -> watch::Receiver<u64> {
         self.agent_configuration_version.subscribe()
     }
 }

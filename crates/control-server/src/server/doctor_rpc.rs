@@ -8,7 +8,7 @@ use coreward_fleet::fleet::{AdminState, FleetServer, FleetService};
 
 /// Returns the fleet's data that `coreward doctor` needs for its checks on a machine.
 pub fn fleet_reply(state: &ControllerState) -> v1::FleetReply {
-    let controller = state.controller();
+    let controller = state.lock_controller();
     let fleet = controller.fleet();
     let service_message = |service: &FleetService| v1::FleetService {
         name: service.name.clone(),

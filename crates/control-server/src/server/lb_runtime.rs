@@ -15,10 +15,10 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt as _};
 
-use super::{ControlService, builder, sized_control_service};
+use super::{ControlService, server_builder, sized_control_service};
 use crate::server::leader_election::LeaderElection;
 
-const QUEUE_LENGTH: usize = 64;
+const CONNECTION_QUEUE_LENGTH: usize = 64;
 
 pub struct LbRuntime {
     runtime: Option<Runtime>,
@@ -35,22 +35,22 @@ impl LbRuntime {
             .enable_all()
             .build()
             .context("no thread for load balancers")?;
-        let (connections, receiver) = mpsc::channel(QUEUE_LENGTH);
-        let server = builder().add_service(sized_control_service(ControlService { election }));
+        let (connections, receiver) = mpsc::channel(CONNECTION_QUEUE_LENGTH);
+        let server = server_builder().add_service(sized_control_service(ControlService { election }));
         let server_task = runtime.spawn(server.serve_with_incoming(ReceiverStream::new(receiver)));
         Ok(Self { runtime: Some(runtime), connections, server_task })
     }
 
     /// Moves load balancers' connections from this stream to the runtime. Their certificates identify them.
-    pub fn split_off<S: Stream<Item = io::Result<AcceptedConnection>>>(
+    pub fn split_off_load_balancers<S: Stream<Item = io::Result<AcceptedConnection>>>(
         &self,
-        admitted: S,
+        incoming_connections: S,
     ) -> impl Stream<Item = io::Result<AcceptedConnection>> + use<S> {
-        let (connections, thread) = (self.connections.clone(), self.runtime().handle().clone());
-        admitted.filter_map(move |admitted| match admitted {
+        let (connections, runtime_handle) = (self.connections.clone(), self.runtime().handle().clone());
+        incoming_connections.filter_map(move |incoming| match incoming {
             Ok(connection) if is_from_load_balancer(&connection) => {
                 let peer = connection.caller().clone();
-                if let Err(error) = move_to_runtime(connection, &connections, &thread) {
+                if let Err(error) = move_to_runtime(connection, &connections, &runtime_handle) {
                     tracing::warn!(
                         event = "handover-failed",
                         %peer,
@@ -91,8 +91,8 @@ fn is_from_load_balancer(connection: &AcceptedConnection) -> bool {
 fn move_to_runtime(
     connection: AcceptedConnection,
     connections: &mpsc::Sender<io::Result<AcceptedConnection>>,
-    thread: &Handle,
+    runtime_handle: &Handle,
 ) -> anyhow::Result<()> {
-    let moved_connection = connection.move_to_runtime(thread)?;
+    let moved_connection = connection.move_to_runtime(runtime_handle)?;
     connections.try_send(Ok(moved_connection)).map_err(|error| anyhow::anyhow!("{error}"))
 }

@@ -23,7 +23,7 @@ use tonic::metadata::MetadataValue;
 
 use super::controller_state::ControllerState;
 use crate::config::etcd::{EtcdConfig, EtcdTlsConfig};
-use coreward_listener::security::Security;
+use coreward_listener::security::ListenerSecurity;
 use coreward_metrics::metrics;
 use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, Histogram, family, histogram};
@@ -81,14 +81,14 @@ enum Role {
 pub struct LeaderElection {
     role: Mutex<Role>,
     cluster: Option<Arc<Cluster>>,
-    pub security: Arc<Security>,
+    pub security: Arc<ListenerSecurity>,
     pub api_requests: Arc<RequestCounts>,
 }
 
 impl LeaderElection {
     /// Creates an election without a leader. `cluster` is the connection to the etcd cluster in which the election
     /// takes place.
-    pub fn new(cluster: Option<Arc<Cluster>>, security: Security) -> Self {
+    pub fn new(cluster: Option<Arc<Cluster>>, security: ListenerSecurity) -> Self {
         Self {
             role: Mutex::new(Role::Follower(None)),
             cluster,
@@ -124,7 +124,7 @@ impl LeaderElection {
     }
 
     /// Returns the record of the leader if another controller leads.
-    pub fn leader(&self) -> Option<Leader> {
+    pub fn other_leader(&self) -> Option<Leader> {
         match self.role() {
             Role::Leader(_) => None,
             Role::Follower(leader) => leader,
@@ -139,15 +139,15 @@ impl LeaderElection {
         };
         self.security.add_metrics(&mut snapshot);
         for (status, count) in self.api_requests.counts_by_status() {
-            snapshot.add(&API_REQUESTS_TOTAL, [&status.to_string()], count as f64);
+            snapshot.add_value(&API_REQUESTS_TOTAL, [&status.to_string()], count as f64);
         }
-        snapshot.add(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leader_state.is_some())));
+        snapshot.add_value(&CONTROLLER_IS_LEADER, [], f64::from(u8::from(leader_state.is_some())));
         if let Some(leadership) = leader_state.as_ref().and_then(|state| state.leadership()) {
-            snapshot.add(&LEADER_TERM, [], leadership.term() as f64);
-            snapshot.add(&LEADER_LEASE_SECONDS, [], leadership.lease_end().remaining().as_secs_f64());
+            snapshot.add_value(&LEADER_TERM, [], leadership.term() as f64);
+            snapshot.add_value(&LEADER_LEASE_SECONDS, [], leadership.lease_end().remaining_time().as_secs_f64());
         }
         if let Some(cluster) = &self.cluster {
-            snapshot.add_histogram(&ETCD_REQUEST_SECONDS, cluster.latencies());
+            snapshot.add_histogram(&ETCD_REQUEST_SECONDS, cluster.request_latencies());
         }
         snapshot
     }
@@ -198,8 +198,8 @@ pub async fn campaign(
     config: &EtcdConfig,
 ) -> anyhow::Result<Leadership> {
     let candidate = candidate(config)?;
-    let (election, cluster_of) = (election.clone(), cluster.clone());
-    let seen = move |seen| match seen {
+    let (election, campaign_cluster) = (election.clone(), cluster.clone());
+    let on_leader_state = move |seen| match seen {
         LeaderState::NoLeader => {
             tracing::info!(event = "no-leader", "no controller leads: this controller tries to become the leader");
             election.become_follower(None);
@@ -223,14 +223,14 @@ pub async fn campaign(
             election.become_follower(None);
         }
     };
-    let campaign = cluster.spawn(async move { candidate.campaign(cluster_of, seen).await });
+    let campaign = cluster.spawn(async move { candidate.campaign(campaign_cluster, on_leader_state).await });
     campaign.await.context("the thread for etcd has ended")
 }
 
 pub fn candidate(config: &EtcdConfig) -> anyhow::Result<Candidate> {
     let leader_record =
         serde_json::to_string(&Leader { address: config.advertised_address, api: config.advertised_api_url.clone() })?;
-    Ok(Candidate { prefix: config.prefix.clone(), value: leader_record, lease_duration: config.lease_duration })
+    Ok(Candidate { key_prefix: config.key_prefix.clone(), leader_record, lease_duration: config.lease_duration })
 }
 
 /// Returns a description of the present leader. Fails if etcd does not answer. Asynchronous code must not call it.
@@ -252,27 +252,27 @@ pub fn connect_cluster(config: &EtcdConfig) -> anyhow::Result<Arc<Cluster>> {
 }
 
 /// Loads the files of `[etcd.tls]` again when they change. An unusable file changes nothing. Never returns.
-pub async fn maintain_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
+pub async fn reload_changed_certificates(cluster: &Arc<Cluster>, config: &EtcdConfig) -> Infallible {
     let Some(files) = &config.tls else { return std::future::pending().await };
-    let own = files.client_certificate_and_key.iter().flat_map(|(certificate, key)| [certificate, key]);
-    let watcher = FileWatcher::of(std::iter::once(&files.ca).chain(own));
+    let own_files = files.client_certificate_and_key_files.iter().flat_map(|(certificate, key)| [certificate, key]);
+    let watcher = FileWatcher::of(std::iter::once(&files.ca_file).chain(own_files));
     loop {
         watcher.wait_for_change().await;
         watcher.record_modification_times();
-        let renewed = match read_tls_options(files) {
+        let reload_result = match read_tls_options(files) {
             Ok(tls) => cluster.clone().replace_certificates(tls).await.map_err(anyhow::Error::from),
             Err(error) => Err(error),
         };
-        match renewed {
+        match reload_result {
             Ok(()) => tracing::info!(
                 event = "etcd-certificates-reloaded",
-                ca = %files.ca.display(),
+                ca = %files.ca_file.display(),
                 "the controller has reloaded the files of `[etcd.tls]`"
             ),
             Err(error) => {
                 tracing::warn!(
                     event = "etcd-certificates-not-reloaded",
-                    ca = %files.ca.display(),
+                    ca = %files.ca_file.display(),
                     error = format!("{error:#}"),
                     "the controller cannot use the changed files of `[etcd.tls]` and keeps the previous certificates"
                 );
@@ -286,8 +286,8 @@ fn read_tls_options(files: &EtcdTlsConfig) -> anyhow::Result<TlsOptions> {
         let expected_file = || format!("{}: expected a readable file in PEM", path.display());
         std::fs::read(path).with_context(expected_file)
     };
-    let mut tls_options = TlsOptions::new().ca_certificate(Certificate::from_pem(read_file(&files.ca)?));
-    if let Some((certificate, key)) = &files.client_certificate_and_key {
+    let mut tls_options = TlsOptions::new().ca_certificate(Certificate::from_pem(read_file(&files.ca_file)?));
+    if let Some((certificate, key)) = &files.client_certificate_and_key_files {
         let client_key = read_secret(key).map_err(anyhow::Error::msg)?;
         tls_options = tls_options.identity(Identity::from_pem(read_file(certificate)?, client_key));
     }

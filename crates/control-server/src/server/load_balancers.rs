@@ -15,21 +15,21 @@ use tonic::{Status, Streaming};
 
 use super::controller_state::ControllerState;
 use super::leader_election::not_leading_status;
-use super::rejection_status;
-use super::state_manager::Change;
+use super::rejection_status::rejection_status;
+use super::state_manager::RecordChange;
 use super::update_publisher::{ConfigUpdate, PendingUpdates, UpdateCursor};
 use coreward_listener::security::AuthenticatedPeer;
 
 type UpdateSender = mpsc::Sender<Result<v1::DataplaneUpdate, Status>>;
 
 pub async fn serve(
-    shared: Arc<ControllerState>,
+    controller_state: Arc<ControllerState>,
     peer: AuthenticatedPeer,
     mut messages: Streaming<v1::LoadBalancerMessage>,
     updates: UpdateSender,
 ) {
-    let (name, session) = match register(&shared, &peer, &mut messages).await {
-        Ok(introduced) => introduced,
+    let (name, session) = match register_load_balancer(&controller_state, &peer, &mut messages).await {
+        Ok(name_and_session) => name_and_session,
         Err(status) => {
             tracing::warn!(
                 event = "load-balancer-rejected",
@@ -47,28 +47,28 @@ pub async fn serve(
         peer = %peer.caller,
         "the load balancer has registered with the controller"
     );
-    let answers = shared.socket_query_relay.register_load_balancer_session(session);
+    let answers = controller_state.socket_query_relay.register_load_balancer_session(session);
     tokio::select! {
-        () = receive(&shared, &name, session, &mut messages) => {}
-        () = send_updates(&shared, UpdateCursor::default(), answers, &updates) => {}
-        _ = shared.wait_until_deposed() => {
+        () = process_messages(&controller_state, &name, session, &mut messages) => {}
+        () = send_updates(&controller_state, UpdateCursor::default(), answers, &updates) => {}
+        _ = controller_state.wait_until_deposed() => {
             let _ = updates.send(Err(not_leading_status(None))).await;
         }
     }
-    shared.socket_query_relay.forget_load_balancer_session(session);
-    shared.controller().table_acks.forget(session);
-    end_session(&shared, name, session).await;
+    controller_state.socket_query_relay.forget_load_balancer_session(session);
+    controller_state.lock_controller().table_acks.forget_session(session);
+    end_session(&controller_state, name, session).await;
 }
 
-async fn end_session(shared: &ControllerState, name: String, session: u64) {
-    let now = shared.now();
-    if shared.controller().load_balancers.disconnect(session, now) {
+async fn end_session(controller_state: &ControllerState, name: String, session: u64) {
+    let now = controller_state.now();
+    if controller_state.lock_controller().load_balancers.disconnect(session, now) {
         tracing::info!(
             event = "load-balancer-disconnected",
             load_balancer = name,
             "the stream of the load balancer to the controller has ended"
         );
-        if let Err(error) = shared.change(Change::RecordDisconnect { name: name.clone() }).await {
+        if let Err(error) = controller_state.change(RecordChange::RecordDisconnect { name: name.clone() }).await {
             tracing::warn!(
                 event = "departure-not-stored",
                 load_balancer = name,
@@ -81,19 +81,23 @@ async fn end_session(shared: &ControllerState, name: String, session: u64) {
 
 /// Registers the load balancer, and returns its name and session. Its number and address are then sent to other load
 /// balancers.
-async fn register(
-    shared: &ControllerState,
+async fn register_load_balancer(
+    controller_state: &ControllerState,
     peer: &AuthenticatedPeer,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) -> Result<(String, u64), Status> {
     let Registration { name, address, generation_in_force } = read_registration(messages).await?;
-    peer.require_name(Role::Lb, &name)?;
-    let now = shared.now();
-    let session =
-        shared.controller().register_load_balancer(&name, now).map_err(|refused| rejection_status(&refused))?;
-    shared.controller().check_store_age(session, generation_in_force);
-    if let Err(error) = shared.change(Change::RegisterLoadBalancer { name: name.clone(), address }).await {
-        end_session(shared, name, session).await;
+    peer.require_role_and_name(Role::Lb, &name)?;
+    let now = controller_state.now();
+    let session = controller_state
+        .lock_controller()
+        .register_load_balancer(&name, now)
+        .map_err(|rejection| rejection_status(&rejection))?;
+    controller_state.lock_controller().check_store_age(session, generation_in_force);
+    if let Err(error) =
+        controller_state.change(RecordChange::RegisterLoadBalancer { name: name.clone(), address }).await
+    {
+        end_session(controller_state, name, session).await;
         return Err(Status::unavailable(format!("{error:#}")));
     }
     Ok((name, session))
@@ -107,53 +111,56 @@ struct Registration {
 }
 
 async fn read_registration(messages: &mut Streaming<v1::LoadBalancerMessage>) -> Result<Registration, Status> {
-    let first = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.message()).await;
-    let message =
-        first.map_err(|_| Status::deadline_exceeded("no registration received"))??.and_then(|message| message.message);
+    let first_message = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.message()).await;
+    let message = first_message
+        .map_err(|_| Status::deadline_exceeded("no registration received"))??
+        .and_then(|message| message.message);
     match message {
-        Some(v1::load_balancer_message::Message::Registration(first)) => {
-            let address = parse_optional_address("address", &first.address).map_err(invalid_argument)?;
-            let generation_in_force = first.configuration_generation;
-            Ok(Registration { name: sanitize(first.name), address, generation_in_force })
+        Some(v1::load_balancer_message::Message::Registration(registration)) => {
+            let address = parse_optional_address("address", &registration.address).map_err(invalid_argument)?;
+            let generation_in_force = registration.configuration_generation;
+            Ok(Registration { name: sanitize(registration.name), address, generation_in_force })
         }
         _ => Err(Status::invalid_argument("a load balancer's first message: expected a registration")),
     }
 }
 
 /// Processes the load balancer's messages about its state and its queries until it disconnects.
-async fn receive(
-    shared: &ControllerState,
+async fn process_messages(
+    controller_state: &ControllerState,
     load_balancer: &str,
     session: u64,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) {
     use v1::load_balancer_message::Message;
     while let Ok(Some(message)) = messages.message().await {
-        let now = shared.now();
+        let now = controller_state.now();
         match message.message {
-            Some(Message::State(state)) => shared.controller().record_load_balancer_state(session, state, now),
+            Some(Message::State(state)) => {
+                controller_state.lock_controller().record_load_balancer_state(session, state, now)
+            }
             Some(Message::Traffic(traffic)) => {
                 let traffic = TrafficMessage::try_from(&traffic);
                 if let Some(traffic) = decoded_or_log("traffic-rejected", load_balancer, traffic) {
-                    shared.controller().record_load_balancer_traffic(session, &traffic, now);
-                    shared.on_inputs_changed();
+                    controller_state.lock_controller().record_load_balancer_traffic(session, &traffic, now);
+                    controller_state.on_inputs_changed();
                 }
             }
             Some(Message::Health(health)) => {
                 let health = HealthMessage::try_from(&health);
                 if let Some(health) = decoded_or_log("health-rejected", load_balancer, health) {
-                    shared.controller().load_balancers.record_health(session, health, now);
-                    shared.poll_inputs();
+                    controller_state.lock_controller().load_balancers.record_health(session, health, now);
+                    controller_state.poll_inputs();
                 }
             }
             Some(Message::SocketQuery(query)) => {
                 if let Some(query) = decoded_or_log("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
-                    relay_query(shared, session, query);
+                    relay_query(controller_state, session, query);
                 }
             }
             Some(Message::TableInForce(table)) => {
                 if let Some(service) = ServiceIndex::new(table.service_index) {
-                    shared.controller().record_table_in_force(session, service, table.generation, now);
+                    controller_state.lock_controller().record_table_in_force(session, service, table.generation, now);
                 }
             }
             Some(Message::Registration(_)) | None => {}
@@ -162,7 +169,7 @@ async fn receive(
 }
 
 /// Returns the decoded message of the load balancer. An invalid message is logged as `event` and gives `None`.
-fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl Display>) -> Option<T> {
+fn decoded_or_log<T>(event: &str, load_balancer: &str, decode_result: Result<T, impl Display>) -> Option<T> {
     let log_invalid_message = |error: &_| {
         tracing::warn!(
             event,
@@ -171,12 +178,12 @@ fn decoded_or_log<T>(event: &str, load_balancer: &str, decoded: Result<T, impl D
             "the controller cannot decode a message of the load balancer and ignores the message"
         );
     };
-    decoded.inspect_err(log_invalid_message).ok()
+    decode_result.inspect_err(log_invalid_message).ok()
 }
 
 /// Relays the query to the server's agent. If no agent is connected, the load balancer gets an answer at once.
 fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
-    let agent_session = state.controller().agent_session(query.server);
+    let agent_session = state.lock_controller().agent_session(query.server);
     let query = SocketQuery { load_balancer_session: session, ..query };
     match agent_session {
         Some(agent) => state.socket_query_relay.relay_query(agent, query),
@@ -186,16 +193,16 @@ fn relay_query(state: &ControllerState, session: u64, query: SocketQuery) {
 
 /// Sends the newest configuration and then the newest tables after each update. A slow receiver misses some tables.
 async fn send_updates(
-    shared: &ControllerState,
+    controller_state: &ControllerState,
     mut cursor: UpdateCursor,
     mut answers: mpsc::Receiver<SocketAnswer>,
     updates: &UpdateSender,
 ) {
     use v1::dataplane_update::Update;
-    let send = async |update: Update| {
-        shared.is_leading() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
+    let send_update = async |update: Update| {
+        controller_state.is_leading() && updates.send(Ok(v1::DataplaneUpdate { update: Some(update) })).await.is_ok()
     };
-    let mut changes = shared.publisher.subscribe();
+    let mut changes = controller_state.publisher.subscribe();
     changes.mark_changed();
     loop {
         tokio::select! {
@@ -205,22 +212,23 @@ async fn send_updates(
                 }
                 changes.mark_unchanged();
                 // Without a document, for example after the loss of a disk, load balancers keep their configuration.
-                if !shared.controller().fleet().has_document() {
+                if !controller_state.lock_controller().fleet().has_document() {
                     continue;
                 }
-                let PendingUpdates { configuration, tables } = shared.publisher.take_pending_updates(&mut cursor);
+                let PendingUpdates { configuration, tables } =
+                    controller_state.publisher.take_pending_updates(&mut cursor);
                 let configuration = configuration.into_iter().map(|update| match update {
-                    ConfigUpdate::Whole(configuration) => Update::Configuration(configuration),
+                    ConfigUpdate::Full(configuration) => Update::Configuration(configuration),
                     ConfigUpdate::Change(change) => Update::Change(change),
                 });
                 for update in configuration.chain(tables.into_iter().map(Update::Table)) {
-                    if !send(update).await {
+                    if !send_update(update).await {
                         return;
                     }
                 }
             }
             Some(answer) = answers.recv() => {
-                if !send(Update::SocketAnswer(answer.into())).await {
+                if !send_update(Update::SocketAnswer(answer.into())).await {
                     return;
                 }
             }

@@ -14,6 +14,7 @@ mod lb_runtime;
 pub mod leader_election;
 mod load_balancers;
 mod racks;
+mod rejection_status;
 mod socket_query_relay;
 pub(crate) mod state_manager;
 mod table_budget;
@@ -34,9 +35,9 @@ use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::Leadership;
 use coreward_http::serve::Listener;
 use coreward_http::tokens::Tokens;
-use coreward_listener::builder;
-use coreward_listener::message_size::SizedControl;
-use coreward_listener::security::{AuthenticatedPeer, Security};
+use coreward_listener::message_size::SizeLimitedControlServer;
+use coreward_listener::security::{AuthenticatedPeer, ListenerSecurity};
+use coreward_listener::server_builder;
 use coreward_rpc::v1::control_server::Control;
 use coreward_tls::verify::RevocationList;
 use coreward_tls::{AcceptorLimits, Role};
@@ -56,7 +57,6 @@ use crate::config::{ControllerConfig, StoreLocation};
 use agents::ReportSource;
 use controller_state::{ChangeOutcome, ChangeRequest, ControllerState};
 use coreward_controller::Controller;
-use coreward_controller::rejection::Rejection;
 use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::Author;
 use coreward_store::Store;
@@ -64,7 +64,7 @@ use coreward_store::embedded::EmbeddedStore;
 use coreward_store::etcd::EtcdStore;
 use lb_runtime::LbRuntime;
 use leader_election::LeaderElection;
-use state_manager::{Change, ForgetError, StateManager};
+use state_manager::{ForgetError, RecordChange, StateManager};
 use table_scheduler::make_tables;
 
 /// Roles of the daemons that may open a gRPC stream.
@@ -77,9 +77,9 @@ const MAX_UNCONFIRMED_TABLES: usize = 4;
 /// with tokio's default of 61 tasks, polls would be 10 ms apart.
 const TOKIO_EVENT_INTERVAL: u32 = 7;
 /// Interval of checks whether the ids of former servers may be reused.
-const RETIRE_INTERVAL: Duration = Duration::from_secs(60);
+const ID_RETIREMENT_INTERVAL: Duration = Duration::from_secs(60);
 /// Interval of checks for changed bucket histories, and for the next step of a key rotation.
-const POLL_INTERVAL: Duration = Duration::from_millis(500);
+const MAINTENANCE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Runs the controller until SIGTERM or SIGINT. SIGHUP reloads the files. Fails if a file is invalid, the store is
 /// unusable or an address cannot be bound.
@@ -112,7 +112,7 @@ async fn lead_and_serve(config: PathBuf) -> anyhow::Result<()> {
 }
 
 pub struct ControllerServer {
-    path: PathBuf,
+    config_path: PathBuf,
     config: ControllerConfig,
     store: OpenedStore,
     election: Arc<LeaderElection>,
@@ -120,13 +120,13 @@ pub struct ControllerServer {
     address: SocketAddr,
     api_listener: Listener,
     tokens: Arc<Tokens>,
-    hangups: HangupSignals,
+    hangup_signals: HangupSignals,
 }
 
 /// Receivers of SIGHUP, one for each task that waits for it.
 struct HangupSignals {
-    files: Signal,
-    tokens: Signal,
+    for_files: Signal,
+    for_tokens: Signal,
 }
 
 enum OpenedStore {
@@ -143,23 +143,34 @@ impl ControllerServer {
 
     async fn open(path: &Path) -> anyhow::Result<Self> {
         // The signal receivers are created before the files are read, so that later changes are not missed.
-        let hangups = HangupSignals { files: signal(SignalKind::hangup())?, tokens: signal(SignalKind::hangup())? };
-        let file = path.to_owned();
+        let hangup_signals =
+            HangupSignals { for_files: signal(SignalKind::hangup())?, for_tokens: signal(SignalKind::hangup())? };
+        let config_path = path.to_owned();
         let (config, store, security) =
-            tokio::task::spawn_blocking(move || load_config_and_open_store(&file)).await??;
+            tokio::task::spawn_blocking(move || load_config_and_open_store(&config_path)).await??;
         let cluster = match &store {
             OpenedStore::Embedded(_) => None,
             OpenedStore::Etcd(cluster, _) => Some(cluster.clone()),
         };
-        let expected = "expected a free port and an address of this host (`listen`)";
-        let listener = TcpListener::bind(config.listen)
+        let expected_address = "expected a free port and an address of this host (`listen`)";
+        let listener = TcpListener::bind(config.listen_address)
             .await
-            .with_context(|| format!("cannot listen on {}: {expected}", config.listen))?;
+            .with_context(|| format!("cannot listen on {}: {expected_address}", config.listen_address))?;
         let address = listener.local_addr()?;
-        let api_listener = Listener::bind(config.api)?;
+        let api_listener = Listener::bind(config.api_listen_address)?;
         let tokens = Arc::new(Tokens::open(&config.token_directory)?);
         let election = Arc::new(LeaderElection::new(cluster, security));
-        Ok(Self { path: path.to_owned(), config, store, election, listener, address, api_listener, tokens, hangups })
+        Ok(Self {
+            config_path: path.to_owned(),
+            config,
+            store,
+            election,
+            listener,
+            address,
+            api_listener,
+            tokens,
+            hangup_signals,
+        })
     }
 
     /// Returns the address at which the server listens, with the actual port if port 0 was configured.
@@ -181,42 +192,56 @@ impl ControllerServer {
     }
 
     async fn run(self) -> anyhow::Result<()> {
-        let asked = self.election.clone();
+        let election = self.election.clone();
         // Metrics have a low priority, so that they do not delay reports and tables on a shared CPU.
-        metrics_endpoint::serve(self.config.metrics, || lower_thread_priority("metrics"), move || asked.metrics())?;
+        metrics_endpoint::serve(
+            self.config.metrics_listen_address,
+            || lower_thread_priority("metrics"),
+            move || election.metrics(),
+        )?;
         // A permanent leader starts its term before the first request, which a script may send at once.
-        let mode = match self.store {
+        let leadership_mode = match self.store {
             OpenedStore::Embedded(manager) => {
                 LeadershipMode::Permanent(Box::new(Term::start(*manager, &self.election, None)))
             }
             OpenedStore::Etcd(cluster, etcd) => LeadershipMode::Elected(cluster, etcd),
         };
-        let api_acceptor = self.election.security.api_acceptor(self.config.api);
-        let HangupSignals { mut files, tokens } = self.hangups;
-        let _api = api::serve(self.api_listener, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
-        let mut load_balancers = LbRuntime::start(self.election.clone())?;
-        let admitted =
-            self.election.security.grpc_acceptor(STREAM_ROLES, AcceptorLimits::default()).admit(self.listener);
-        let others = builder()
+        let api_acceptor = self.election.security.api_acceptor(self.config.api_listen_address);
+        let HangupSignals { for_files: mut files, for_tokens: tokens } = self.hangup_signals;
+        let _api_server =
+            api::serve(self.api_listener, api_acceptor.clone(), self.election.clone(), self.tokens, tokens)?;
+        let mut load_balancer_runtime = LbRuntime::start(self.election.clone())?;
+        let incoming_connections = self
+            .election
+            .security
+            .grpc_acceptor(STREAM_ROLES, AcceptorLimits::default())
+            .accepted_connections(self.listener);
+        let grpc_server = server_builder()
             .add_service(sized_control_service(ControlService { election: self.election.clone() }))
-            .serve_with_incoming(load_balancers.split_off(admitted));
-        let work = async {
-            match mode {
+            .serve_with_incoming(load_balancer_runtime.split_off_load_balancers(incoming_connections));
+        let leadership_task = async {
+            match leadership_mode {
                 LeadershipMode::Permanent(term) => term.lead(&mut files).await,
                 LeadershipMode::Elected(cluster, etcd) => {
-                    let stores = (&cluster, &etcd);
-                    let leading = lead_and_follow(&self.path, self.config, &self.election, stores, &mut files);
+                    let cluster_and_config = (&cluster, &etcd);
+                    let leadership_loop = lead_or_follow_loop(
+                        &self.config_path,
+                        self.config,
+                        &self.election,
+                        cluster_and_config,
+                        &mut files,
+                    );
                     tokio::select! {
-                        outcome = leading => outcome,
-                        never = leader_election::maintain_certificates(&cluster, &etcd) => match never {},
+                        outcome = leadership_loop => outcome,
+                        never = leader_election::reload_changed_certificates(&cluster, &etcd) => match never {},
                     }
                 }
             }
         };
         tokio::select! {
-            outcome = others => outcome.context("the controller's socket failed"),
-            outcome = load_balancers.wait_for_end() => outcome,
-            outcome = work => outcome,
+            outcome = grpc_server => outcome.context("the controller's socket failed"),
+            outcome = load_balancer_runtime.wait_for_end() => outcome,
+            outcome = leadership_task => outcome,
             never = self.election.security.maintenance_loop() => match never {},
             never = api_acceptor.maintenance_loop() => match never {},
         }
@@ -232,16 +257,16 @@ enum LeadershipMode {
 }
 
 /// Reads the controller's file and opens its store. Must not be called from asynchronous code.
-fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, Security)> {
+fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, OpenedStore, ListenerSecurity)> {
     let config = ControllerConfig::load(path)?;
-    let security = Security::of(&config.listener_config())?;
+    let security = ListenerSecurity::of(&config.listener_config())?;
     let store = match &config.store {
         StoreLocation::Embedded(file) => {
             let open_store = || Ok(Store::Embedded(EmbeddedStore::open(file)?));
             OpenedStore::Embedded(Box::new(StateManager::open(
                 path,
                 config.clone(),
-                security.revoked.clone(),
+                security.revocation_list.clone(),
                 open_store,
             )?))
         }
@@ -251,7 +276,7 @@ fn load_config_and_open_store(path: &Path) -> anyhow::Result<(ControllerConfig, 
 }
 
 /// Leads whenever no other controller leads, and follows otherwise, until an error occurs.
-async fn lead_and_follow(
+async fn lead_or_follow_loop(
     path: &Path,
     mut config: ControllerConfig,
     election: &Arc<LeaderElection>,
@@ -261,30 +286,32 @@ async fn lead_and_follow(
     loop {
         let leadership = tokio::select! {
             leadership = leader_election::campaign(election, cluster, etcd) => Arc::new(leadership?),
-            never = update_revocations(hangup, path, &election.security.revoked) => match never {},
+            never = update_revocations_on_sighup(hangup, path, &election.security.revocation_list) => match never {},
         };
         match ControllerConfig::load(path) {
-            Ok(changed) => config = changed,
+            Ok(new_config) => config = new_config,
             Err(mistakes) => coreward_daemon::log_reload_failure(path, &mistakes),
         }
         let term = leadership.term();
         let (file, config) = (path.to_owned(), config.clone());
-        let (cluster, held, prefix) = (cluster.clone(), leadership.clone(), etcd.prefix.clone());
-        let revoked = election.security.revoked.clone();
-        let opened = tokio::task::spawn_blocking(move || {
-            StateManager::open(&file, config, revoked, || Ok(Store::Etcd(EtcdStore::open(cluster, held, &prefix)?)))
+        let (cluster, store_leadership, prefix) = (cluster.clone(), leadership.clone(), etcd.key_prefix.clone());
+        let revoked_certificates = election.security.revocation_list.clone();
+        let open_task = tokio::task::spawn_blocking(move || {
+            StateManager::open(&file, config, revoked_certificates, || {
+                Ok(Store::Etcd(EtcdStore::open(cluster, store_leadership, &prefix)?))
+            })
         });
-        let reason = match opened.await? {
+        let reason = match open_task.await? {
             Ok(manager) => {
                 tracing::info!(event = "leading", term, "this controller leads from now on");
                 let term = Term::start(manager, election, Some(leadership.clone()));
-                let shared = term.shared.clone();
-                let reason = tokio::select! {
+                let controller_state = term.controller_state.clone();
+                let end_reason = tokio::select! {
                     outcome = term.lead(hangup) => return outcome,
                     reason = leadership.wait_for_end() => reason,
                 };
-                shared.depose();
-                reason
+                controller_state.depose();
+                end_reason
             }
             Err(error) => format!("the records are unusable: {error:#}"),
         };
@@ -312,7 +339,7 @@ async fn step_down(election: &LeaderElection, leadership: &Leadership, reason: &
 
 /// Handles SIGHUP at a follower, which only reads the revoked certificates. The rest of the file is read when the
 /// follower becomes the leader.
-async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &RevocationList) -> Infallible {
+async fn update_revocations_on_sighup(hangup: &mut Signal, path: &Path, revoked: &RevocationList) -> Infallible {
     loop {
         hangup.recv().await;
         match ControllerConfig::load(path) {
@@ -324,7 +351,7 @@ async fn update_revocations(hangup: &mut Signal, path: &Path, revoked: &Revocati
 
 struct Term {
     manager: StateManager,
-    shared: Arc<ControllerState>,
+    controller_state: Arc<ControllerState>,
     change_requests: mpsc::Receiver<ChangeRequest>,
 }
 
@@ -332,19 +359,19 @@ impl Term {
     /// Starts a term as the leader, so that requests are answered.
     fn start(manager: StateManager, election: &LeaderElection, leadership: Option<Arc<Leadership>>) -> Self {
         let (state, change_requests) =
-            ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counts()), leadership);
+            ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counters()), leadership);
         let state = Arc::new(state);
         election.become_leader(state.clone());
-        Self { manager, shared: state, change_requests }
+        Self { manager, controller_state: state, change_requests }
     }
 
     /// Makes tables, applies changes and answers requests until an error ends the term.
     async fn lead(self, hangup: &mut Signal) -> anyhow::Result<()> {
-        let Self { manager, shared, change_requests } = self;
+        let Self { manager, controller_state, change_requests } = self;
         tokio::select! {
-            () = make_tables(&shared, manager.has_predecessor()) => Ok(()),
-            outcome = process_changes(manager, &shared, change_requests, hangup) => outcome,
-            () = maintenance_loop(&shared) => Ok(()),
+            () = make_tables(&controller_state, manager.has_predecessor()) => Ok(()),
+            outcome = process_changes(manager, &controller_state, change_requests, hangup) => outcome,
+            () = maintenance_loop(&controller_state) => Ok(()),
         }
     }
 }
@@ -352,27 +379,29 @@ impl Term {
 /// Applies requested changes of the configuration and the records in their order, until an error occurs.
 async fn process_changes(
     mut manager: StateManager,
-    shared: &ControllerState,
+    controller_state: &ControllerState,
     mut changes: mpsc::Receiver<ChangeRequest>,
     hangup: &mut Signal,
 ) -> anyhow::Result<()> {
-    let mut retire = tokio::time::interval(RETIRE_INTERVAL);
+    let mut retire_timer = tokio::time::interval(ID_RETIREMENT_INTERVAL);
     loop {
-        let (change, waiting) = tokio::select! {
-            _ = hangup.recv() => (ChangeRequest::without_reply(Change::Reload, Author::signal()), false),
-            _ = retire.tick() => (ChangeRequest::without_reply(Change::RetireExpiredIds, Author::controller()), false),
+        let (change, is_reply_expected) = tokio::select! {
+            _ = hangup.recv() => (ChangeRequest::without_reply(RecordChange::Reload, Author::of_signal()), false),
+            _ = retire_timer.tick() => {
+                (ChangeRequest::without_reply(RecordChange::RetireExpiredIds, Author::of_controller()), false)
+            }
             Some(change) = changes.recv() => (change, true),
         };
-        let ChangeRequest { change, author, reply: done } = change;
-        let is_reload = matches!(change, Change::Reload);
-        let waiting = waiting.then_some(done);
-        let (back, outcome) = apply_change(manager, shared, change, author).await?;
-        manager = back;
-        match (waiting, outcome) {
-            (Some(done), outcome) => drop(done.send(outcome)),
+        let ChangeRequest { change, author, reply: reply_sender } = change;
+        let is_reload = matches!(change, RecordChange::Reload);
+        let expected_reply = is_reply_expected.then_some(reply_sender);
+        let (returned_manager, outcome) = apply_change(manager, controller_state, change, author).await?;
+        manager = returned_manager;
+        match (expected_reply, outcome) {
+            (Some(reply_sender), outcome) => drop(reply_sender.send(outcome)),
             (None, Err(error)) if is_reload => tracing::warn!(
                 event = "reload-failed",
-                file = %manager.path().display(),
+                file = %manager.config_path().display(),
                 error = format!("{error:#}"),
                 "the controller cannot reload its files: the previous configuration stays in force"
             ),
@@ -389,77 +418,77 @@ async fn process_changes(
 /// Applies a change to the records, and activates the resulting configuration.
 pub(crate) async fn apply_change(
     mut manager: StateManager,
-    shared: &ControllerState,
-    change: Change,
+    controller_state: &ControllerState,
+    change: RecordChange,
     author: Author,
 ) -> anyhow::Result<(StateManager, anyhow::Result<ChangeOutcome>)> {
     // Changes are sequential, so no other change can drain the last healthy server meanwhile.
-    if let Change::Drain(drain) = &change
-        && let Err(refused) = shared.controller().check_drain(drain, shared.now())
+    if let RecordChange::Drain(drain) = &change
+        && let Err(drain_error) = controller_state.lock_controller().check_drain(drain, controller_state.now())
     {
-        return Ok((manager, Err(refused.into())));
+        return Ok((manager, Err(drain_error.into())));
     }
-    if let Change::ForgetLoadBalancer(name) = &change
-        && shared.controller().load_balancers.is_connected(name)
+    if let RecordChange::ForgetLoadBalancer(name) = &change
+        && controller_state.lock_controller().load_balancers.is_connected(name)
     {
         return Ok((manager, Err(ForgetError::Connected(name.clone()).into())));
     }
     // The disk may be slow, so the change is written while tables and reports continue.
     let (manager, outcome) = tokio::task::spawn_blocking(move || {
-        let outcome = manager.apply_change(change, &author);
-        (manager, outcome)
+        let change_result = manager.apply_change(change, &author);
+        (manager, change_result)
     })
     .await?;
     let document_generation = manager.document_generation();
-    let outcome = outcome.map(|fleet| {
-        let is_new = fleet.is_some();
+    let change_result = outcome.map(|fleet| {
+        let has_new_configuration = fleet.is_some();
         if let Some(fleet) = fleet {
             tracing::info!(
                 event = "configuration-applied",
                 generation = fleet.generation,
                 "the controller has applied a new configuration and sends it to all daemons"
             );
-            shared.configure(fleet);
+            controller_state.configure(fleet);
         }
-        ChangeOutcome { is_new, document_generation }
+        ChangeOutcome { has_new_configuration, document_generation }
     });
-    Ok((manager, outcome))
+    Ok((manager, change_result))
 }
 
 /// Writes changed bucket histories and due steps of key rotations to the records. Never returns.
-async fn maintenance_loop(shared: &ControllerState) {
-    let mut due = tokio::time::interval(POLL_INTERVAL);
-    due.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut not_rotated = None;
+async fn maintenance_loop(controller_state: &ControllerState) {
+    let mut poll_timer = tokio::time::interval(MAINTENANCE_INTERVAL);
+    poll_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut last_delay_reason = None;
     loop {
-        due.tick().await;
-        let now = shared.now();
-        store_changed_histories(shared).await;
-        let step = shared.controller().due_key_step(now);
+        poll_timer.tick().await;
+        let now = controller_state.now();
+        store_changed_histories(controller_state).await;
+        let step = controller_state.lock_controller().due_key_step(now);
         match step {
-            Ok(None) => not_rotated = None,
-            Ok(Some(step)) => request_key_step(shared, step).await,
+            Ok(None) => last_delay_reason = None,
+            Ok(Some(step)) => request_key_step(controller_state, step).await,
             Err(reason) => {
-                if not_rotated.as_ref() != Some(&reason) {
+                if last_delay_reason.as_ref() != Some(&reason) {
                     tracing::warn!(
                         event = "key-step-delayed",
                         %reason,
                         "the controller delays the next step of the cookie key rotation"
                     );
                 }
-                not_rotated = Some(reason);
+                last_delay_reason = Some(reason);
             }
         }
     }
 }
 
-async fn store_changed_histories(shared: &ControllerState) {
-    let histories = shared.controller().changed_histories();
+async fn store_changed_histories(controller_state: &ControllerState) {
+    let histories = controller_state.lock_controller().changed_histories();
     if histories.is_empty() {
         return;
     }
     let services = histories.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(",");
-    if let Err(error) = shared.change(Change::StoreBucketHistories(histories)).await {
+    if let Err(error) = controller_state.change(RecordChange::StoreBucketHistories(histories)).await {
         tracing::warn!(
             event = "buckets-not-stored",
             services,
@@ -469,8 +498,8 @@ async fn store_changed_histories(shared: &ControllerState) {
     }
 }
 
-async fn request_key_step(shared: &ControllerState, step: KeyStep) {
-    match shared.change(Change::TakeKeyStep(step)).await {
+async fn request_key_step(controller_state: &ControllerState, step: KeyStep) {
+    match controller_state.change(RecordChange::TakeKeyStep(step)).await {
         Ok(_) => tracing::info!(
             event = "key-step",
             step = step.describe(),
@@ -482,23 +511,6 @@ async fn request_key_step(shared: &ControllerState, step: KeyStep) {
             error = format!("{error:#}"),
             "the controller cannot take the next step of the cookie key rotation and retries"
         ),
-    }
-}
-
-/// Returns the gRPC status of a rejection that ends a stream.
-fn rejection_status(rejection: &Rejection) -> Status {
-    let message = rejection.to_string();
-    match rejection {
-        Rejection::UnknownServer(_) => Status::not_found(message),
-        Rejection::DuplicateSession { .. }
-        | Rejection::DuplicateLoadBalancer { .. }
-        | Rejection::DuplicateRack { .. }
-        | Rejection::Superseded(_) => Status::already_exists(message),
-        Rejection::UnknownRack(_) | Rejection::UnknownLoadBalancer(_) | Rejection::ForeignRack { .. } => {
-            Status::permission_denied(message)
-        }
-        Rejection::TooManyRegistrations(_) | Rejection::TooManyLoadBalancers(_) => Status::resource_exhausted(message),
-        _ => Status::invalid_argument(message),
     }
 }
 
@@ -518,13 +530,13 @@ struct ControlService {
     election: Arc<LeaderElection>,
 }
 
-fn sized_control_service(service: ControlService) -> SizedControl<ControlService> {
-    SizedControl::new(service)
+fn sized_control_service(service: ControlService) -> SizeLimitedControlServer<ControlService> {
+    SizeLimitedControlServer::new(service)
 }
 
 impl ControlService {
     /// Returns the authenticated peer. Fails if the peer has none of the roles.
-    fn peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
+    fn authenticated_peer<T>(&self, request: &Request<T>, roles: &[Role]) -> Result<AuthenticatedPeer, Status> {
         let peer = AuthenticatedPeer::of(request, &self.election.security)?;
         peer.require_role(roles)?;
         Ok(peer)
@@ -537,41 +549,41 @@ impl Control for ControlService {
         &self,
         request: Request<Streaming<v1::AgentMessage>>,
     ) -> Result<Response<BoxStream<v1::AgentUpdate>>, Status> {
-        let peer = self.peer(&request, &[Role::Agent])?;
-        let (answers, stream) = mpsc::channel(1);
+        let peer = self.authenticated_peer(&request, &[Role::Agent])?;
+        let (updates, stream) = mpsc::channel(1);
         let source = ReportSource::Agent(peer);
-        let shared = self.election.leader_state()?;
-        let begun = stream_response(&shared, stream);
-        tokio::spawn(agents::serve(shared, source, request.into_inner(), answers));
-        Ok(begun)
+        let controller_state = self.election.leader_state()?;
+        let response = stream_response(&controller_state, stream);
+        tokio::spawn(agents::serve(controller_state, source, request.into_inner(), updates));
+        Ok(response)
     }
 
     async fn load_balancer(
         &self,
         request: Request<Streaming<v1::LoadBalancerMessage>>,
     ) -> Result<Response<BoxStream<v1::DataplaneUpdate>>, Status> {
-        let peer = self.peer(&request, &[Role::Lb])?;
+        let peer = self.authenticated_peer(&request, &[Role::Lb])?;
         let (updates, stream) = mpsc::channel(MAX_UNCONFIRMED_TABLES);
-        let shared = self.election.leader_state()?;
-        let begun = stream_response(&shared, stream);
-        tokio::spawn(load_balancers::serve(shared, peer, request.into_inner(), updates));
-        Ok(begun)
+        let controller_state = self.election.leader_state()?;
+        let response = stream_response(&controller_state, stream);
+        tokio::spawn(load_balancers::serve(controller_state, peer, request.into_inner(), updates));
+        Ok(response)
     }
 
     async fn rack(
         &self,
         request: Request<Streaming<v1::RackMessage>>,
     ) -> Result<Response<BoxStream<v1::RackUpdate>>, Status> {
-        let peer = self.peer(&request, &[Role::Rack])?;
+        let peer = self.authenticated_peer(&request, &[Role::Rack])?;
         let (updates, stream) = mpsc::channel(1);
-        let shared = self.election.leader_state()?;
-        let begun = stream_response(&shared, stream);
-        tokio::spawn(racks::serve(shared, peer, request.into_inner(), updates));
-        Ok(begun)
+        let controller_state = self.election.leader_state()?;
+        let response = stream_response(&controller_state, stream);
+        tokio::spawn(racks::serve(controller_state, peer, request.into_inner(), updates));
+        Ok(response)
     }
 
     async fn fleet(&self, request: Request<v1::FleetRequest>) -> Result<Response<v1::FleetReply>, Status> {
-        self.peer(&request, STREAM_ROLES)?;
+        self.authenticated_peer(&request, STREAM_ROLES)?;
         Ok(Response::new(doctor_rpc::fleet_reply(&*self.election.leader_state()?)))
     }
 }

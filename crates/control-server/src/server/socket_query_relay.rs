@@ -34,8 +34,9 @@ fn lock_unpoisoned<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl SocketQueryRelay {
     /// Registers an agent's session, and returns the queue of queries to the agent.
     pub fn register_agent(&self, agent: u64) -> mpsc::Receiver<SocketQuery> {
-        let (questions, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
-        lock_unpoisoned(&self.agents).insert(agent, QueriedAgent { queries: questions, open_queries: VecDeque::new() });
+        let (query_sender, receiver) = mpsc::channel(MAX_QUEUED_MESSAGES);
+        lock_unpoisoned(&self.agents)
+            .insert(agent, QueriedAgent { queries: query_sender, open_queries: VecDeque::new() });
         receiver
     }
 
@@ -56,20 +57,20 @@ impl SocketQueryRelay {
 
     pub fn relay_query(&self, agent: u64, query: SocketQuery) {
         let mut agents = lock_unpoisoned(&self.agents);
-        let Some(asked) = agents.get_mut(&agent) else { return };
-        let query_id = (query.load_balancer_session, query.number);
-        if asked.queries.try_send(query).is_ok() {
-            asked.open_queries.truncate(MAX_OPEN_QUERIES - 1);
-            asked.open_queries.push_front(query_id);
+        let Some(queried_agent) = agents.get_mut(&agent) else { return };
+        let query_id = (query.load_balancer_session, query.query_number);
+        if queried_agent.queries.try_send(query).is_ok() {
+            queried_agent.open_queries.truncate(MAX_OPEN_QUERIES - 1);
+            queried_agent.open_queries.push_front(query_id);
         }
     }
 
     /// Relays an answer to the load balancer that sent the query. Returns false if the query is not open.
     pub fn relay_answer(&self, agent: u64, answer: SocketAnswer) -> bool {
-        let query_id = (answer.load_balancer_session, answer.number);
-        let was_open = lock_unpoisoned(&self.agents).get_mut(&agent).is_some_and(|asked| {
-            let position = asked.open_queries.iter().position(|open| *open == query_id);
-            position.and_then(|position| asked.open_queries.remove(position)).is_some()
+        let query_id = (answer.load_balancer_session, answer.query_number);
+        let was_open = lock_unpoisoned(&self.agents).get_mut(&agent).is_some_and(|queried_agent| {
+            let position = queried_agent.open_queries.iter().position(|open_query| *open_query == query_id);
+            position.and_then(|position| queried_agent.open_queries.remove(position)).is_some()
         });
         if was_open {
             self.send_answer(answer);
@@ -77,7 +78,7 @@ impl SocketQueryRelay {
             tracing::debug!(
                 event = "answer-unexpected",
                 agent_session = agent,
-                query = answer.number,
+                query = answer.query_number,
                 "an agent has answered a socket query that is unknown or expired: the controller drops the answer"
             );
         }
@@ -100,18 +101,18 @@ mod tests {
     use super::*;
 
     fn new_query(load_balancer_session: u64, number: u64) -> SocketQuery {
-        let service = ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
+        let service = ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol: Protocol::Tcp };
         let clients = vec!["10.1.0.7:40000".parse().unwrap()];
-        SocketQuery { number, load_balancer_session, server: 9.try_into().unwrap(), service, clients }
+        SocketQuery { query_number: number, load_balancer_session, server: 9.try_into().unwrap(), service, clients }
     }
 
     #[test]
     fn each_socket_query_is_answered_once() {
         let relay = SocketQueryRelay::default();
-        let (mut own, _other) = (relay.register_agent(1), relay.register_agent(2));
+        let (mut queries, _other) = (relay.register_agent(1), relay.register_agent(2));
         let mut answers = relay.register_load_balancer_session(7);
         relay.relay_query(1, new_query(7, 5));
-        let relayed_query = own.try_recv().unwrap();
+        let relayed_query = queries.try_recv().unwrap();
         relay.relay_answer(2, relayed_query.answer(vec![false]));
         relay.relay_answer(1, new_query(7, 6).answer(vec![false]));
         assert!(answers.try_recv().is_err(), "it was not asked that");
@@ -124,10 +125,10 @@ mod tests {
     #[test]
     fn oldest_unanswered_query_is_forgotten() {
         let relay = SocketQueryRelay::default();
-        let (mut questions, mut answers) = (relay.register_agent(1), relay.register_load_balancer_session(7));
+        let (mut queries, mut answers) = (relay.register_agent(1), relay.register_load_balancer_session(7));
         for number in 0..=MAX_OPEN_QUERIES as u64 {
             relay.relay_query(1, new_query(7, number));
-            questions.try_recv().unwrap();
+            queries.try_recv().unwrap();
         }
         relay.relay_answer(1, new_query(7, 0).answer(vec![false]));
         assert!(answers.try_recv().is_err());

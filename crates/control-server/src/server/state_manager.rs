@@ -17,8 +17,8 @@ use rand::rngs::SysRng;
 use crate::config::ControllerConfig;
 use coreward_controller::rotation::KeyStep;
 use coreward_fleet::audit::{Author, ChangeDescription, describe_changes};
-use coreward_fleet::clock::{RecordClock, wall_clock, whole_seconds};
-use coreward_fleet::config::{FleetConfig, difference};
+use coreward_fleet::clock::{RecordClock, wall_clock_time, whole_seconds};
+use coreward_fleet::config::{FleetConfig, list_changes};
 use coreward_fleet::drains::{self, DrainRequest};
 use coreward_fleet::fleet::Fleet;
 use coreward_fleet::key_ring::KeyPhase;
@@ -110,16 +110,16 @@ impl StateCounters {
     pub fn add_metrics(&self, snapshot: &mut Snapshot) {
         let load_count = |count: &AtomicU64| count.load(Ordering::Relaxed) as f64;
         let load_flag = |flag: &AtomicBool| f64::from(u8::from(flag.load(Ordering::Relaxed)));
-        snapshot.add(&STORE_WRITABLE, [], load_flag(&self.is_writable));
-        snapshot.add(&STORE_WRITES_TOTAL, ["written"], load_count(&self.write_count));
-        snapshot.add(&STORE_WRITES_TOTAL, ["failed"], load_count(&self.failed_write_count));
-        snapshot.add(&RELOADS_TOTAL, ["in-force"], load_count(&self.reload_count));
-        snapshot.add(&RELOADS_TOTAL, ["refused"], load_count(&self.failed_reload_count));
-        snapshot.add(&FLEET_FILE_REFUSED, [], load_flag(&self.is_file_refused));
+        snapshot.add_value(&STORE_WRITABLE, [], load_flag(&self.is_writable));
+        snapshot.add_value(&STORE_WRITES_TOTAL, ["written"], load_count(&self.write_count));
+        snapshot.add_value(&STORE_WRITES_TOTAL, ["failed"], load_count(&self.failed_write_count));
+        snapshot.add_value(&RELOADS_TOTAL, ["in-force"], load_count(&self.reload_count));
+        snapshot.add_value(&RELOADS_TOTAL, ["refused"], load_count(&self.failed_reload_count));
+        snapshot.add_value(&FLEET_FILE_REFUSED, [], load_flag(&self.is_file_refused));
     }
 }
 
-pub enum Change {
+pub enum RecordChange {
     Reload,
     ApplyDocument(Box<DocumentRequest>),
     /// Release the ids of former servers and load balancers whose cookies have expired.
@@ -174,37 +174,39 @@ impl StateManager {
         path: &Path,
         config: ControllerConfig,
         revoked: RevocationList,
-        open: impl FnOnce() -> anyhow::Result<Store>,
+        open_store: impl FnOnce() -> anyhow::Result<Store>,
     ) -> anyhow::Result<Self> {
-        let fleet_config = config.fleet.as_deref().map(FleetConfig::load).transpose();
+        let fleet_config = config.fleet_file.as_deref().map(FleetConfig::load).transpose();
         // The file is checked before the store is created, so that an invalid fleet leaves no files behind.
         if let (Err(mistakes), false) = (&fleet_config, config.store.may_contain_records()) {
             return Err(mistakes.clone().into());
         }
-        let store = open()?;
+        let store = open_store()?;
         let stored_records = store.load()?;
         let has_predecessor = stored_records.is_some();
         let clock = RecordClock::from(stored_records.as_ref().and_then(|records| records.last_write_at));
-        let (fleet, records, refused) =
+        let (fleet, records, is_file_refused) =
             match (merge_at_start(fleet_config, stored_records.as_ref(), clock.now()), &stored_records) {
                 (Ok((fleet, records)), _) => (fleet, records, false),
                 // A mistake made in the file while a controller ran does not prevent the next start.
-                (Err(error), Some(stored)) if !stored.document.text.is_empty() && config.fleet.is_some() => {
+                (Err(error), Some(last_records))
+                    if !last_records.document.text.is_empty() && config.fleet_file.is_some() =>
+                {
                     tracing::warn!(
                         event = "fleet-file-rejected",
-                        file = %config.fleet.as_deref().unwrap_or(path).display(),
-                        generation = stored.document.generation,
+                        file = %config.fleet_file.as_deref().unwrap_or(path).display(),
+                        generation = last_records.document.generation,
                         error = format!("{error:#}"),
                         "the controller rejects the fleet's file: the last valid generation stays in force"
                     );
-                    let (fleet, records) = merge_at_start(Ok(None), Some(stored), clock.now())?;
+                    let (fleet, records) = merge_at_start(Ok(None), Some(last_records), clock.now())?;
                     (fleet, records, true)
                 }
                 (Err(error), _) => return Err(error),
             };
         revoked.set(config.revoked_certificates.iter().copied());
         let state_counters = Arc::new(StateCounters::default());
-        state_counters.is_file_refused.store(refused, Ordering::Relaxed);
+        state_counters.is_file_refused.store(is_file_refused, Ordering::Relaxed);
         let mut manager = Self {
             config_path: path.to_owned(),
             config,
@@ -219,27 +221,27 @@ impl StateManager {
         match (manager.save(&manager.records.clone()), stored_records) {
             (Ok(()), _) => {}
             // If the disk is full, a controller continues from the records, but without changes.
-            (Err(error), Some(stored)) if !matches!(error, StoreError::Etcd(_)) => {
+            (Err(error), Some(last_records)) if !matches!(error, StoreError::Etcd(_)) => {
                 tracing::warn!(
                     event = "store-read-only",
                     %error,
                     "the controller cannot write to its store: it leads with the stored state and rejects changes"
                 );
-                if stored.document.text != manager.records.document.text {
-                    manager.fleet = parse_stored_document(&stored.document)?;
+                if last_records.document.text != manager.records.document.text {
+                    manager.fleet = parse_stored_document(&last_records.document)?;
                 }
-                manager.records = stored;
+                manager.records = last_records;
             }
             (Err(error), _) => return Err(error.into()),
         }
         Ok(manager)
     }
 
-    pub fn path(&self) -> &Path {
+    pub fn config_path(&self) -> &Path {
         &self.config_path
     }
 
-    pub fn counts(&self) -> Arc<StateCounters> {
+    pub fn counters(&self) -> Arc<StateCounters> {
         self.state_counters.clone()
     }
 
@@ -272,7 +274,7 @@ impl StateManager {
 
     pub fn fleet(&self) -> Fleet {
         let rss_key = self.config.rss_key.as_ref().map(|key| key.expose().clone());
-        Fleet::new(&self.fleet, &self.records).with_controller_settings(self.config.fleet.clone(), rss_key)
+        Fleet::new(&self.fleet, &self.records).with_controller_settings(self.config.fleet_file.clone(), rss_key)
     }
 
     /// Returns the generation of the active fleet document.
@@ -282,10 +284,10 @@ impl StateManager {
 
     /// Makes the change and returns the new configuration if it differs. After an error, nothing has changed except
     /// revoked certificates. A change that does not affect the configuration succeeds even if it cannot be written yet.
-    pub fn apply_change(&mut self, change: Change, author: &Author) -> anyhow::Result<Option<Fleet>> {
+    pub fn apply_change(&mut self, change: RecordChange, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
-            Change::Reload => {
+            RecordChange::Reload => {
                 let reload_result = self.reload_files(author);
                 let reload_counter = if reload_result.is_ok() {
                     &self.state_counters.reload_count
@@ -296,8 +298,8 @@ impl StateManager {
                 self.state_counters.is_file_refused.store(reload_result.is_err(), Ordering::Relaxed);
                 reload_result.map(Some)
             }
-            Change::ApplyDocument(request) => self.apply_document(*request, author),
-            Change::RetireExpiredIds => {
+            RecordChange::ApplyDocument(request) => self.apply_document(*request, author),
+            RecordChange::RetireExpiredIds => {
                 let max_connection_lifetime = self.fleet.max_connection_lifetime;
                 self.change_records(|records| {
                     // After a crash, the clock has lost at most the time between two writes.
@@ -305,40 +307,40 @@ impl StateManager {
                     records.remove_expired(max_connection_lifetime, now)
                 })
             }
-            Change::RegisterLoadBalancer { name, address } => {
+            RecordChange::RegisterLoadBalancer { name, address } => {
                 self.change_records(|records| records.register_load_balancer(&name, address))
             }
-            Change::RecordDisconnect { name } => self.change_records(|records| {
+            RecordChange::RecordDisconnect { name } => self.change_records(|records| {
                 records.record_disconnect(&name, now);
                 false
             }),
-            Change::Drain(request) => {
+            RecordChange::Drain(request) => {
                 let fleet = self.fleet();
                 request.check(&fleet, |service, id| fleet.is_eligible(service, id))?;
-                self.apply_audited(author, ("drain", &request.server), |records| {
+                self.apply_audited(author, ("drain", &request.server_name), |records| {
                     records.drain(&request, records.generation + 1, now)
                 })
             }
-            Change::Undrain(server) => {
+            RecordChange::Undrain(server) => {
                 drains::find_server(&self.fleet(), &server)?;
                 self.apply_audited(author, ("undrain", &server), |records| records.undrain(&server))
             }
-            Change::ForgetLoadBalancer(name) => {
+            RecordChange::ForgetLoadBalancer(name) => {
                 let is_known = self.records.load_balancers.contains_key(&name);
                 anyhow::ensure!(is_known, ForgetError::Unknown(name));
                 self.apply_audited(author, ("forget", &name), |records| records.forget_load_balancer(&name))
             }
-            Change::TakeKeyStep(step) => self.apply_audited(author, ("rotate-keys", ""), |records| {
+            RecordChange::TakeKeyStep(step) => self.apply_audited(author, ("rotate-keys", ""), |records| {
                 let next_generation = records.generation + 1;
                 match step {
-                    KeyStep::Announce { forced } => {
-                        records.key_ring.announce_next_key(forced, next_generation, &mut system_rng())
+                    KeyStep::Announce { is_forced } => {
+                        records.key_ring.announce_next_key(is_forced, next_generation, &mut system_rng())
                     }
                     KeyStep::Switch => records.key_ring.switch_to_next_key(now, next_generation),
                 }
                 true
             }),
-            Change::StoreBucketHistories(histories) => self.change_records(|records| {
+            RecordChange::StoreBucketHistories(histories) => self.change_records(|records| {
                 for (name, history) in histories {
                     if let Some(service) = records.services.get_mut(&name) {
                         service.bucket_history = history;
@@ -364,10 +366,10 @@ impl StateManager {
                 let change_description = ChangeDescription {
                     action,
                     target: target.to_owned(),
-                    before: previous_description,
-                    after: new_description,
+                    state_before: previous_description,
+                    state_after: new_description,
                 };
-                records.record_change(author, change_description, wall_clock());
+                records.record_change(author, change_description, wall_clock_time());
             }
             has_changed
         })
@@ -400,7 +402,7 @@ impl StateManager {
     }
 
     fn apply_document(&mut self, request: DocumentRequest, author: &Author) -> anyhow::Result<Option<Fleet>> {
-        if let Some(file) = self.config.fleet.clone().filter(|_| !request.dry_run) {
+        if let Some(file) = self.config.fleet_file.clone().filter(|_| !request.dry_run) {
             return Err(ApplyError::ManagedByFile { file, controller: self.config_path.clone() }.into());
         }
         let generation_in_force = self.records.document.generation;
@@ -410,7 +412,7 @@ impl StateManager {
         let fleet = request.fleet.map_err(ApplyError::Invalid)?;
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply(&fleet, now, &mut system_rng()).map_err(ApplyError::Invalid)?;
+        records.apply_document(&fleet, now, &mut system_rng()).map_err(ApplyError::Invalid)?;
         records.last_write_at = Some(whole_seconds(now));
         if request.dry_run {
             return Ok(None);
@@ -425,18 +427,18 @@ impl StateManager {
         let config = ControllerConfig::load(&self.config_path)?;
         // Revocations take effect even if the rest cannot, so that a lost key does not wait for room on a disk.
         self.revoked_certificates.set(config.revoked_certificates.iter().copied());
-        let fleet = match &config.fleet {
+        let fleet = match &config.fleet_file {
             Some(file) => FleetConfig::load(file)?,
             None => self.fleet.clone(),
         };
         let mut records = self.records.clone();
         let now = self.clock.now();
-        records.apply(&fleet, now, &mut system_rng())?;
+        records.apply_document(&fleet, now, &mut system_rng())?;
         records.last_write_at = Some(whole_seconds(now));
         if records.document.generation != self.records.document.generation {
             let previous_source = Source::from_text("the fleet in force", &self.records.document.text);
             let change_descriptions: Vec<String> =
-                difference(&previous_source, fleet.source()).iter().map(ToString::to_string).collect();
+                list_changes(&previous_source, fleet.source()).iter().map(ToString::to_string).collect();
             audit_document_change(&mut records, &self.records, ("reload", author), &change_descriptions);
         }
         self.save(&records)?;
@@ -456,16 +458,16 @@ impl StateManager {
 /// Merges the fleet's file with the records, and returns both. Without a file, the stored document is merged.
 fn merge_at_start(
     file: Result<Option<FleetConfig>, Diagnostics>,
-    stored: Option<&Records>,
+    stored_records: Option<&Records>,
     now: Duration,
 ) -> anyhow::Result<(FleetConfig, Records)> {
-    let mut records = stored.cloned().unwrap_or_else(|| Records::generate(now, &mut system_rng()));
+    let mut records = stored_records.cloned().unwrap_or_else(|| Records::generate(now, &mut system_rng()));
     let fleet = match file? {
         Some(fleet) => fleet,
         None => parse_stored_document(&records.document)
             .context("the fleet that was applied last cannot be read any more")?,
     };
-    records.apply(&fleet, now, &mut system_rng())?;
+    records.apply_document(&fleet, now, &mut system_rng())?;
     // Load balancers that do not return count as disconnected from this time.
     let load_balancer_names: Vec<String> = records.load_balancers.keys().cloned().collect();
     load_balancer_names.iter().for_each(|name| records.record_disconnect(name, now));
@@ -476,22 +478,22 @@ fn merge_at_start(
 /// Adds an audit entry about a new fleet document to the records.
 fn audit_document_change(
     records: &mut Records,
-    before: &Records,
+    previous_records: &Records,
     (action, author): (&'static str, &Author),
     changes: &[String],
 ) {
-    let (old, new) = (before.document.generation, records.document.generation);
-    if old == new {
+    let (old_generation, new_generation) = (previous_records.document.generation, records.document.generation);
+    if old_generation == new_generation {
         return;
     }
-    let new_description = format!("generation {new}: {}", describe_changes(changes));
+    let new_description = format!("generation {new_generation}: {}", describe_changes(changes));
     let change_description = ChangeDescription {
         action,
         target: String::new(),
-        before: format!("generation {old}"),
-        after: new_description,
+        state_before: format!("generation {old_generation}"),
+        state_after: new_description,
     };
-    records.record_change(author, change_description, wall_clock());
+    records.record_change(author, change_description, wall_clock_time());
 }
 
 /// Describes the state of the object that an action changes, which the audit log contains before and after the change.
@@ -502,7 +504,7 @@ fn describe_subject(records: &Records, action: &str, target: &str) -> String {
         return format!("key {} stamps{next_key_suffix}", records.key_ring.keys.current.get());
     }
     if action == "forget" {
-        return match records.load_balancers.get(target).map(|known| known.owner) {
+        return match records.load_balancers.get(target).map(|record| record.owner) {
             None => "not known".to_owned(),
             Some(None) => "without a number".to_owned(),
             Some(Some(owner)) => format!("number {}", owner.get()),

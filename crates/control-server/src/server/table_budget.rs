@@ -21,8 +21,8 @@ impl TableBudget {
     /// it took. Returns the time at which tables may be made next.
     pub fn run_within_budget(&self, make_tables: impl FnOnce(Duration) -> Duration) -> Instant {
         let mut next_allowed_at = self.0.lock();
-        if let Some(later) = next_allowed_at.filter(|next| *next > Instant::now()) {
-            return later;
+        if let Some(next_time) = next_allowed_at.filter(|allowed_at| *allowed_at > Instant::now()) {
+            return next_time;
         }
         let used_time = make_tables(TABLE_TIME_SLICE);
         *next_allowed_at.insert(Instant::now() + (used_time * PAUSE_PER_TABLE_TIME).max(MIN_TABLE_PAUSE))

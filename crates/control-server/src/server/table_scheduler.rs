@@ -9,33 +9,33 @@ use super::controller_state::ControllerState;
 
 /// Maximum time after a restart for which load balancers keep their tables until agents have reported. It is longer
 /// than the 2 s within which agents retry.
-const SETTLE_LIMIT: Duration = Duration::from_secs(4);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(4);
 const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Makes due tables, and never returns. `has_predecessor` is whether load balancers have tables of an earlier process.
-pub async fn make_tables(shared: &ControllerState, has_predecessor: bool) {
-    let limit = Instant::now() + if has_predecessor { SETTLE_LIMIT } else { Duration::ZERO };
-    while Instant::now() < limit && !shared.have_all_reported() {
+pub async fn make_tables(controller_state: &ControllerState, has_predecessor: bool) {
+    let settle_deadline = Instant::now() + if has_predecessor { SETTLE_TIMEOUT } else { Duration::ZERO };
+    while Instant::now() < settle_deadline && !controller_state.have_all_agents_reported() {
         tokio::time::sleep(SETTLE_POLL_INTERVAL).await;
     }
-    shared.settle();
-    tokio::join!(table_interval_loop(shared), on_change_loop(shared));
+    controller_state.allow_tables();
+    tokio::join!(table_interval_loop(controller_state), on_change_loop(controller_state));
 }
 
-async fn table_interval_loop(shared: &ControllerState) {
-    let mut due = Instant::now();
+async fn table_interval_loop(controller_state: &ControllerState) {
+    let mut due_at = Instant::now();
     loop {
-        sleep_until(due).await;
+        sleep_until(due_at).await;
         // After a pause of the machine, only one tick follows instead of all missed ones.
-        due = (due + shared.tick()).max(Instant::now());
+        due_at = (due_at + controller_state.end_report_interval()).max(Instant::now());
     }
 }
 
 /// Makes due tables whenever the tasks that receive reports have not done so. Never returns.
-async fn on_change_loop(shared: &ControllerState) {
+async fn on_change_loop(controller_state: &ControllerState) {
     loop {
-        shared.wait_until_tables_due().await;
-        while shared.may_make_tables() {
-            sleep_until(shared.make_tables_within_budget()).await;
+        controller_state.wait_until_tables_due().await;
+        while controller_state.may_make_tables() {
+            sleep_until(controller_state.make_tables_within_budget()).await;
         }
     }
 }

@@ -43,7 +43,7 @@ pub struct PendingUpdates {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ConfigUpdate {
     /// Encoded [`FleetConfiguration`].
-    Whole(Bytes),
+    Full(Bytes),
     /// Encoded [`FleetChange`].
     Change(Bytes),
 }
@@ -64,7 +64,7 @@ impl PublishedConfiguration {
     fn update_since(&self, update_number: u64) -> ConfigUpdate {
         match &self.change_since_update {
             Some((base, change)) if *base == update_number => ConfigUpdate::Change(change.clone()),
-            _ => ConfigUpdate::Whole(
+            _ => ConfigUpdate::Full(
                 self.encoded_configuration.get_or_init(|| self.fleet.encode(self.update_number)).clone(),
             ),
         }
@@ -174,15 +174,17 @@ mod tests {
         cursor: &mut UpdateCursor,
     ) -> (Option<u64>, Option<u64>, Vec<Vec<u8>>) {
         let pending_updates = publisher.take_pending_updates(cursor);
-        let (mut whole, mut change) = (None, None);
+        let (mut whole_generation, mut change_generation) = (None, None);
         match pending_updates.configuration {
-            Some(ConfigUpdate::Whole(bytes)) => whole = Some(FleetConfiguration::decode(bytes).unwrap().1.generation),
+            Some(ConfigUpdate::Full(bytes)) => {
+                whole_generation = Some(FleetConfiguration::decode(bytes).unwrap().1.generation)
+            }
             Some(ConfigUpdate::Change(bytes)) => {
-                change = Some(FleetChange::decode(bytes).unwrap().0.configuration.generation)
+                change_generation = Some(FleetChange::decode(bytes).unwrap().0.configuration.generation)
             }
             None => {}
         }
-        (whole, change, pending_updates.tables.iter().map(|table| table.to_vec()).collect())
+        (whole_generation, change_generation, pending_updates.tables.iter().map(|table| table.to_vec()).collect())
     }
 
     #[test]
@@ -208,15 +210,15 @@ mod tests {
     #[test]
     fn configuration_change_applies_to_its_base_generation_only() {
         let publisher = UpdatePublisher::new(fleet_configuration(1));
-        let (mut quick, mut slow) = (UpdateCursor::default(), UpdateCursor::default());
-        for cursor in [&mut quick, &mut slow] {
+        let (mut fast_cursor, mut slow_cursor) = (UpdateCursor::default(), UpdateCursor::default());
+        for cursor in [&mut fast_cursor, &mut slow_cursor] {
             assert_eq!(take_generations_and_tables(&publisher, cursor), (Some(1), None, vec![]));
         }
         publisher.publish_configuration(fleet_configuration(2), |_| true);
-        assert_eq!(take_generations_and_tables(&publisher, &mut quick), (None, Some(2), vec![]));
+        assert_eq!(take_generations_and_tables(&publisher, &mut fast_cursor), (None, Some(2), vec![]));
         publisher.publish_tables([(service_index(1), "1".into())]);
         publisher.publish_configuration(fleet_configuration(3), |_| true);
-        assert_eq!(take_generations_and_tables(&publisher, &mut quick), (None, Some(3), vec![b"1".to_vec()]));
-        assert_eq!(take_generations_and_tables(&publisher, &mut slow), (Some(3), None, vec![b"1".to_vec()]));
+        assert_eq!(take_generations_and_tables(&publisher, &mut fast_cursor), (None, Some(3), vec![b"1".to_vec()]));
+        assert_eq!(take_generations_and_tables(&publisher, &mut slow_cursor), (Some(3), None, vec![b"1".to_vec()]));
     }
 }

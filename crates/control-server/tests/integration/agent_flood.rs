@@ -12,29 +12,29 @@ use tonic::{Code, Status, Streaming};
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-const WEB: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
+const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\npolicy = \"crossrss\"\n";
 /// Report interval in the fleet document that `support::TestDirectory` writes.
 const REPORT_INTERVAL: Duration = Duration::from_millis(10);
 /// Number of sent reports of some 60 bytes each, which are more than HTTP/2's flow-control windows hold (256 KiB).
 const REPORT_COUNT: u64 = 40_000;
 
-async fn agent(
-    running: &RunningController,
+async fn open_agent_stream(
+    controller: &RunningController,
     server: &str,
 ) -> (mpsc::Sender<v1::AgentMessage>, Streaming<v1::AgentUpdate>) {
     let (sender, receiver) = mpsc::channel(4);
     let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
-    sender.send(message(Message::Registration(registration))).await.unwrap();
-    let updates = running.client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+    sender.send(agent_message(Message::Registration(registration))).await.unwrap();
+    let updates = controller.control_client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     (sender, updates)
 }
 
-fn message(message: Message) -> v1::AgentMessage {
+fn agent_message(message: Message) -> v1::AgentMessage {
     v1::AgentMessage { message: Some(message) }
 }
 
-fn report(sequence: u64) -> v1::AgentMessage {
-    message(Message::Report(v1::Report {
+fn report_message(sequence: u64) -> v1::AgentMessage {
+    agent_message(Message::Report(v1::Report {
         sequence,
         sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
         time_to_live_ms: 60_000,
@@ -46,19 +46,19 @@ fn report(sequence: u64) -> v1::AgentMessage {
 }
 
 /// Returns the number of reports that the controller has decoded, whether it accepted or rejected them.
-async fn decoded_report_count(running: &RunningController) -> u64 {
-    let status = running.status().await;
-    let of_reports = ["too_often", "out_of_order", "clock_stalled", "impossible_load"];
-    status.accepted_reports + of_reports.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
+async fn decoded_report_count(controller: &RunningController) -> u64 {
+    let status = controller.status().await;
+    let report_rejection_reasons = ["too_often", "out_of_order", "clock_stalled", "impossible_load"];
+    status.accepted_reports + report_rejection_reasons.iter().map(|reason| status.refused_reports[*reason]).sum::<u64>()
 }
 
 /// Sends as many reports as the connection takes, repeatedly. The controller's HTTP/2 ends a connection with many small
 /// frames that wait to be read, so another connection follows.
-async fn flood(running: Arc<RunningController>) {
+async fn flood(controller: Arc<RunningController>) {
     loop {
-        let (sender, _updates) = agent(&running, "s1").await;
+        let (sender, _updates) = open_agent_stream(&controller, "s1").await;
         let mut sequence = 0;
-        while sender.send(report(sequence)).await.is_ok() {
+        while sender.send(report_message(sequence)).await.is_ok() {
             sequence += 1;
             if sequence == REPORT_COUNT {
                 return;
@@ -69,37 +69,37 @@ async fn flood(running: Arc<RunningController>) {
 
 #[tokio::test]
 async fn flooding_agent_is_read_at_its_rate_limit() {
-    let home = TestDirectory::new(&["s1", "s2"], WEB);
-    let running = home.start().await;
-    let running = Arc::new(running);
-    let began = Instant::now();
-    let flood = tokio::spawn(flood(running.clone()));
-    let at_once = u64::from(REPORT_BURST);
+    let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
+    let controller = test_directory.start_controller().await;
+    let controller = Arc::new(controller);
+    let start_time = Instant::now();
+    let flood = tokio::spawn(flood(controller.clone()));
+    let report_burst = u64::from(REPORT_BURST);
     with_timeout("the reports that it may send at once", async {
-        while decoded_report_count(&running).await < at_once {}
+        while decoded_report_count(&controller).await < report_burst {}
     })
     .await;
     // Another agent's reports are accepted meanwhile.
-    let (other, _updates) = agent(&running, "s2").await;
+    let (other_sender, _updates) = open_agent_stream(&controller, "s2").await;
     for sequence in 1..=10 {
-        other.send(report(sequence)).await.unwrap();
+        other_sender.send(report_message(sequence)).await.unwrap();
     }
-    let of_other = async || {
-        let status = running.status().await;
+    let has_other_agent_reported = async || {
+        let status = controller.status().await;
         status.servers.iter().any(|server| server.name == "s2" && server.report_age_ms < 60_000)
     };
-    with_timeout("the other agent's reports", async { while !of_other().await {} }).await;
+    with_timeout("the other agent's reports", async { while !has_other_agent_reported().await {} }).await;
     for _ in 0..200 {
-        let decoded = decoded_report_count(&running).await;
+        let decoded_count = decoded_report_count(&controller).await;
         // The count includes two reports per interval, the burst, the other agent's reports, and one event for
         // exceeding the limit.
-        let allowed = began.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
-        let counted = 2 * (u64::try_from(allowed).unwrap() + at_once) + 12;
-        assert!(decoded <= counted, "{decoded} decoded, at most {counted} expected");
+        let allowed_reports = start_time.elapsed().as_nanos() * 2 / REPORT_INTERVAL.as_nanos();
+        let max_decoded_count = 2 * (u64::try_from(allowed_reports).unwrap() + report_burst) + 12;
+        assert!(decoded_count <= max_decoded_count, "{decoded_count} decoded, at most {max_decoded_count} expected");
         assert!(!flood.is_finished(), "{REPORT_COUNT} reports were read on one stream");
     }
-    let refused = running.status().await.refused_reports;
-    assert!(refused["too_often"] > 0, "a delay is counted");
+    let rejection_counts = controller.status().await.refused_reports;
+    assert!(rejection_counts["too_often"] > 0, "a delay is counted");
     flood.abort();
 }
 
@@ -114,13 +114,13 @@ async fn wait_for_stream_end(mut updates: Streaming<v1::AgentUpdate>) -> Status 
 
 #[tokio::test]
 async fn message_larger_than_256_kib_ends_an_agents_stream() {
-    let test_directory = TestDirectory::new(&["s1", "s2"], WEB);
-    let controller = test_directory.start().await;
+    let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
+    let controller = test_directory.start_controller().await;
     for (server, bytes, code) in [("s1", 200 << 10, None), ("s2", 300 << 10, Some(Code::OutOfRange))] {
-        let (sender, updates) = agent(&controller, server).await;
+        let (sender, updates) = open_agent_stream(&controller, server).await;
         let warnings = vec!["w".repeat(bytes)];
         let large_report = v1::Report { warnings, time_to_live_ms: 1, core_busy_ns: vec![1], ..Default::default() };
-        sender.send(message(Message::Report(large_report))).await.unwrap();
+        sender.send(agent_message(Message::Report(large_report))).await.unwrap();
         match code {
             Some(code) => {
                 let end_status = wait_for_stream_end(updates).await;

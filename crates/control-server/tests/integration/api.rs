@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use coreward_api::Role;
 use coreward_api::types::{Check, DrainServer, DrainedBy, NewFleet, ServerState};
 use coreward_http::client::Client;
-use coreward_http::tokens::token_file;
+use coreward_http::tokens::token_path;
 use coreward_http::{Problem, ProblemKind};
 use reqwest::{Method, StatusCode};
 use serde_json::Value;
@@ -19,55 +19,61 @@ const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:
 const VIEWER_OPERATIONS: [&str; 3] = ["POST /v1/check", "POST /v1/session", "DELETE /v1/session"];
 
 struct TestEnv {
-    home: TestDirectory,
-    running: RunningController,
-    http: reqwest::Client,
+    test_directory: TestDirectory,
+    controller: RunningController,
+    http_client: reqwest::Client,
 }
 
 impl TestEnv {
-    async fn start(home: TestDirectory) -> Self {
-        let running = home.start().await;
-        Self { home, running, http: reqwest::Client::builder().no_proxy().build().unwrap() }
+    async fn start(test_directory: TestDirectory) -> Self {
+        let controller = test_directory.start_controller().await;
+        Self { test_directory, controller, http_client: reqwest::Client::builder().no_proxy().build().unwrap() }
     }
 
     fn token_file(&self, role: Role) -> PathBuf {
-        token_file(self.home.directory.path(), role)
+        token_path(self.test_directory.temporary_directory.path(), role)
     }
 
     fn client(&self, role: Role) -> Client {
-        Client::new(self.running.api.into(), &self.token_file(role)).unwrap()
+        Client::new(self.controller.api_address.into(), &self.token_file(role)).unwrap()
     }
 
     fn token(&self, role: Role) -> String {
         std::fs::read_to_string(self.token_file(role)).unwrap().trim().to_owned()
     }
 
-    async fn send(&self, method: &str, path: &str, token: Option<&str>, body: Option<&str>) -> (StatusCode, Value) {
-        let url = format!("http://{}{path}", self.running.api);
-        let mut request = self.http.request(Method::from_bytes(method.as_bytes()).unwrap(), url);
+    async fn send_request(
+        &self,
+        method: &str,
+        path: &str,
+        token: Option<&str>,
+        body: Option<&str>,
+    ) -> (StatusCode, Value) {
+        let url = format!("http://{}{path}", self.controller.api_address);
+        let mut request = self.http_client.request(Method::from_bytes(method.as_bytes()).unwrap(), url);
         if let Some(token) = token {
             request = request.bearer_auth(token);
         }
         if let Some(body) = body {
             request = request.header("content-type", "application/json").body(body.to_owned());
         }
-        let answer = with_timeout("an answer", request.send()).await.unwrap();
-        let status = answer.status();
+        let response = with_timeout("an answer", request.send()).await.unwrap();
+        let status = response.status();
         if !status.is_success() {
-            assert_eq!(answer.headers()["content-type"], "application/problem+json", "{method} {path}: {status}");
-            let problem: Problem = answer.json().await.unwrap();
+            assert_eq!(response.headers()["content-type"], "application/problem+json", "{method} {path}: {status}");
+            let problem: Problem = response.json().await.unwrap();
             assert_eq!(problem.status, status.as_u16());
             return (status, serde_json::to_value(problem).unwrap());
         }
-        (status, serde_json::from_slice(&answer.bytes().await.unwrap()).unwrap_or_default())
+        (status, serde_json::from_slice(&response.bytes().await.unwrap()).unwrap_or_default())
     }
 }
 
 /// Returns the method, the path and the required role of each operation in the OpenAPI document.
 fn operations(document: &Value) -> Vec<(String, String, Role)> {
     let mut operations = Vec::new();
-    for (path, item) in document["paths"].as_object().unwrap() {
-        for (method, operation) in item.as_object().unwrap() {
+    for (path, path_item) in document["paths"].as_object().unwrap() {
+        for (method, operation) in path_item.as_object().unwrap() {
             let security = operation["security"].as_array().unwrap();
             assert_eq!(security.len(), 1, "{method} {path}: one way in");
             let roles = security[0]["token"].as_array().unwrap();
@@ -84,7 +90,7 @@ fn operations(document: &Value) -> Vec<(String, String, Role)> {
 async fn every_endpoint_authenticates() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let (viewer, operator) = (env.token(Role::Viewer), env.token(Role::Operator));
-    let (_, document) = env.send("GET", "/v1/openapi.json", Some(&viewer), None).await;
+    let (_, document) = env.send_request("GET", "/v1/openapi.json", Some(&viewer), None).await;
     assert_eq!(document["openapi"], "3.1.0");
     let operations = operations(&document);
     assert!(operations.len() >= 20, "{operations:?}");
@@ -97,7 +103,7 @@ async fn every_endpoint_authenticates() {
         for token in [None, Some("nonsense"), Some(""), Some(&operator[1..])] {
             // Each burst of refusals is short enough for the limit.
             let (status, problem) = loop {
-                let (status, problem) = env.send(method, &path, token, Some("{}")).await;
+                let (status, problem) = env.send_request(method, &path, token, Some("{}")).await;
                 if status != StatusCode::TOO_MANY_REQUESTS {
                     break (status, problem);
                 }
@@ -108,7 +114,7 @@ async fn every_endpoint_authenticates() {
         }
         match role {
             Role::Operator => {
-                let (status, problem) = env.send(method, &path, Some(&viewer), Some("{}")).await;
+                let (status, problem) = env.send_request(method, &path, Some(&viewer), Some("{}")).await;
                 assert_eq!(status, StatusCode::FORBIDDEN, "{method} {path}: {problem}");
             }
             Role::Viewer if method != "GET" => {
@@ -118,9 +124,9 @@ async fn every_endpoint_authenticates() {
         }
     }
     assert_eq!(requested_post_paths, VIEWER_OPERATIONS.map(str::to_owned).into());
-    let (status, _) = env.send("GET", "/v1/status?rss_keys=true", Some(&viewer), None).await;
+    let (status, _) = env.send_request("GET", "/v1/status?rss_keys=true", Some(&viewer), None).await;
     assert_eq!(status, StatusCode::FORBIDDEN);
-    let (status, _) = env.send("GET", "/v1/status?rss_keys=true", Some(&operator), None).await;
+    let (status, _) = env.send_request("GET", "/v1/status?rss_keys=true", Some(&operator), None).await;
     assert_eq!(status, StatusCode::OK);
 }
 
@@ -129,7 +135,7 @@ async fn invalid_request_is_answered_with_problem_json() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let token = env.token(Role::Operator);
     let too_large_body = format!("{{\"force\": \"{}\"}}", "x".repeat(100_000));
-    for (method, path, body, status, says) in [
+    for (method, path, body, status, expected_detail) in [
         ("GET", "/v1/nothing", None, 404, "does not exist"),
         ("GET", "/v1/services/webb", None, 404, "service \"webb\" does not exist"),
         ("GET", "/v1/status?rss_keys=perhaps", None, 400, "rss_keys"),
@@ -154,10 +160,10 @@ async fn invalid_request_is_answered_with_problem_json() {
         ("POST", "/v1/keys/rotate", Some(&*too_large_body), 413, "length limit"),
         ("PUT", "/v1/fleet", Some("{\"text\": \"\", \"generation\": 1}"), 409, "SIGHUP"),
     ] {
-        let (found, problem) = env.send(method, path, Some(&token), body).await;
-        assert_eq!(found.as_u16(), status, "{method} {path}: {problem}");
+        let (actual_status, problem) = env.send_request(method, path, Some(&token), body).await;
+        assert_eq!(actual_status.as_u16(), status, "{method} {path}: {problem}");
         let detail = problem["detail"].as_str().unwrap();
-        assert!(detail.contains(says), "{method} {path}: {detail}");
+        assert!(detail.contains(expected_detail), "{method} {path}: {detail}");
     }
 }
 
@@ -171,7 +177,7 @@ async fn document_is_applied_whole_or_not_at_all() {
     let new_fleet_request =
         |text: &str, generation, dry_run| NewFleet { name: "a.toml".into(), text: text.into(), generation, dry_run };
     let invalid_fleet_error = client
-        .put_fleet(&new_fleet_request("load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false))
+        .apply_fleet(&new_fleet_request("load_ewma_alpha = 2\n[[server]]\nname = \"s1\"\n", 0, false))
         .await
         .unwrap_err();
     let problem = invalid_fleet_error.downcast_ref::<Problem>().unwrap();
@@ -187,14 +193,14 @@ async fn document_is_applied_whole_or_not_at_all() {
         client.check(&Check { name: "a.toml".into(), text: "load_ewma_alpha = 2\n".into() }).await.unwrap();
     assert_eq!(check_result.mistakes.len(), 1);
 
-    let preview = client.put_fleet(&new_fleet_request(&text, 0, true)).await.unwrap();
+    let preview = client.apply_fleet(&new_fleet_request(&text, 0, true)).await.unwrap();
     assert_eq!((preview.generation, preview.in_force, preview.changes.len()), (0, false, 2));
     assert_eq!(client.fleet().await.unwrap().generation, 0);
-    let applied_fleet = client.put_fleet(&new_fleet_request(&text, 0, false)).await.unwrap();
+    let applied_fleet = client.apply_fleet(&new_fleet_request(&text, 0, false)).await.unwrap();
     assert_eq!((applied_fleet.generation, applied_fleet.in_force), (1, true));
     assert_eq!(applied_fleet.changes[0].subject, "server s1");
     assert_eq!(client.fleet().await.unwrap().text, text);
-    let generation_conflict = client.put_fleet(&new_fleet_request(&text, 0, false)).await.unwrap_err();
+    let generation_conflict = client.apply_fleet(&new_fleet_request(&text, 0, false)).await.unwrap_err();
     assert_eq!(generation_conflict.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 }
@@ -205,21 +211,23 @@ async fn drain_lasts_until_undrain() {
     let mut env = TestEnv::start(TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML)).await;
     let path = "/v1/servers/s1/drain";
     let token = env.token(Role::Operator);
-    for (method, path, body, status, says) in [
+    for (method, path, body, status, expected_detail) in [
         ("POST", "/v1/servers/s9/drain", "{}", 404, "server \"s9\" does not exist"),
         ("DELETE", "/v1/servers/s9/drain", "", 404, "server \"s9\" does not exist"),
         ("GET", "/v1/servers/s%2F9/drain", "", 404, "server \"s/9\" does not exist"),
         ("POST", path, "{\"services\": [\"web\", \"api\"]}", 404, "not in service \"api\": expected web"),
         ("POST", path, "{\"service\": \"web\"}", 400, "unknown field `service`"),
     ] {
-        let (found, problem) = env.send(method, path, Some(&token), (!body.is_empty()).then_some(body)).await;
-        assert_eq!(found.as_u16(), status, "{method} {path}: {problem}");
-        assert!(problem["detail"].as_str().unwrap().contains(says), "{method} {path}: {problem}");
+        let (actual_status, problem) =
+            env.send_request(method, path, Some(&token), (!body.is_empty()).then_some(body)).await;
+        assert_eq!(actual_status.as_u16(), status, "{method} {path}: {problem}");
+        assert!(problem["detail"].as_str().unwrap().contains(expected_detail), "{method} {path}: {problem}");
     }
     let client = env.client(Role::Operator);
-    let (all, forced) = (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
+    let (drain_request, forced_request) =
+        (DrainServer::default(), DrainServer { force: true, ..DrainServer::default() });
     let start_time = std::time::Instant::now();
-    let first_status = client.drain("s1", &all).await.unwrap();
+    let first_status = client.drain("s1", &drain_request).await.unwrap();
     let drain = first_status.drained.clone().unwrap();
     assert_eq!((first_status.state, drain.by, drain.services.len()), (ServerState::Draining, DrainedBy::Command, 0));
     assert_eq!((first_status.state_reason.as_str(), first_status.remaining), ("by `coreward drain`", None));
@@ -229,20 +237,20 @@ async fn drain_lasts_until_undrain() {
         "no agent counts"
     );
     let generation = client.status(false).await.unwrap().configuration_generation;
-    let repeated_status = client.drain("s1", &all).await.unwrap();
+    let repeated_status = client.drain("s1", &drain_request).await.unwrap();
     assert_eq!(repeated_status.drained.unwrap().services, drain.services);
     assert_eq!(client.status(false).await.unwrap().configuration_generation, generation, "nothing has changed");
-    let last_server_error = client.drain("s2", &all).await.unwrap_err();
+    let last_server_error = client.drain("s2", &drain_request).await.unwrap_err();
     let problem = last_server_error.downcast_ref::<Problem>().unwrap();
     assert_eq!(problem.kind, ProblemKind::Conflict);
     assert_eq!(problem.detail, "no other server of web takes new connections: expected one, or `force`");
-    assert_eq!(client.drain("s2", &forced).await.unwrap().state, ServerState::Draining);
+    assert_eq!(client.drain("s2", &forced_request).await.unwrap().state, ServerState::Draining);
     assert_eq!(client.undrain("s2").await.unwrap().drained, None);
 
-    env.running.kill().await;
+    env.controller.kill().await;
     // The server is active in another document.
-    env.home.write(&["s1", "s2", "s3"], WEB_SERVICE_TOML);
-    env.running = env.home.start().await;
+    env.test_directory.write(&["s1", "s2", "s3"], WEB_SERVICE_TOML);
+    env.controller = env.test_directory.start_controller().await;
     let client = env.client(Role::Operator);
     let drain_after_restart = client.drain_status("s1").await.unwrap().drained.unwrap();
     assert_eq!(drain_after_restart.by, DrainedBy::Command);
@@ -257,10 +265,10 @@ async fn drain_lasts_until_undrain() {
         "{server_states:?}"
     );
     for _ in 0..2 {
-        let undrained = client.undrain("s1").await.unwrap();
-        assert_eq!((undrained.state, undrained.drained), (ServerState::Active, None));
+        let drain_status = client.undrain("s1").await.unwrap();
+        assert_eq!((drain_status.state, drain_status.drained), (ServerState::Active, None));
     }
-    let (_, events) = env.send("GET", "/v1/events", Some(&token), None).await;
+    let (_, events) = env.send_request("GET", "/v1/events", Some(&token), None).await;
     assert!(events.to_string().contains(": undrained"), "{events}");
 }
 
@@ -268,20 +276,22 @@ async fn drain_lasts_until_undrain() {
 #[tokio::test]
 async fn session_cookie_may_read_but_not_change() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
-    let url = |path: &str| format!("http://{}{path}", env.running.api);
-    let page_response = env.http.get(url("/")).send().await.unwrap();
+    let url = |path: &str| format!("http://{}{path}", env.controller.api_address);
+    let page_response = env.http_client.get(url("/")).send().await.unwrap();
     assert!(page_response.headers()["content-security-policy"].to_str().unwrap().starts_with("default-src 'none'"));
     assert!(page_response.text().await.unwrap().contains("<title>coreward</title>"));
-    let login_response = env.http.post(url("/v1/session")).bearer_auth(env.token(Role::Operator)).send().await.unwrap();
+    let login_response =
+        env.http_client.post(url("/v1/session")).bearer_auth(env.token(Role::Operator)).send().await.unwrap();
     let cookie = login_response.headers()["set-cookie"].to_str().unwrap().split(';').next().unwrap().to_owned();
     let with_cookie = |request: reqwest::RequestBuilder| request.header("cookie", &cookie);
-    let status = with_cookie(env.http.get(url("/v1/status"))).send().await.unwrap().status();
+    let status = with_cookie(env.http_client.get(url("/v1/status"))).send().await.unwrap().status();
     assert_eq!(status, StatusCode::OK);
-    let rotation_request = with_cookie(env.http.post(url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
+    let rotation_request =
+        with_cookie(env.http_client.post(url("/v1/keys/rotate"))).json(&serde_json::json!({"force": true}));
     assert_eq!(rotation_request.send().await.unwrap().status(), StatusCode::FORBIDDEN);
-    let logout_response = with_cookie(env.http.delete(url("/v1/session"))).send().await.unwrap();
+    let logout_response = with_cookie(env.http_client.delete(url("/v1/session"))).send().await.unwrap();
     assert_eq!(logout_response.status(), StatusCode::NO_CONTENT);
-    let status = with_cookie(env.http.get(url("/v1/status"))).send().await.unwrap().status();
+    let status = with_cookie(env.http_client.get(url("/v1/status"))).send().await.unwrap().status();
     assert_eq!(status, StatusCode::UNAUTHORIZED);
 }
 
@@ -291,11 +301,11 @@ async fn watcher_is_sent_missed_events_after_a_reconnect() {
     let test_directory = TestDirectory::new(&[], "");
     test_directory.write_controllers_file("");
     let env = TestEnv::start(test_directory).await;
-    let read_until = async |last: Option<&str>, end_marker: &str| {
-        let url = format!("http://{}/v1/watch?interval_ms=250", env.running.api);
-        let mut request = env.http.get(url).bearer_auth(env.token(Role::Viewer));
-        if let Some(last) = last {
-            request = request.header("last-event-id", last);
+    let read_until = async |last_event_id: Option<&str>, end_marker: &str| {
+        let url = format!("http://{}/v1/watch?interval_ms=250", env.controller.api_address);
+        let mut request = env.http_client.get(url).bearer_auth(env.token(Role::Viewer));
+        if let Some(id) = last_event_id {
+            request = request.header("last-event-id", id);
         }
         let mut response = request.send().await.unwrap();
         assert_eq!(response.headers()["content-type"], "text/event-stream");
@@ -315,7 +325,7 @@ async fn watcher_is_sent_missed_events_after_a_reconnect() {
     let id = start_messages.lines().find_map(|line| line.strip_prefix("id: ")).unwrap().to_owned();
     let text = format!("[[server]]\nname = \"s1\"\naddress = \"10.2.0.1\"\n{WEB_SERVICE_TOML}");
     let document = NewFleet { name: "a.toml".into(), text, generation: 0, dry_run: false };
-    env.client(Role::Operator).put_fleet(&document).await.unwrap();
+    env.client(Role::Operator).apply_fleet(&document).await.unwrap();
     let messages_after_reconnect = read_until(Some(&id), "new, at 10.2.0.1: ").await;
     assert!(messages_after_reconnect.contains("applied the document of generation 1"), "{messages_after_reconnect}");
     assert!(!messages_after_reconnect.contains("the controller has started"), "{messages_after_reconnect}");
@@ -326,9 +336,10 @@ async fn requests_in_the_api_manual_work() {
     let env = TestEnv::start(TestDirectory::new(&["s1"], WEB_SERVICE_TOML)).await;
     let api_manual = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/api.md")).unwrap();
     let script = api_manual.split("```sh\n").nth(1).unwrap().split("```").next().unwrap();
-    let directory = env.home.directory.path().display().to_string();
-    let script =
-        script.replace("/var/lib/coreward", &directory).replace("127.0.0.1:7401", &env.running.api.to_string());
+    let directory = env.test_directory.temporary_directory.path().display().to_string();
+    let script = script
+        .replace("/var/lib/coreward", &directory)
+        .replace("127.0.0.1:7401", &env.controller.api_address.to_string());
     assert!(script.matches("curl ").count() >= 5, "{script}");
     let curl_script = tokio::process::Command::new("sh").args(["-e", "-c", &script]).output();
     let output = with_timeout("curl", curl_script).await.unwrap();

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use coreward_api::types::RotateKeys;
 use coreward_http::client::{Client, ControllerUrl, Credential};
-use coreward_http::tokens::token_file;
+use coreward_http::tokens::token_path;
 use coreward_http::{Problem, ProblemKind};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::verify::ExpectedHost;
@@ -12,53 +12,62 @@ use coreward_tls::{CredentialFiles, Identity, Role};
 
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
-const SERVICE: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
+const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
 /// A controller whose API listens on all addresses with TLS, and the authority of its certificates.
 struct TestEnv {
-    home: TestDirectory,
+    test_directory: TestDirectory,
     authority: Authority,
-    running: RunningController,
+    controller: RunningController,
 }
 
 impl TestEnv {
     async fn start() -> Self {
-        Self::start_at(&["127.0.0.1"]).await
+        Self::start_with_certificate_for(&["127.0.0.1"]).await
     }
 
     /// Starts a controller with a certificate for these host names and addresses.
-    async fn start_at(hosts: &[&str]) -> Self {
-        let home = TestDirectory::new(&["s1"], SERVICE);
-        let authority =
-            Authority::init(&home.directory.path().join("certs"), &"prod".parse().unwrap(), 30 * DAY).unwrap();
-        let own = issue(&home, &authority, Role::Controller, "c1", hosts);
-        let (ca, certificate, key) = (&own.ca, &own.certificate, &own.key);
-        let tls = format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n");
-        home.write_controllers_file(&format!("fleet = \"fleet.toml\"\n{tls}"));
-        let text = std::fs::read_to_string(home.config()).unwrap();
-        std::fs::write(home.config(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\"")).unwrap();
-        let running = home.start().await;
-        Self { home, authority, running }
+    async fn start_with_certificate_for(hosts: &[&str]) -> Self {
+        let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
+        let authority = Authority::init(
+            &test_directory.temporary_directory.path().join("certs"),
+            &"prod".parse().unwrap(),
+            30 * DAY,
+        )
+        .unwrap();
+        let controller_credentials = issue(&test_directory, &authority, Role::Controller, "c1", hosts);
+        let (ca, certificate, key) = (
+            &controller_credentials.ca_path,
+            &controller_credentials.certificate_path,
+            &controller_credentials.key_path,
+        );
+        let tls_section = format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n");
+        test_directory.write_controllers_file(&format!("fleet = \"fleet.toml\"\n{tls_section}"));
+        let text = std::fs::read_to_string(test_directory.config_path()).unwrap();
+        std::fs::write(test_directory.config_path(), text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\""))
+            .unwrap();
+        let controller = test_directory.start_controller().await;
+        Self { test_directory, authority, controller }
     }
 
     fn url(&self) -> String {
-        format!("https://127.0.0.1:{}", self.running.api.port())
+        format!("https://127.0.0.1:{}", self.controller.api_address.port())
     }
 
-    fn certificate(&self, role: Role, name: &str) -> CredentialFiles {
-        issue(&self.home, &self.authority, role, name, &[])
+    fn issue_certificate(&self, role: Role, name: &str) -> CredentialFiles {
+        issue(&self.test_directory, &self.authority, role, name, &[])
     }
 
     fn token_file(&self, role: coreward_api::Role) -> PathBuf {
-        token_file(self.home.directory.path(), role)
+        token_path(self.test_directory.temporary_directory.path(), role)
     }
 
-    fn client_with(&self, proof: Credential) -> Client {
-        self.client_of_url(&self.url(), proof, ExpectedHost::Requested)
+    fn client_with(&self, credential: Credential) -> Client {
+        self.client_of_url(&self.url(), credential, ExpectedHost::Requested)
     }
 
-    fn client_of_url(&self, url: &str, proof: Credential, host: ExpectedHost) -> Client {
-        Client::with_controllers(vec![url.parse().unwrap()], &proof, host).unwrap()
+    fn client_of_url(&self, url: &str, credential: Credential, host: ExpectedHost) -> Client {
+        Client::with_controllers(vec![url.parse().unwrap()], &credential, host).unwrap()
     }
 
     /// Requests the path with curl. Returns the HTTP status, or curl's error message.
@@ -82,12 +91,16 @@ fn issue(
     hosts: &[&str],
 ) -> CredentialFiles {
     let identity = Identity { fleet: "prod".parse().unwrap(), role, name: name.parse().unwrap() };
-    let directory = test_directory.directory.path().join(format!("{role}-{name}"));
+    let directory = test_directory.temporary_directory.path().join(format!("{role}-{name}"));
     let hosts: Vec<String> = hosts.iter().map(ToString::to_string).collect();
     let certificate_and_key = authority.issue(&identity, &hosts, Validity::from_now(DAY)).unwrap();
-    certificate_and_key.write(&directory, authority).unwrap();
+    certificate_and_key.write_files(&directory, authority).unwrap();
     let file_path = |name: &str| directory.join(name);
-    CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
+    CredentialFiles {
+        ca_path: file_path("ca.crt"),
+        certificate_path: file_path("own.crt"),
+        key_path: file_path("own.key"),
+    }
 }
 
 fn path_text(path: &Path) -> &str {
@@ -98,14 +111,15 @@ fn path_text(path: &Path) -> &str {
 #[tokio::test]
 async fn curl_authenticates_by_token_or_certificate() {
     let env = TestEnv::start().await;
-    let ca = env.certificate(Role::Viewer, "eve").ca;
+    let ca = env.issue_certificate(Role::Viewer, "eve").ca_path;
     let trust_options = ["--cacert", path_text(&ca)];
     let authorization_header = |role| {
         let token = std::fs::read_to_string(env.token_file(role)).unwrap();
         format!("Authorization: Bearer {}", token.trim())
     };
     let viewer_header = authorization_header(coreward_api::Role::Viewer);
-    let trusted_options = |more: &[&'static str]| -> Vec<&str> { trust_options.iter().chain(more).copied().collect() };
+    let trusted_options =
+        |extra_options: &[&'static str]| -> Vec<&str> { trust_options.iter().chain(extra_options).copied().collect() };
     let rotate_options = ["--request", "POST", "--json", "{}"];
     assert_eq!(env.request_by_curl("/v1/health", &trusted_options(&[])).await, Ok(401));
     assert_eq!(
@@ -114,7 +128,7 @@ async fn curl_authenticates_by_token_or_certificate() {
     );
     let untrusted_error = env.request_by_curl("/v1/health", &["--header", &viewer_header]).await.unwrap_err();
     assert!(untrusted_error.contains("certificate"), "{untrusted_error}");
-    for (role, reads, writes) in [
+    for (role, read_status, write_status) in [
         (Role::Viewer, 200, 403),
         // The present key is too new for a rotation.
         (Role::Operator, 200, 409),
@@ -123,13 +137,14 @@ async fn curl_authenticates_by_token_or_certificate() {
         (Role::Rack, 401, 401),
         (Role::Controller, 401, 401),
     ] {
-        let credentials = env.certificate(role, "somebody");
-        let certificate_options = ["--cert", path_text(&credentials.certificate), "--key", path_text(&credentials.key)];
+        let credentials = env.issue_certificate(role, "somebody");
+        let certificate_options =
+            ["--cert", path_text(&credentials.certificate_path), "--key", path_text(&credentials.key_path)];
         let curl_options = [&trust_options[..], &certificate_options].concat();
-        assert_eq!(env.request_by_curl("/v1/status", &curl_options).await, Ok(reads), "{role}");
+        assert_eq!(env.request_by_curl("/v1/status", &curl_options).await, Ok(read_status), "{role}");
         assert_eq!(
             env.request_by_curl("/v1/keys/rotate", &[&curl_options[..], &rotate_options].concat()).await,
-            Ok(writes),
+            Ok(write_status),
             "{role}"
         );
     }
@@ -142,15 +157,15 @@ async fn curl_authenticates_by_token_or_certificate() {
 #[tokio::test]
 async fn session_cookie_has_secure_attribute_with_tls() {
     let env = TestEnv::start().await;
-    let viewer_credentials = env.certificate(Role::Viewer, "eve");
-    let headers_file = env.home.directory.path().join("headers");
+    let viewer_credentials = env.issue_certificate(Role::Viewer, "eve");
+    let headers_file = env.test_directory.temporary_directory.path().join("headers");
     let curl_options = [
         "--cacert",
-        path_text(&viewer_credentials.ca),
+        path_text(&viewer_credentials.ca_path),
         "--cert",
-        path_text(&viewer_credentials.certificate),
+        path_text(&viewer_credentials.certificate_path),
         "--key",
-        path_text(&viewer_credentials.key),
+        path_text(&viewer_credentials.key_path),
     ];
     for method in ["POST", "DELETE"] {
         let session_options = ["--request", method, "--dump-header", path_text(&headers_file)];
@@ -164,22 +179,23 @@ async fn session_cookie_has_secure_attribute_with_tls() {
 #[tokio::test]
 async fn commands_authenticate_by_token_or_certificate() {
     let env = TestEnv::start().await;
-    let viewer_credentials = env.certificate(Role::Viewer, "eve");
+    let viewer_credentials = env.issue_certificate(Role::Viewer, "eve");
     let client = env.client_with(Credential::Certificate(viewer_credentials.clone()));
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
     let forbidden_error = client.rotate_keys(&RotateKeys { force: true }).await.unwrap_err();
     assert_eq!(forbidden_error.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Forbidden);
-    let operator_client = env.client_with(Credential::Certificate(env.certificate(Role::Operator, "ann")));
+    let operator_client = env.client_with(Credential::Certificate(env.issue_certificate(Role::Operator, "ann")));
     operator_client.rotate_keys(&RotateKeys { force: true }).await.unwrap();
 
     let token_file = env.token_file(coreward_api::Role::Viewer);
     let client =
-        env.client_with(Credential::Token { file: token_file.clone(), ca: Some(viewer_credentials.ca.clone()) });
+        env.client_with(Credential::Token { file: token_file.clone(), ca: Some(viewer_credentials.ca_path.clone()) });
     assert_eq!(client.status(false).await.unwrap().services[0].name, "web");
 
     // The peer must be a controller with a certificate of our authority.
     let foreign_authority =
-        Authority::init(&env.home.directory.path().join("foreign"), &"prod".parse().unwrap(), DAY).unwrap();
+        Authority::init(&env.test_directory.temporary_directory.path().join("foreign"), &"prod".parse().unwrap(), DAY)
+            .unwrap();
     let client = env.client_with(Credential::Token { file: token_file.clone(), ca: Some(foreign_authority.ca_path()) });
     let error = client.status(false).await.unwrap_err().to_string();
     assert!(
@@ -187,7 +203,7 @@ async fn commands_authenticate_by_token_or_certificate() {
         "{error}"
     );
 
-    for (url, proof, expected) in [
+    for (url, credential, expected) in [
         (env.url(), Credential::Token { file: token_file.clone(), ca: None }, "https:// and no `--ca`"),
         (
             "127.0.0.1:7401".to_owned(),
@@ -196,7 +212,7 @@ async fn commands_authenticate_by_token_or_certificate() {
         ),
     ] {
         let url: ControllerUrl = url.parse().unwrap();
-        let error = Client::with_controllers(vec![url], &proof, ExpectedHost::Requested).unwrap_err().to_string();
+        let error = Client::with_controllers(vec![url], &credential, ExpectedHost::Requested).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }
@@ -206,38 +222,43 @@ async fn commands_authenticate_by_token_or_certificate() {
 #[tokio::test]
 async fn controller_certificate_must_name_the_requested_host() {
     let expected_hosts = |names: &[&str]| ExpectedHost::OneOf(names.iter().map(ToString::to_string).collect());
-    let env = TestEnv::start_at(&["c1.example", "192.0.2.7"]).await;
-    let viewer_credentials = env.certificate(Role::Viewer, "eve");
-    let token_credential =
-        Credential::Token { file: env.token_file(coreward_api::Role::Viewer), ca: Some(viewer_credentials.ca.clone()) };
-    for proof in [token_credential, Credential::Certificate(viewer_credentials.clone())] {
-        let error_text = env.client_with(proof.clone()).status(false).await.unwrap_err().to_string();
+    let env = TestEnv::start_with_certificate_for(&["c1.example", "192.0.2.7"]).await;
+    let viewer_credentials = env.issue_certificate(Role::Viewer, "eve");
+    let token_credential = Credential::Token {
+        file: env.token_file(coreward_api::Role::Viewer),
+        ca: Some(viewer_credentials.ca_path.clone()),
+    };
+    for credential in [token_credential, Credential::Certificate(viewer_credentials.clone())] {
+        let error_text = env.client_with(credential.clone()).status(false).await.unwrap_err().to_string();
         let expected = "its certificate is for controller c1 at c1.example, 192.0.2.7: expected one for 127.0.0.1";
         assert!(error_text.contains(expected) && error_text.contains("--controller-name"), "{error_text}");
-        for named in ["c1", "c1.example", "192.0.2.7"] {
-            let client = env.client_of_url(&env.url(), proof.clone(), expected_hosts(&["another", named]));
-            client.status(false).await.unwrap_or_else(|error| panic!("{named}: {error:#}"));
+        for expected_name in ["c1", "c1.example", "192.0.2.7"] {
+            let client = env.client_of_url(&env.url(), credential.clone(), expected_hosts(&["another", expected_name]));
+            client.status(false).await.unwrap_or_else(|error| panic!("{expected_name}: {error:#}"));
         }
-        let rejection =
-            env.client_of_url(&env.url(), proof, expected_hosts(&["c2", "127.0.0.1"])).status(false).await.unwrap_err();
+        let rejection = env
+            .client_of_url(&env.url(), credential, expected_hosts(&["c2", "127.0.0.1"]))
+            .status(false)
+            .await
+            .unwrap_err();
         let error_text = rejection.to_string();
         assert!(error_text.contains("192.0.2.7: expected one for c2 or 127.0.0.1"), "{error_text}");
     }
-    env.running.kill().await;
+    env.controller.kill().await;
 
-    let env = TestEnv::start_at(&["localhost"]).await;
-    let proof = Credential::Certificate(env.certificate(Role::Viewer, "eve"));
+    let env = TestEnv::start_with_certificate_for(&["localhost"]).await;
+    let credential = Credential::Certificate(env.issue_certificate(Role::Viewer, "eve"));
     let localhost_url = env.url().replace("127.0.0.1", "localhost");
-    env.client_of_url(&localhost_url, proof.clone(), ExpectedHost::Requested).status(false).await.unwrap();
-    env.client_with(proof).status(false).await.unwrap_err();
-    env.running.kill().await;
+    env.client_of_url(&localhost_url, credential.clone(), ExpectedHost::Requested).status(false).await.unwrap();
+    env.client_with(credential).status(false).await.unwrap_err();
+    env.controller.kill().await;
 
-    let env = TestEnv::start_at(&[]).await;
-    let proof = Credential::Certificate(env.certificate(Role::Viewer, "eve"));
-    env.client_with(proof.clone()).status(false).await.unwrap();
-    env.client_of_url(&env.url(), proof.clone(), expected_hosts(&["c1"])).status(false).await.unwrap();
+    let env = TestEnv::start_with_certificate_for(&[]).await;
+    let credential = Credential::Certificate(env.issue_certificate(Role::Viewer, "eve"));
+    env.client_with(credential.clone()).status(false).await.unwrap();
+    env.client_of_url(&env.url(), credential.clone(), expected_hosts(&["c1"])).status(false).await.unwrap();
     let rejection =
-        env.client_of_url(&env.url(), proof, expected_hosts(&["127.0.0.1"])).status(false).await.unwrap_err();
+        env.client_of_url(&env.url(), credential, expected_hosts(&["127.0.0.1"])).status(false).await.unwrap_err();
     let expected = "its certificate is for controller c1 at no host that it names: expected one for 127.0.0.1";
     assert!(rejection.to_string().contains(expected), "{rejection}");
 }
@@ -245,15 +266,16 @@ async fn controller_certificate_must_name_the_requested_host() {
 #[tokio::test]
 async fn revoked_certificate_is_rejected() {
     let env = TestEnv::start().await;
-    let lost_credentials = env.certificate(Role::Operator, "lost");
+    let lost_credentials = env.issue_certificate(Role::Operator, "lost");
     let client = env.client_with(Credential::Certificate(lost_credentials.clone()));
     client.status(false).await.unwrap();
-    let TestEnv { home, authority, running } = env;
-    running.kill().await;
-    let fingerprint = coreward_tls::read_certificates(&lost_credentials.certificate).unwrap()[0].fingerprint;
-    let config_text = std::fs::read_to_string(home.config()).unwrap();
-    std::fs::write(home.config(), format!("revoked_certificates = [\"{fingerprint}\"]\n{config_text}")).unwrap();
-    let env = TestEnv { running: home.start().await, home, authority };
+    let TestEnv { test_directory, authority, controller } = env;
+    controller.kill().await;
+    let fingerprint = coreward_tls::read_certificates(&lost_credentials.certificate_path).unwrap()[0].fingerprint;
+    let config_text = std::fs::read_to_string(test_directory.config_path()).unwrap();
+    std::fs::write(test_directory.config_path(), format!("revoked_certificates = [\"{fingerprint}\"]\n{config_text}"))
+        .unwrap();
+    let env = TestEnv { controller: test_directory.start_controller().await, test_directory, authority };
     let rejection_error =
         env.client_with(Credential::Certificate(lost_credentials)).status(false).await.unwrap_err().to_string();
     assert!(rejection_error.contains("revoked"), "{rejection_error}");
@@ -262,11 +284,11 @@ async fn revoked_certificate_is_rejected() {
 /// Without `[tls]`, a token would cross the network in cleartext.
 #[tokio::test]
 async fn api_that_listens_beyond_its_host_requires_tls() {
-    let test_directory = TestDirectory::new(&["s1"], SERVICE);
-    let config_text = std::fs::read_to_string(test_directory.config()).unwrap();
-    std::fs::write(test_directory.config(), config_text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\""))
+    let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
+    let config_text = std::fs::read_to_string(test_directory.config_path()).unwrap();
+    std::fs::write(test_directory.config_path(), config_text.replace("api = \"127.0.0.1:0\"", "api = \"0.0.0.0:0\""))
         .unwrap();
-    let bind_error = coreward_control_server::server::ControllerServer::bind(&test_directory.config())
+    let bind_error = coreward_control_server::server::ControllerServer::bind(&test_directory.config_path())
         .await
         .err()
         .expect("refused")

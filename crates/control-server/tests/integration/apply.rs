@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// Returns a test directory whose controller's file names no fleet file.
-fn home() -> TestDirectory {
+fn empty_test_directory() -> TestDirectory {
     let test_directory = TestDirectory::new(&[], "");
     test_directory.write_controllers_file("");
     test_directory
@@ -27,8 +27,8 @@ fn fleet_document(servers: &[&str], additional_text: &str) -> String {
 const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n";
 
 impl TestDirectory {
-    fn file(&self, text: &str) -> PathBuf {
-        let path = self.directory.path().join("wanted.toml");
+    fn write_proposed_file(&self, text: &str) -> PathBuf {
+        let path = self.temporary_directory.path().join("wanted.toml");
         std::fs::write(&path, text).unwrap();
         path
     }
@@ -36,14 +36,16 @@ impl TestDirectory {
 
 impl RunningController {
     /// Reads the proposed fleet in a blocking task, because `coreward apply` has a runtime of its own.
-    async fn proposed(&self, home: &TestDirectory, text: &str) -> Result<ProposedFleet, String> {
-        let (client, file) = (self.client.clone(), home.file(text));
-        let proposed = tokio::task::spawn_blocking(move || ProposedFleet::read(&client, &file)).await.unwrap();
-        proposed.map_err(|error| format!("{error:#}").replace(home.directory.path().to_str().unwrap(), ""))
+    async fn read_proposal(&self, test_directory: &TestDirectory, text: &str) -> Result<ProposedFleet, String> {
+        let (client, file) = (self.client.clone(), test_directory.write_proposed_file(text));
+        let proposed_fleet = tokio::task::spawn_blocking(move || ProposedFleet::read(&client, &file)).await.unwrap();
+        proposed_fleet.map_err(|error| {
+            format!("{error:#}").replace(test_directory.temporary_directory.path().to_str().unwrap(), "")
+        })
     }
 
-    async fn apply(&self, home: &TestDirectory, text: &str) -> Result<u64, String> {
-        apply(self.proposed(home, text).await?).await
+    async fn apply(&self, test_directory: &TestDirectory, text: &str) -> Result<u64, String> {
+        apply(self.read_proposal(test_directory, text).await?).await
     }
 
     async fn shown_fleet(&self, format: OutputFormat) -> String {
@@ -55,9 +57,9 @@ impl RunningController {
         self.client.fleet().await.unwrap()
     }
 
-    async fn wait_for_status(&self, what: &str, is_so: impl Fn(&Status) -> bool) {
-        with_timeout(what, async {
-            while !is_so(&self.status().await) {
+    async fn wait_for_status(&self, awaited_event: &str, is_expected: impl Fn(&Status) -> bool) {
+        with_timeout(awaited_event, async {
+            while !is_expected(&self.status().await) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
         })
@@ -70,10 +72,11 @@ impl RunningController {
         &self,
     ) -> (BTreeMap<String, (u32, String, u32)>, BTreeMap<String, (String, u32, Vec<String>)>) {
         let status = self.status().await;
-        let stored = |state| if state == ServerState::Joining { ServerState::Active } else { state };
-        let server = |server: Server| (server.name, (server.id, stored(server.state).to_string(), server.weight));
-        let service = |service: Service| (service.name, (service.policy, service.bucket_count, service.servers));
-        (status.servers.into_iter().map(server).collect(), status.services.into_iter().map(service).collect())
+        let to_stored_state = |state| if state == ServerState::Joining { ServerState::Active } else { state };
+        let server =
+            |server: Server| (server.name, (server.id, to_stored_state(server.state).to_string(), server.weight));
+        let service_entry = |service: Service| (service.name, (service.policy, service.bucket_count, service.servers));
+        (status.servers.into_iter().map(server).collect(), status.services.into_iter().map(service_entry).collect())
     }
 }
 
@@ -81,35 +84,35 @@ fn server_state(status: &Status, name: &str) -> ServerState {
     status.servers.iter().find(|server| server.name == name).unwrap().state
 }
 
-async fn apply(proposed: ProposedFleet) -> Result<u64, String> {
-    let applied = tokio::task::spawn_blocking(move || proposed.apply()).await.unwrap();
-    applied.map(|applied| applied.generation).map_err(|error| format!("{error:#}"))
+async fn apply(proposed_fleet: ProposedFleet) -> Result<u64, String> {
+    let apply_result = tokio::task::spawn_blocking(move || proposed_fleet.apply()).await.unwrap();
+    apply_result.map(|applied_fleet| applied_fleet.generation).map_err(|error| format!("{error:#}"))
 }
 
 #[tokio::test]
 async fn applied_fleet_is_shown_and_survives_a_restart() {
-    let test_directory = home();
-    let controller = test_directory.start().await;
+    let test_directory = empty_test_directory();
+    let controller = test_directory.start_controller().await;
     assert_eq!(controller.applied_document().await, Fleet { generation: 0, text: String::new(), file: None });
     let first_document = fleet_document(&["s1", "s2"], "");
-    let proposed_fleet = controller.proposed(&test_directory, &first_document).await.unwrap();
+    let proposed_fleet = controller.read_proposal(&test_directory, &first_document).await.unwrap();
     let is_added = |change: &&FleetChange| change.message.starts_with("+ ");
     let added_subjects: Vec<&str> =
         proposed_fleet.changes().iter().filter(is_added).map(|change| change.subject.as_str()).collect();
     assert_eq!(added_subjects, ["server s1", "server s2", "service web"]);
     assert_eq!(controller.applied_document().await.generation, 0, "a look changes nothing");
     assert_eq!(apply(proposed_fleet).await, Ok(1));
-    let stored_before = controller.stored_configuration().await;
-    assert_eq!(stored_before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
+    let configuration_before = controller.stored_configuration().await;
+    assert_eq!(configuration_before.0.keys().collect::<Vec<_>>(), ["s1", "s2"]);
 
-    let repeated_proposal = controller.proposed(&test_directory, &first_document).await.unwrap();
+    let repeated_proposal = controller.read_proposal(&test_directory, &first_document).await.unwrap();
     assert!(
         repeated_proposal.is_in_force()
             && repeated_proposal.format_changes(OutputFormat::Text).unwrap()
                 == "generation 1 is the same: nothing changes\n"
     );
     let draining_document = first_document.replace("10.2.0.1\"\n", "10.2.0.1\"\nstate = \"draining\"\n");
-    let draining_fleet = controller.proposed(&test_directory, &draining_document).await.unwrap();
+    let draining_fleet = controller.read_proposal(&test_directory, &draining_document).await.unwrap();
     assert_eq!(
         draining_fleet.format_changes(OutputFormat::Text).unwrap(),
         "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
@@ -127,20 +130,23 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
     );
 
     controller.kill().await;
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     assert_eq!(controller.applied_document().await, Fleet { generation: 2, text: draining_document, file: None });
-    let stored_after = controller.stored_configuration().await;
-    assert_eq!(stored_after.0["s1"], (stored_before.0["s1"].0, "draining".to_owned(), 1));
-    assert_eq!((&stored_after.0["s2"], &stored_after.1), (&stored_before.0["s2"], &stored_before.1));
+    let configuration_after = controller.stored_configuration().await;
+    assert_eq!(configuration_after.0["s1"], (configuration_before.0["s1"].0, "draining".to_owned(), 1));
+    assert_eq!(
+        (&configuration_after.0["s2"], &configuration_after.1),
+        (&configuration_before.0["s2"], &configuration_before.1)
+    );
 }
 
 #[tokio::test]
 async fn apply_to_an_old_generation_is_rejected() {
-    let test_directory = home();
-    let controller = test_directory.start().await;
+    let test_directory = empty_test_directory();
+    let controller = test_directory.start_controller().await;
     controller.apply(&test_directory, &fleet_document(&["s1"], "")).await.unwrap();
     let [late, early] = [&["s1", "s3"], &["s1", "s2"]].map(|servers| fleet_document(servers, ""));
-    let late_proposal = controller.proposed(&test_directory, &late).await.unwrap();
+    let late_proposal = controller.read_proposal(&test_directory, &late).await.unwrap();
     assert_eq!(controller.apply(&test_directory, &early).await, Ok(2));
     assert_eq!(
         apply(late_proposal).await.unwrap_err(),
@@ -151,11 +157,11 @@ async fn apply_to_an_old_generation_is_rejected() {
 
 #[tokio::test]
 async fn invalid_document_changes_nothing() {
-    let test_directory = home();
-    let controller = test_directory.start().await;
+    let test_directory = empty_test_directory();
+    let controller = test_directory.start_controller().await;
     let first_document = fleet_document(&["s1"], "").replace("address", "id = 7\naddress");
     controller.apply(&test_directory, &first_document).await.unwrap();
-    let stored_before = controller.stored_configuration().await;
+    let configuration_before = controller.stored_configuration().await;
     let invalid_document = fleet_document(&["s1", "s1"], "weihgt = 2\n");
     assert_eq!(
         controller.apply(&test_directory, &invalid_document).await.unwrap_err().lines().collect::<Vec<_>>(),
@@ -178,17 +184,17 @@ async fn invalid_document_changes_nothing() {
     // A client that does not check first gets the same answer.
     let invalid_fleet =
         NewFleet { name: "w".into(), text: "load_ewma_alpha = 2\n".into(), generation: 1, dry_run: false };
-    let rejection = controller.client.put_fleet(&invalid_fleet).await.unwrap_err();
+    let rejection = controller.client.apply_fleet(&invalid_fleet).await.unwrap_err();
     assert_eq!(rejection.to_string(), "w:1:19: key `load_ewma_alpha`: alpha 2: expected a number above 0, at most 1");
     assert_eq!(controller.applied_document().await, Fleet { generation: 1, text: first_document, file: None });
-    assert_eq!(controller.stored_configuration().await, stored_before);
+    assert_eq!(controller.stored_configuration().await, configuration_before);
 }
 
 /// The slow start of a server is not stored, so the next controller gives the server its full share at once.
 #[tokio::test]
 async fn slow_start_ends_with_a_restart() {
-    let test_directory = home();
-    let controller = test_directory.start().await;
+    let test_directory = empty_test_directory();
+    let controller = test_directory.start_controller().await;
     let slow_start_line = "slow_start = \"1h\"\n";
     assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1"], slow_start_line)).await, Ok(1));
     controller.wait_for_status("the first table", |status| status.services[0].table_generation > 0).await;
@@ -196,7 +202,7 @@ async fn slow_start_ends_with_a_restart() {
     controller.wait_for_status("s2 to join", |status| server_state(status, "s2") == ServerState::Joining).await;
     assert_eq!(controller.stored_configuration().await.0["s2"].1, "active", "its slow start is not stored");
     controller.kill().await;
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     assert_eq!(server_state(&controller.status().await, "s2"), ServerState::Active);
 }
 
@@ -204,31 +210,33 @@ async fn slow_start_ends_with_a_restart() {
 #[tokio::test]
 async fn fleet_managed_by_a_file_changes_only_there() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
-    let fleet_file = test_directory.directory.path().join("fleet.toml");
-    let controller = test_directory.start().await;
+    let fleet_file = test_directory.temporary_directory.path().join("fleet.toml");
+    let controller = test_directory.start_controller().await;
     let applied_fleet = controller.applied_document().await;
     assert_eq!((applied_fleet.generation, applied_fleet.text), (1, std::fs::read_to_string(&fleet_file).unwrap()));
     assert_eq!(applied_fleet.file, Some(fleet_file.display().to_string()));
     // An operator may still see what a document would change.
-    let proposed_fleet = controller.proposed(&test_directory, &fleet_document(&["s2"], "")).await.unwrap();
+    let proposed_fleet = controller.read_proposal(&test_directory, &fleet_document(&["s2"], "")).await.unwrap();
     assert!(
         proposed_fleet.changes().iter().any(|change| change.message == "- server s1"),
         "{:?}",
         proposed_fleet.changes()
     );
-    let apply_error =
-        apply(proposed_fleet).await.unwrap_err().replace(&test_directory.directory.path().display().to_string(), "");
+    let apply_error = apply(proposed_fleet)
+        .await
+        .unwrap_err()
+        .replace(&test_directory.temporary_directory.path().display().to_string(), "");
     assert_eq!(
         apply_error,
         "this controller's fleet is managed by /fleet.toml (`fleet` in /controller.toml): expected changes there, then \
          SIGHUP"
     );
-    let stored_before = controller.stored_configuration().await;
+    let configuration_before = controller.stored_configuration().await;
     controller.kill().await;
     test_directory.write_controllers_file("");
     std::fs::remove_file(fleet_file).unwrap();
-    let controller = test_directory.start().await;
-    assert_eq!(controller.stored_configuration().await, stored_before);
+    let controller = test_directory.start_controller().await;
+    assert_eq!(controller.stored_configuration().await, configuration_before);
     assert_eq!(controller.apply(&test_directory, &fleet_document(&["s1", "s2"], "")).await, Ok(2));
 }
 
@@ -236,7 +244,8 @@ async fn fleet_managed_by_a_file_changes_only_there() {
 fn valid_documents() -> impl Strategy<Value = String> {
     let server_keys = (0u8..3, any::<bool>(), 0u8..=100, any::<bool>());
     let servers = prop::collection::btree_map(1u8..40, server_keys, 0..12);
-    let service_keys = (prop::sample::select(coreward_model::policy::names()), 0u32..12, 0u64..=3_600, any::<bool>());
+    let service_keys =
+        (prop::sample::select(coreward_model::policy::policy_names()), 0u32..12, 0u64..=3_600, any::<bool>());
     let services = prop::collection::btree_map(1u16..1000, service_keys, 0..6);
     (servers, services, 10u32..=1000, 1u32..=1000, prop::option::of(24u32..=8760)).prop_map(
         |(servers, services, interval, alpha, rotation)| {
@@ -270,8 +279,8 @@ proptest! {
     fn any_fleet_survives_a_restart(first in valid_documents(), second in valid_documents()) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
-            let test_directory = home();
-            let controller = test_directory.start().await;
+            let test_directory = empty_test_directory();
+            let controller = test_directory.start_controller().await;
             prop_assert_eq!(controller.apply(&test_directory, &first).await, Ok(1));
             // An id that the first document assigned may still be in cookies. In this case the second document is
             // rejected completely.
@@ -280,7 +289,7 @@ proptest! {
             prop_assert_eq!(&controller.applied_document().await.text, expected_document);
             let configuration_before = (controller.applied_document().await, controller.stored_configuration().await);
             controller.kill().await;
-            let controller = test_directory.start().await;
+            let controller = test_directory.start_controller().await;
             let configuration_after = (controller.applied_document().await, controller.stored_configuration().await);
             controller.kill().await;
             prop_assert_eq!(configuration_after, configuration_before);

@@ -10,7 +10,7 @@ use crate::support::{RunningController, TestDirectory, with_timeout};
 
 /// Returns a test directory without a fleet file, because the tests apply the fleet through the API.
 fn directory_without_fleet_file() -> TestDirectory {
-    let test_directory = TestDirectory { directory: tempfile::tempdir().unwrap() };
+    let test_directory = TestDirectory { temporary_directory: tempfile::tempdir().unwrap() };
     test_directory.write_controllers_file("");
     test_directory
 }
@@ -21,17 +21,18 @@ fn fleet_document(servers: &[&str]) -> String {
     format!("{server_sections}[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\nhealth = {{ check = \"tcp\" }}\n")
 }
 
-async fn apply_document(running: &RunningController, text: &str, generation: u64) {
+async fn apply_document(controller: &RunningController, text: &str, generation: u64) {
     let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
-    running.client.put_fleet(&fleet).await.unwrap();
+    controller.client.apply_fleet(&fleet).await.unwrap();
 }
 
-async fn load_balancer(running: &RunningController) -> mpsc::Sender<v1::LoadBalancerMessage> {
+async fn load_balancer(controller: &RunningController) -> mpsc::Sender<v1::LoadBalancerMessage> {
     let (sender, receiver) = mpsc::channel(4);
     let registration =
         v1::LoadBalancerRegistration { name: "lb1".into(), version: "test".into(), ..Default::default() };
-    send(&sender, Message::Registration(registration)).await;
-    let mut updates = running.client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+    send_message(&sender, Message::Registration(registration)).await;
+    let mut updates =
+        controller.control_client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     tokio::spawn(async move { while let Ok(Some(_)) = updates.message().await {} });
     sender
 }
@@ -41,23 +42,23 @@ async fn wait_for_rate_limit() {
     tokio::time::sleep(std::time::Duration::from_millis(60)).await;
 }
 
-async fn send(sender: &mpsc::Sender<v1::LoadBalancerMessage>, message: Message) {
+async fn send_message(sender: &mpsc::Sender<v1::LoadBalancerMessage>, message: Message) {
     sender.send(v1::LoadBalancerMessage { message: Some(message) }).await.unwrap();
 }
 
 #[tokio::test]
 async fn audit_entry_survives_a_restart() {
     let test_directory = directory_without_fleet_file();
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     apply_document(&controller, &fleet_document(&["s1", "s2"]), 0).await;
     controller.client.drain("s1", &DrainServer::default()).await.unwrap();
     controller.client.drain("s1", &DrainServer::default()).await.unwrap();
     apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 1).await;
     controller.kill().await;
 
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     controller.client.undrain("s1").await.unwrap();
-    let audit = controller.client.audit(&AuditQuery::default()).await.unwrap();
+    let audit = controller.client.audit_log(&AuditQuery::default()).await.unwrap();
     let audit_entries: Vec<(u64, &str, &str, &str, &str)> = audit
         .entries
         .iter()
@@ -80,14 +81,14 @@ async fn audit_entry_survives_a_restart() {
         assert!(entry.actor.starts_with("operator token ") && entry.actor.len() == "operator token ".len() + 8);
         assert_eq!(entry.from_address, "127.0.0.1");
     }
-    let newest_entries = controller.client.audit(&AuditQuery { after: 0, limit: Some(1) }).await.unwrap();
+    let newest_entries = controller.client.audit_log(&AuditQuery { after: 0, limit: Some(1) }).await.unwrap();
     assert_eq!(newest_entries.entries, audit.entries[3..]);
 }
 
 #[tokio::test]
 async fn update_rejected_by_a_load_balancer_is_reported() {
     let test_directory = directory_without_fleet_file();
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     apply_document(&controller, &fleet_document(&["s1"]), 0).await;
     let load_balancer_sender = load_balancer(&controller).await;
     let acknowledgements = with_timeout("the load balancer", async {
@@ -116,15 +117,18 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
                 refused: vec![refused_update.clone()],
                 ..Default::default()
             };
-            send(&load_balancer_sender, Message::State(state)).await;
+            send_message(&load_balancer_sender, Message::State(state)).await;
             wait_for_rate_limit().await;
         }
     })
     .await;
     assert_eq!((acknowledgements.acknowledged_count, acknowledgements.refused_count), (1, 1));
-    let [refused] = &acknowledgements.refused[..] else { panic!("{acknowledgements:?}") };
-    assert_eq!((refused.name.as_str(), refused.service.as_deref()), ("lb1", Some("web")));
-    assert_eq!((refused.kind.as_str(), refused.reason.as_str()), ("configuration", rejection_reason.as_str()));
+    let [listed_refusal] = &acknowledgements.refused[..] else { panic!("{acknowledgements:?}") };
+    assert_eq!((listed_refusal.name.as_str(), listed_refusal.service.as_deref()), ("lb1", Some("web")));
+    assert_eq!(
+        (listed_refusal.kind.as_str(), listed_refusal.reason.as_str()),
+        ("configuration", rejection_reason.as_str())
+    );
 
     let load_balancer_state = controller.status().await.load_balancers.remove(0).state.unwrap();
     assert_eq!(
@@ -150,7 +154,7 @@ async fn update_rejected_by_a_load_balancer_is_reported() {
 #[tokio::test]
 async fn concurrent_drains_leave_one_healthy_server() {
     let test_directory = directory_without_fleet_file();
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     apply_document(&controller, &fleet_document(&["s1", "s2", "s3"]), 0).await;
     let load_balancer_sender = load_balancer(&controller).await;
     let status = controller.status().await;
@@ -160,7 +164,7 @@ async fn concurrent_drains_leave_one_healthy_server() {
         ..Default::default()
     });
     let services = vec![v1::ServiceHealth { service_index: 0, servers: servers.collect() }];
-    send(&load_balancer_sender, Message::Health(v1::LoadBalancerHealth { services })).await;
+    send_message(&load_balancer_sender, Message::Health(v1::LoadBalancerHealth { services })).await;
     with_timeout("s3 down", async {
         let is_s3_down =
             |server: &coreward_api::types::Server| server.name == "s3" && server.state == ServerState::Down;

@@ -16,50 +16,57 @@ const NO_SERVICES_TOML: &str = "report_interval = \"50ms\"\n";
 /// A connected load balancer that has already had an active configuration.
 struct LoadBalancer {
     updates: Streaming<DataplaneUpdate>,
-    newest: Option<FleetConfiguration>,
+    newest_configuration: Option<FleetConfiguration>,
     _messages: mpsc::Sender<v1::LoadBalancerMessage>,
 }
 
 impl LoadBalancer {
-    async fn connect(running: &RunningController, configuration_generation: u64) -> Self {
+    async fn connect(controller: &RunningController, configuration_generation: u64) -> Self {
         let (messages, receiver) = mpsc::channel(4);
-        let first = v1::LoadBalancerRegistration { name: "lb1".into(), configuration_generation, ..Default::default() };
-        let message = Some(Message::Registration(first));
+        let registration =
+            v1::LoadBalancerRegistration { name: "lb1".into(), configuration_generation, ..Default::default() };
+        let message = Some(Message::Registration(registration));
         messages.send(v1::LoadBalancerMessage { message }).await.unwrap();
-        let updates = running.client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+        let updates =
+            controller.control_client().await.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
         with_timeout("the load balancer on record", async {
-            while running.status().await.load_balancers.iter().all(|balancer| balancer.owner.is_none()) {
+            while controller.status().await.load_balancers.iter().all(|balancer| balancer.owner.is_none()) {
                 tokio::time::sleep(std::time::Duration::from_millis(60)).await;
             }
         })
         .await;
-        Self { updates, newest: None, _messages: messages }
+        Self { updates, newest_configuration: None, _messages: messages }
     }
 
     /// Waits for the next configuration, and returns the number of its services.
-    async fn services(&mut self) -> usize {
+    async fn next_service_count(&mut self) -> usize {
         loop {
             let update = with_timeout("an update", self.updates.message()).await.unwrap().unwrap().update;
-            if update.is_some_and(|update| apply_update(&mut self.newest, &update)) {
-                return self.newest.as_ref().expect("a stream begins with a whole configuration").services.len();
+            if update.is_some_and(|update| apply_update(&mut self.newest_configuration, &update)) {
+                return self
+                    .newest_configuration
+                    .as_ref()
+                    .expect("a stream begins with a whole configuration")
+                    .services
+                    .len();
             }
         }
     }
 }
 
-async fn apply_document(running: &RunningController, text: &str, generation: u64) {
+async fn apply_document(controller: &RunningController, text: &str, generation: u64) {
     let fleet = NewFleet { name: "fleet.toml".into(), text: text.into(), generation, dry_run: false };
-    running.client.put_fleet(&fleet).await.unwrap();
+    controller.client.apply_fleet(&fleet).await.unwrap();
 }
 
 fn metric_line(controller: &RunningController, name: &str) -> String {
-    let metrics_text = (controller.metrics)();
+    let metrics_text = (controller.metrics_text)();
     metrics_text.lines().find_map(|line| line.strip_prefix(&format!("{name} "))).unwrap_or_default().to_owned()
 }
 
 /// Returns a test directory without a fleet file, because the tests apply the fleet through the API.
 fn directory_without_fleet_file() -> TestDirectory {
-    let test_directory = TestDirectory { directory: tempfile::tempdir().unwrap() };
+    let test_directory = TestDirectory { temporary_directory: tempfile::tempdir().unwrap() };
     test_directory.write_controllers_file("");
     test_directory
 }
@@ -67,7 +74,7 @@ fn directory_without_fleet_file() -> TestDirectory {
 #[tokio::test]
 async fn controller_without_a_document_sends_no_configuration() {
     let test_directory = directory_without_fleet_file();
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     let mut load_balancer = LoadBalancer::connect(&controller, 27).await;
     let warnings = controller.status().await.warnings;
     assert!(warnings.iter().any(|warning| warning.starts_with("the store has no document")), "{warnings:?}");
@@ -77,7 +84,7 @@ async fn controller_without_a_document_sends_no_configuration() {
     assert_eq!(metric_line(&controller, "coreward_store_has_document"), "0.0");
 
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
-    assert_eq!(load_balancer.services().await, 1, "the first configuration that was sent");
+    assert_eq!(load_balancer.next_service_count().await, 1, "the first configuration that was sent");
     assert_eq!(controller.status().await.warnings, [""; 0]);
     assert_eq!(metric_line(&controller, "coreward_store_behind"), "0.0");
     assert_eq!(metric_line(&controller, "coreward_store_has_document"), "1.0");
@@ -86,26 +93,26 @@ async fn controller_without_a_document_sends_no_configuration() {
 #[tokio::test]
 async fn applied_document_without_services_removes_all_services() {
     let test_directory = directory_without_fleet_file();
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     let mut load_balancer = LoadBalancer::connect(&controller, 0).await;
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
-    assert_eq!(load_balancer.services().await, 1);
+    assert_eq!(load_balancer.next_service_count().await, 1);
     apply_document(&controller, NO_SERVICES_TOML, 1).await;
-    while load_balancer.services().await > 0 {}
+    while load_balancer.next_service_count().await > 0 {}
 }
 
 #[tokio::test]
 async fn restored_older_store_is_reported() {
     let test_directory = directory_without_fleet_file();
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     apply_document(&controller, SERVER_AND_SERVICE_TOML, 0).await;
     let generation = controller.status().await.configuration_generation;
     let _load_balancer = LoadBalancer::connect(&controller, generation).await;
     assert_eq!(controller.status().await.warnings, [""; 0]);
     controller.kill().await;
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     let mut load_balancer = LoadBalancer::connect(&controller, generation + 20).await;
-    assert_eq!(load_balancer.services().await, 1);
+    assert_eq!(load_balancer.next_service_count().await, 1);
     assert_eq!(controller.status().await.warnings.len(), 1);
     assert_eq!(metric_line(&controller, "coreward_store_behind"), "1.0");
 }

@@ -8,7 +8,7 @@ use coreward_http::{Problem, ProblemKind};
 use coreward_model::placement::PlacementTable;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::{agent_message, agent_update, dataplane_update, load_balancer_message};
-use coreward_wire::{FleetConfiguration, STATE_INTERVAL, SocketQuery, table, v1};
+use coreward_wire::{FleetConfiguration, STATE_MESSAGE_INTERVAL, SocketQuery, table, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
@@ -17,20 +17,21 @@ use tonic::{Code, Streaming};
 use crate::support::{RunningController, SIGHUP_LOCK, TestDirectory, apply_update, with_timeout};
 
 impl RunningController {
-    async fn agent(&self, server: &str) -> Agent {
+    async fn connect_agent(&self, server: &str) -> Agent {
         let (sender, receiver) = mpsc::channel(4);
         let registration = v1::AgentRegistration { server: server.into(), version: "test".into() };
-        let agent = Agent { sender, sequence: 0, busy_ns: vec![0; 2], answers: None };
-        agent.send(agent_message::Message::Registration(registration)).await;
-        let answers = self.client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-        Agent { answers: Some(answers), ..agent }
+        let agent = Agent { sender, sequence: 0, core_busy_ns: vec![0; 2], updates: None };
+        agent.send_message(agent_message::Message::Registration(registration)).await;
+        let agent_updates =
+            self.control_client().await.agent(ReceiverStream::new(receiver)).await.unwrap().into_inner();
+        Agent { updates: Some(agent_updates), ..agent }
     }
 
-    async fn load_balancer(&self, client: ControlClient<Channel>) -> LoadBalancer {
-        self.load_balancer_named("lb1", client).await
+    async fn connect_load_balancer(&self, client: ControlClient<Channel>) -> LoadBalancer {
+        self.connect_load_balancer_as("lb1", client).await
     }
 
-    async fn load_balancer_named(&self, name: &str, client: ControlClient<Channel>) -> LoadBalancer {
+    async fn connect_load_balancer_as(&self, name: &str, client: ControlClient<Channel>) -> LoadBalancer {
         let (sender, receiver) = mpsc::channel(4);
         let registration = v1::LoadBalancerRegistration {
             name: name.into(),
@@ -41,49 +42,49 @@ impl RunningController {
         let message = Some(load_balancer_message::Message::Registration(registration));
         sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
         let updates = client.clone().load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
-        LoadBalancer { sender, updates, newest: None }
+        LoadBalancer { sender, updates, newest_configuration: None }
     }
 }
 
 struct Agent {
     sender: mpsc::Sender<v1::AgentMessage>,
     sequence: u64,
-    busy_ns: Vec<u64>,
-    answers: Option<Streaming<v1::AgentUpdate>>,
+    core_busy_ns: Vec<u64>,
+    updates: Option<Streaming<v1::AgentUpdate>>,
 }
 
 impl Agent {
-    async fn send(&self, message: agent_message::Message) {
+    async fn send_message(&self, message: agent_message::Message) {
         self.sender.send(v1::AgentMessage { message: Some(message) }).await.unwrap();
     }
 
-    async fn update(&mut self) -> Result<agent_update::Update, tonic::Status> {
-        let answers = self.answers.as_mut().unwrap();
-        let update = with_timeout("an agent's update", answers.message()).await?.expect("the stream goes on");
-        Ok(update.update.expect("an update has contents"))
+    async fn next_update(&mut self) -> Result<agent_update::Update, tonic::Status> {
+        let updates = self.updates.as_mut().unwrap();
+        let agent_update = with_timeout("an agent's update", updates.message()).await?.expect("the stream goes on");
+        Ok(agent_update.update.expect("an update has contents"))
     }
 
-    async fn configuration(&mut self) -> Result<v1::AgentConfiguration, tonic::Status> {
+    async fn next_configuration(&mut self) -> Result<v1::AgentConfiguration, tonic::Status> {
         loop {
-            if let agent_update::Update::Configuration(configuration) = self.update().await? {
+            if let agent_update::Update::Configuration(configuration) = self.next_update().await? {
                 return Ok(configuration);
             }
         }
     }
 
     /// Reports the load of each core, as the busy fraction of the time since the last report.
-    async fn report(&mut self, loads: [f64; 2]) {
+    async fn send_report(&mut self, loads: [f64; 2]) {
         self.sequence += 1;
         let measured_ns = self.sequence * 10_000_000;
-        for (busy, load) in self.busy_ns.iter_mut().zip(loads) {
-            *busy += (load * 10e6) as u64;
+        for (core_busy_ns, load) in self.core_busy_ns.iter_mut().zip(loads) {
+            *core_busy_ns += (load * 10e6) as u64;
         }
         let report = v1::Report {
             sequence: self.sequence,
             sent_unix_ns: SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos() as u64,
             time_to_live_ms: 60_000,
             measured_ns,
-            core_busy_ns: self.busy_ns.clone(),
+            core_busy_ns: self.core_busy_ns.clone(),
             open_connections: 5,
             rss_generation: 1,
             rss: (self.sequence == 1).then(|| v1::Rss {
@@ -94,43 +95,47 @@ impl Agent {
             }),
             ..Default::default()
         };
-        self.send(agent_message::Message::Report(report)).await;
+        self.send_message(agent_message::Message::Report(report)).await;
     }
 }
 
 struct LoadBalancer {
     sender: mpsc::Sender<v1::LoadBalancerMessage>,
     updates: Streaming<v1::DataplaneUpdate>,
-    newest: Option<FleetConfiguration>,
+    newest_configuration: Option<FleetConfiguration>,
 }
 
 impl LoadBalancer {
-    async fn update(&mut self) -> dataplane_update::Update {
+    async fn next_update(&mut self) -> dataplane_update::Update {
         let message = with_timeout("an update", self.updates.message()).await.unwrap().expect("the stream goes on");
         let update = message.update.expect("an update has contents");
-        apply_update(&mut self.newest, &update);
+        apply_update(&mut self.newest_configuration, &update);
         update
     }
 
-    async fn configuration(&mut self) -> FleetConfiguration {
+    async fn next_configuration(&mut self) -> FleetConfiguration {
         use dataplane_update::Update::{Change, Configuration};
-        while !matches!(self.update().await, Configuration(_) | Change(_)) {}
-        self.newest.clone().expect("a stream begins with a whole configuration")
+        while !matches!(self.next_update().await, Configuration(_) | Change(_)) {}
+        self.newest_configuration.clone().expect("a stream begins with a whole configuration")
     }
 
-    async fn table(&mut self) -> PlacementTable {
+    async fn next_table(&mut self) -> PlacementTable {
         loop {
-            if let dataplane_update::Update::Table(bytes) = self.update().await {
+            if let dataplane_update::Update::Table(bytes) = self.next_update().await {
                 return table::decode(bytes).unwrap().1;
             }
         }
     }
 
-    async fn next_table_where(&mut self, what: &str, holds: impl Fn(&PlacementTable) -> bool) -> PlacementTable {
-        with_timeout(what, async {
+    async fn next_table_where(
+        &mut self,
+        awaited_event: &str,
+        is_expected: impl Fn(&PlacementTable) -> bool,
+    ) -> PlacementTable {
+        with_timeout(awaited_event, async {
             loop {
-                let table = self.table().await;
-                if holds(&table) {
+                let table = self.next_table().await;
+                if is_expected(&table) {
                     return table;
                 }
             }
@@ -143,28 +148,28 @@ const WEB_SERVICE_TOML: &str = "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:
 
 /// Returns the server of each core's buckets. Even buckets belong to core 0, and odd ones to core 1.
 fn servers_of_cores(table: &PlacementTable) -> Option<[u16; 2]> {
-    let at = |bucket: usize| table.candidates.get(bucket).map(|candidate| candidate.server.get());
-    Some([at(0)?, at(1)?])
+    let server_of_bucket = |bucket: usize| table.candidates.get(bucket).map(|candidate| candidate.server.get());
+    Some([server_of_bucket(0)?, server_of_bucket(1)?])
 }
 
 #[tokio::test]
 async fn tables_follow_reported_loads() {
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
-    let controller = test_directory.start().await;
-    let mut load_balancer = controller.load_balancer(controller.client().await).await;
-    let configuration = load_balancer.configuration().await;
+    let controller = test_directory.start_controller().await;
+    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
+    let configuration = load_balancer.next_configuration().await;
     let id = |name: &str| {
         let servers = &configuration.services[0].servers;
         servers.iter().find(|server| server.name == name).unwrap().id.get()
     };
-    let mut agents = [controller.agent("s1").await, controller.agent("s2").await];
-    let agent_configuration = agents[0].configuration().await.unwrap();
+    let mut agents = [controller.connect_agent("s1").await, controller.connect_agent("s2").await];
+    let agent_configuration = agents[0].next_configuration().await.unwrap();
     assert_eq!((agent_configuration.server_id, agent_configuration.report_interval_ms), (u32::from(id("s1")), 10));
     assert_eq!(agent_configuration.services[0].server_id, u32::from(id("s1")));
 
     for _ in 0..3 {
-        agents[0].report([0.9, 0.1]).await;
-        agents[1].report([0.5, 0.5]).await;
+        agents[0].send_report([0.9, 0.1]).await;
+        agents[1].send_report([0.5, 0.5]).await;
     }
     let expected_servers = Some([id("s2"), id("s1")]);
     let table = load_balancer
@@ -173,7 +178,7 @@ async fn tables_follow_reported_loads() {
     assert_eq!(table.members.len(), 2);
     // The loads of the two cores are exchanged.
     for _ in 0..10 {
-        agents[0].report([0.1, 0.9]).await;
+        agents[0].send_report([0.1, 0.9]).await;
     }
     let expected_servers = Some([id("s1"), id("s2")]);
     load_balancer
@@ -203,7 +208,7 @@ async fn tables_follow_reported_loads() {
     assert_eq!(explanation.servers.len(), 2);
 
     // The reply to `coreward doctor` on the fleet's machines has the same services and servers.
-    let fleet = controller.client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
+    let fleet = controller.control_client().await.fleet(v1::FleetRequest {}).await.unwrap().into_inner();
     assert_eq!((fleet.services[0].name.as_str(), fleet.services[0].timestamps.as_str()), ("web", "server"));
     assert_eq!(BTreeSet::from_iter(&fleet.services[0].servers), BTreeSet::from([&"s1".to_owned(), &"s2".to_owned()]));
     let addresses: BTreeSet<&[u8]> = fleet.servers.iter().map(|server| server.address.as_slice()).collect();
@@ -218,13 +223,13 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     let test_directory = TestDirectory::new(&["s1", "s2", "s3"], &services);
     let mut stored_identities = Vec::new();
     for _ in 0..2 {
-        let controller = test_directory.start().await;
-        let mut load_balancer = controller.load_balancer(controller.client().await).await;
-        let configuration = load_balancer.configuration().await;
-        let mut agent = controller.agent("s1").await;
-        let rss_key = agent.configuration().await.unwrap().fleet_rss_key;
-        load_balancer.table().await;
-        let group_key = load_balancer.table().await.groups.remove(0);
+        let controller = test_directory.start_controller().await;
+        let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
+        let configuration = load_balancer.next_configuration().await;
+        let mut agent = controller.connect_agent("s1").await;
+        let rss_key = agent.next_configuration().await.unwrap().fleet_rss_key;
+        load_balancer.next_table().await;
+        let group_key = load_balancer.next_table().await.groups.remove(0);
         stored_identities.push((configuration.generation, configuration, rss_key, group_key));
         controller.kill().await;
     }
@@ -235,9 +240,9 @@ async fn killed_controller_restarts_with_the_same_ids_and_keys() {
     assert_eq!(first.1.services, second.1.services);
     assert_eq!((first.2, first.3), (second.2, second.3));
     // Another fleet has different secrets.
-    let other_controller = TestDirectory::new(&["s1", "s2", "s3"], &services).start().await;
-    let mut load_balancer = other_controller.load_balancer(other_controller.client().await).await;
-    assert_ne!(load_balancer.configuration().await.keys, first.1.keys);
+    let other_controller = TestDirectory::new(&["s1", "s2", "s3"], &services).start_controller().await;
+    let mut load_balancer = other_controller.connect_load_balancer(other_controller.control_client().await).await;
+    assert_ne!(load_balancer.next_configuration().await.keys, first.1.keys);
 }
 
 #[tokio::test]
@@ -247,19 +252,19 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
     const TIMEOUT: Duration = Duration::from_secs(4);
     for _ in 0..5 {
         let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
-        test_directory.start().await.kill().await;
+        test_directory.start_controller().await.kill().await;
         let start_time = Instant::now();
-        let controller = test_directory.start().await;
-        let mut load_balancer = controller.load_balancer(controller.client().await).await;
-        let configuration = load_balancer.configuration().await;
-        let early_table = tokio::time::timeout(Duration::from_millis(300), load_balancer.table()).await;
-        let mut agents = [controller.agent("s1").await, controller.agent("s2").await];
+        let controller = test_directory.start_controller().await;
+        let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
+        let configuration = load_balancer.next_configuration().await;
+        let early_table = tokio::time::timeout(Duration::from_millis(300), load_balancer.next_table()).await;
+        let mut agents = [controller.connect_agent("s1").await, controller.connect_agent("s2").await];
         for _ in 0..2 {
             for agent in &mut agents {
-                agent.report([0.25, 0.75]).await;
+                agent.send_report([0.25, 0.75]).await;
             }
         }
-        let table = load_balancer.table().await;
+        let table = load_balancer.next_table().await;
         if start_time.elapsed() >= TIMEOUT {
             continue;
         }
@@ -267,7 +272,7 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
         assert_eq!(table.generation, 1);
         assert_eq!(table.members.len(), configuration.services[0].servers.len());
         let half_load = coreward_model::load::load_to_fixed_point(0.5);
-        assert!(table.members.iter().all(|member| member.load == half_load), "{table:?}");
+        assert!(table.members.iter().all(|member| member.fixed_point_load == half_load), "{table:?}");
         return;
     }
     panic!("five times the first table came {TIMEOUT:?} after the start");
@@ -276,14 +281,14 @@ async fn first_table_after_a_restart_waits_for_the_agents() {
 #[tokio::test]
 async fn unknown_and_duplicate_agents_are_rejected() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
-    let controller = test_directory.start().await;
-    let mut first_agent = controller.agent("s1").await;
-    first_agent.configuration().await.unwrap();
-    first_agent.report([0.0, 0.0]).await;
+    let controller = test_directory.start_controller().await;
+    let mut first_agent = controller.connect_agent("s1").await;
+    first_agent.next_configuration().await.unwrap();
+    first_agent.send_report([0.0, 0.0]).await;
 
-    let rejection = controller.agent("s1").await.configuration().await.unwrap_err();
+    let rejection = controller.connect_agent("s1").await.next_configuration().await.unwrap_err();
     assert_eq!(rejection.code(), Code::AlreadyExists);
-    let rejection = controller.agent("s9").await.configuration().await.unwrap_err();
+    let rejection = controller.connect_agent("s9").await.next_configuration().await.unwrap_err();
     assert_eq!(rejection.code(), Code::NotFound);
     assert_eq!(
         rejection.message(),
@@ -292,10 +297,10 @@ async fn unknown_and_duplicate_agents_are_rejected() {
     let status = controller.status().await;
     assert_eq!((status.refused_reports["unknown_server"], status.refused_reports["duplicate_session"]), (1, 1));
     // The first agent still reports. When it disconnects, another one can register at once.
-    first_agent.report([0.0, 0.0]).await;
+    first_agent.send_report([0.0, 0.0]).await;
     drop(first_agent);
     with_timeout("room for another agent", async {
-        while controller.agent("s1").await.configuration().await.is_err() {}
+        while controller.connect_agent("s1").await.next_configuration().await.is_err() {}
     })
     .await;
 }
@@ -304,26 +309,26 @@ async fn unknown_and_duplicate_agents_are_rejected() {
 async fn reloaded_file_is_applied_whole_or_not_at_all() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
-    let controller = test_directory.start().await;
-    let mut load_balancer = controller.load_balancer(controller.client().await).await;
-    let old_configuration = load_balancer.configuration().await;
+    let controller = test_directory.start_controller().await;
+    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
+    let old_configuration = load_balancer.next_configuration().await;
     load_balancer.next_table_where("both servers", |table| table.members.len() == 2).await;
     let send_sighup = || nix::sys::signal::kill(nix::unistd::getpid(), nix::sys::signal::Signal::SIGHUP).unwrap();
 
     test_directory.write(&["s2", "s3"], &WEB_SERVICE_TOML.replace("crossrss", "no-such-policy"));
     send_sighup();
     with_timeout("the refusal of the file", async {
-        while !(controller.metrics)().contains("coreward_reloads_total{result=\"refused\"} 1.0\n") {
+        while !(controller.metrics_text)().contains("coreward_reloads_total{result=\"refused\"} 1.0\n") {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     })
     .await;
     assert_eq!(controller.status().await.configuration_generation, old_configuration.generation);
-    assert_eq!(load_balancer.table().await.members.len(), 2);
+    assert_eq!(load_balancer.next_table().await.members.len(), 2);
 
     test_directory.write(&["s2", "s3"], WEB_SERVICE_TOML);
     send_sighup();
-    let new_configuration = load_balancer.configuration().await;
+    let new_configuration = load_balancer.next_configuration().await;
     assert_eq!(new_configuration.generation, old_configuration.generation + 1);
     let server_eligibilities: Vec<(&str, bool)> =
         new_configuration.services[0].servers.iter().map(|server| (server.name.as_str(), server.is_eligible)).collect();
@@ -341,11 +346,11 @@ async fn reloaded_file_is_applied_whole_or_not_at_all() {
 #[tokio::test]
 async fn slow_load_balancer_gets_the_newest_table() {
     let test_directory = TestDirectory::new(&["s1", "s2"], &format!("{WEB_SERVICE_TOML}buckets = 2048\n"));
-    let controller = test_directory.start().await;
-    let channel = controller.endpoint().initial_stream_window_size(65_535).connect().await.unwrap();
-    let mut load_balancer = controller.load_balancer(ControlClient::new(channel)).await;
-    load_balancer.configuration().await;
-    let first_generation = load_balancer.table().await.generation;
+    let controller = test_directory.start_controller().await;
+    let channel = controller.grpc_endpoint().initial_stream_window_size(65_535).connect().await.unwrap();
+    let mut load_balancer = controller.connect_load_balancer(ControlClient::new(channel)).await;
+    load_balancer.next_configuration().await;
+    let first_generation = load_balancer.next_table().await.generation;
     let mut received_table_count = 1;
     let newest_generation = with_timeout("a hundred tables", async {
         loop {
@@ -357,7 +362,7 @@ async fn slow_load_balancer_gets_the_newest_table() {
         }
     })
     .await;
-    while load_balancer.table().await.generation < newest_generation {
+    while load_balancer.next_table().await.generation < newest_generation {
         received_table_count += 1;
     }
     assert!(
@@ -369,14 +374,14 @@ async fn slow_load_balancer_gets_the_newest_table() {
 #[tokio::test]
 async fn socket_queries_are_relayed_to_the_agent_and_back() {
     let test_directory = TestDirectory::new(&["s1", "s2"], WEB_SERVICE_TOML);
-    let controller = test_directory.start().await;
-    let mut load_balancer = controller.load_balancer(controller.client().await).await;
-    let configuration = load_balancer.configuration().await;
+    let controller = test_directory.start_controller().await;
+    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
+    let configuration = load_balancer.next_configuration().await;
     let server_id = configuration.services[0].servers.iter().find(|server| server.name == "s1").unwrap().id;
-    let mut agent = controller.agent("s1").await;
-    agent.configuration().await.unwrap();
+    let mut agent = controller.connect_agent("s1").await;
+    agent.next_configuration().await.unwrap();
     let query = SocketQuery {
-        number: 17,
+        query_number: 17,
         load_balancer_session: 99,
         server: server_id,
         service: configuration.services[0].address,
@@ -385,14 +390,14 @@ async fn socket_queries_are_relayed_to_the_agent_and_back() {
     let message = Some(load_balancer_message::Message::SocketQuery((&query).into()));
     load_balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let relayed_query = loop {
-        if let agent_update::Update::SocketQuery(asked) = agent.update().await.unwrap() {
+        if let agent_update::Update::SocketQuery(asked) = agent.next_update().await.unwrap() {
             break SocketQuery::try_from(&asked).unwrap();
         }
     };
-    assert_eq!((relayed_query.number, &relayed_query.clients), (query.number, &query.clients));
-    agent.send(agent_message::Message::SocketAnswer(relayed_query.answer(vec![true, false]).into())).await;
+    assert_eq!((relayed_query.query_number, &relayed_query.clients), (query.query_number, &query.clients));
+    agent.send_message(agent_message::Message::SocketAnswer(relayed_query.answer(vec![true, false]).into())).await;
     let relayed_answer = loop {
-        if let dataplane_update::Update::SocketAnswer(answer) = load_balancer.update().await {
+        if let dataplane_update::Update::SocketAnswer(answer) = load_balancer.next_update().await {
             break answer;
         }
     };
@@ -402,20 +407,20 @@ async fn socket_queries_are_relayed_to_the_agent_and_back() {
 #[tokio::test]
 async fn owners_of_lost_load_balancers_are_announced() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
-    let controller = test_directory.start().await;
-    let mut first_balancer = controller.load_balancer_named("lb1", controller.client().await).await;
-    let second_balancer = controller.load_balancer_named("lb2", controller.client().await).await;
+    let controller = test_directory.start_controller().await;
+    let mut first_balancer = controller.connect_load_balancer_as("lb1", controller.control_client().await).await;
+    let second_balancer = controller.connect_load_balancer_as("lb2", controller.control_client().await).await;
     // A silent load balancer would also count as lost.
     let first_sender = first_balancer.sender.clone();
     let keep_alive_task = tokio::spawn(async move {
         loop {
             let message = Some(load_balancer_message::Message::State(v1::LoadBalancerState::default()));
             first_sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
-            tokio::time::sleep(STATE_INTERVAL).await;
+            tokio::time::sleep(STATE_MESSAGE_INTERVAL).await;
         }
     });
     let wait_for_peers = async |balancer: &mut LoadBalancer, expected: &[(&str, u8, bool)]| loop {
-        let peers = balancer.configuration().await.load_balancers;
+        let peers = balancer.next_configuration().await.load_balancers;
         let peer_states: Vec<_> = peers
             .iter()
             .map(|peer| (peer.name.as_str(), peer.owner.map_or(255, |owner| owner.get()), peer.is_alive))
@@ -425,7 +430,7 @@ async fn owners_of_lost_load_balancers_are_announced() {
         }
     };
     wait_for_peers(&mut first_balancer, &[("lb1", 0, true), ("lb2", 1, true)]).await;
-    let mut duplicate_balancer = controller.load_balancer_named("lb1", controller.client().await).await;
+    let mut duplicate_balancer = controller.connect_load_balancer_as("lb1", controller.control_client().await).await;
     let rejection = with_timeout("a refusal", duplicate_balancer.updates.message()).await.unwrap_err();
     assert_eq!(rejection.code(), Code::AlreadyExists);
     drop(second_balancer);
@@ -439,21 +444,21 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     let test_directory = TestDirectory::new(&["s1"], WEB_SERVICE_TOML);
     let request_rotation =
         async |controller: &RunningController, force: bool| controller.client.rotate_keys(&RotateKeys { force }).await;
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     let rejection = request_rotation(&controller, false).await.unwrap_err();
     assert_eq!(rejection.downcast_ref::<Problem>().unwrap().kind, ProblemKind::Conflict);
     assert!(rejection.to_string().starts_with("the key in force is"), "{rejection}");
-    let mut load_balancer = controller.load_balancer(controller.client().await).await;
-    let original_keys = load_balancer.configuration().await.keys;
+    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
+    let original_keys = load_balancer.next_configuration().await.keys;
     let announced_keys = request_rotation(&controller, true).await.unwrap();
     assert_eq!((announced_keys.phase, announced_keys.current), (KeyPhase::Announced, 0));
     assert!(announced_keys.waiting_for.contains(&"load balancer lb1".to_owned()), "{:?}", announced_keys.waiting_for);
     controller.kill().await;
 
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     assert_eq!(controller.status().await.keys.phase, KeyPhase::Announced);
-    let mut load_balancer = controller.load_balancer(controller.client().await).await;
-    let configuration = load_balancer.configuration().await;
+    let mut load_balancer = controller.connect_load_balancer(controller.control_client().await).await;
+    let configuration = load_balancer.next_configuration().await;
     assert_eq!(configuration.keys.keys[0], original_keys.keys[0]);
     assert_ne!(configuration.keys.keys[1], original_keys.keys[1]);
     assert_eq!(configuration.keys.current, original_keys.current);
@@ -461,7 +466,7 @@ async fn key_rotation_waits_for_all_daemons_and_survives_a_restart() {
     let message = Some(load_balancer_message::Message::State(state));
     load_balancer.sender.send(v1::LoadBalancerMessage { message }).await.unwrap();
     let switched_keys = loop {
-        let next_configuration = load_balancer.configuration().await;
+        let next_configuration = load_balancer.next_configuration().await;
         if next_configuration.keys != configuration.keys {
             break next_configuration.keys;
         }

@@ -6,7 +6,7 @@ use std::process::Child;
 use coreward_api::Role;
 use coreward_api::types::{Health, HealthState, NewFleet};
 use coreward_etcd::local::LocalMember;
-use coreward_http::tokens::token_file;
+use coreward_http::tokens::token_path;
 use coreward_http::{Problem, ProblemKind};
 use coreward_wire::{TERM_HEADER, v1};
 use tokio::net::{TcpListener, TcpStream};
@@ -49,15 +49,15 @@ impl Drop for Etcd {
 /// Proxy through which a controller reaches etcd, and which the test can close.
 struct TcpProxy {
     address: SocketAddr,
-    target: SocketAddr,
+    target_address: SocketAddr,
     task: tokio::task::JoinHandle<()>,
 }
 
 impl TcpProxy {
-    async fn start(to: SocketAddr) -> Self {
+    async fn start(target_address: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        Self { address, target: to, task: tokio::spawn(forward(listener, to)) }
+        Self { address, target_address, task: tokio::spawn(forward(listener, target_address)) }
     }
 
     /// Closes all connections and the listening socket, so that new connections are refused.
@@ -67,59 +67,62 @@ impl TcpProxy {
 
     async fn open(&mut self) {
         let listener = TcpListener::bind(self.address).await.unwrap();
-        self.task = tokio::spawn(forward(listener, self.target));
+        self.task = tokio::spawn(forward(listener, self.target_address));
     }
 }
 
-async fn forward(listener: TcpListener, to: SocketAddr) {
+async fn forward(listener: TcpListener, target_address: SocketAddr) {
     let mut connections = tokio::task::JoinSet::new();
-    while let Ok((mut here, _)) = listener.accept().await {
+    while let Ok((mut client_stream, _)) = listener.accept().await {
         connections.spawn(async move {
-            let mut there = TcpStream::connect(to).await?;
-            tokio::io::copy_bidirectional(&mut here, &mut there).await
+            let mut target_stream = TcpStream::connect(target_address).await?;
+            tokio::io::copy_bidirectional(&mut client_stream, &mut target_stream).await
         });
     }
 }
 
 /// One of several controllers, each with its own API tokens.
 struct Controller {
-    home: TestDirectory,
-    running: RunningController,
+    test_directory: TestDirectory,
+    running_controller: RunningController,
 }
 
 impl Controller {
     async fn start(etcd: &Etcd, name: &str) -> Self {
-        Self::start_by(&etcd.member.endpoint(), name).await
+        Self::start_with_endpoint(&etcd.member.endpoint(), name).await
     }
 
-    async fn start_by(endpoint: &str, name: &str) -> Self {
-        let home = TestDirectory::new(&[], "");
-        let text = format!(
+    async fn start_with_endpoint(endpoint: &str, name: &str) -> Self {
+        let test_directory = TestDirectory::new(&[], "");
+        let config_text = format!(
             "listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\ntoken_directory = {:?}\n[etcd]\nendpoints = \
              [\"{endpoint}\"]\nlease = \"5s\"\n\
              advertise_api = \"https://{name}.example:7401\"\n",
-            home.directory.path()
+            test_directory.temporary_directory.path()
         );
-        std::fs::write(home.config(), text).unwrap();
-        let running = home.start().await;
-        Self { home, running }
+        std::fs::write(test_directory.config_path(), config_text).unwrap();
+        let running_controller = test_directory.start_controller().await;
+        Self { test_directory, running_controller }
     }
 
     fn token(&self) -> String {
-        std::fs::read_to_string(token_file(self.home.directory.path(), Role::Operator)).unwrap().trim().to_owned()
+        std::fs::read_to_string(token_path(self.test_directory.temporary_directory.path(), Role::Operator))
+            .unwrap()
+            .trim()
+            .to_owned()
     }
 
     /// Requests the path as an operator. Returns the HTTP status and the body of the response.
-    async fn get<T: serde::de::DeserializeOwned>(&self, path: &str) -> (u16, T) {
-        let url = format!("http://{}/v1/{path}", self.running.api);
-        let answer = reqwest::Client::new().get(url).bearer_auth(self.token()).send();
-        let answer = with_timeout("an answer", answer).await.unwrap();
-        (answer.status().as_u16(), answer.json().await.unwrap())
+    async fn get_json<T: serde::de::DeserializeOwned>(&self, path: &str) -> (u16, T) {
+        let url = format!("http://{}/v1/{path}", self.running_controller.api_address);
+        let response = reqwest::Client::new().get(url).bearer_auth(self.token()).send();
+        let response = with_timeout("an answer", response).await.unwrap();
+        (response.status().as_u16(), response.json().await.unwrap())
     }
 
     /// Requests a rotation of the cookie keys from a follower, and returns the problem with which it is rejected.
     async fn rejected_rotation(&self) -> Problem {
-        let url = format!("http://{}/v1/keys/rotate", self.running.api);
+        let url = format!("http://{}/v1/keys/rotate", self.running_controller.api_address);
         let body = serde_json::json!({ "force": true });
         let request = reqwest::Client::new().post(url).bearer_auth(self.token()).json(&body);
         with_timeout("an answer", request.send()).await.unwrap().json().await.unwrap()
@@ -127,12 +130,13 @@ impl Controller {
 
     /// Waits until this controller leads. Returns its term, which a load balancer's stream begins with.
     async fn wait_until_leading(&self) -> u64 {
-        let leads = async {
+        let leader_term = async {
             loop {
                 let (sender, receiver) = tokio::sync::mpsc::channel::<v1::LoadBalancerMessage>(1);
-                let begun = self.running.client().await.load_balancer(ReceiverStream::new(receiver)).await;
+                let stream_result =
+                    self.running_controller.control_client().await.load_balancer(ReceiverStream::new(receiver)).await;
                 drop(sender);
-                match begun {
+                match stream_result {
                     Ok(response) => {
                         return response.metadata().get(TERM_HEADER).unwrap().to_str().unwrap().parse().unwrap();
                     }
@@ -141,7 +145,7 @@ impl Controller {
                 tokio::time::sleep(std::time::Duration::from_millis(50)).await;
             }
         };
-        with_timeout("the leader", leads).await
+        with_timeout("the leader", leader_term).await
     }
 }
 
@@ -153,7 +157,7 @@ async fn followers_name_the_leader_and_terms_increase() {
     let second_controller = Controller::start(&etcd, "c2").await;
     let wait_for_leader_name = async {
         loop {
-            let (status, health) = second_controller.get::<Health>("health").await;
+            let (status, health) = second_controller.get_json::<Health>("health").await;
             assert_eq!((status, health.state), (200, HealthState::Following));
             if health.leader.is_some() {
                 break health;
@@ -162,19 +166,19 @@ async fn followers_name_the_leader_and_terms_increase() {
     };
     let health = with_timeout("the name of the leader", wait_for_leader_name).await;
     assert_eq!(health.leader_api.as_deref(), Some("https://c1.example:7401"));
-    let (status, problem) = second_controller.get::<Problem>("status").await;
+    let (status, problem) = second_controller.get_json::<Problem>("status").await;
     assert_eq!((status, problem.kind, problem.retry_after_s), (503, ProblemKind::NotLeading, Some(1)));
     assert_eq!(problem.leader.as_deref(), health.leader.as_deref());
     assert_eq!(problem.leader_api.as_deref(), health.leader_api.as_deref());
     assert!(problem.detail.contains("(API: https://c1.example:7401) does"), "{}", problem.detail);
-    let (_, health) = first_controller.get::<Health>("health").await;
+    let (_, health) = first_controller.get_json::<Health>("health").await;
     assert_eq!((health.leader, health.leader_api), (None, None));
 
-    first_controller.running.kill().await;
+    first_controller.running_controller.kill().await;
     assert!(second_controller.wait_until_leading().await > term);
 
     // A watch stream from a former leader ends.
-    let url = format!("http://{}/v1/watch", second_controller.running.api);
+    let url = format!("http://{}/v1/watch", second_controller.running_controller.api_address);
     let mut watch_response =
         reqwest::Client::new().get(url).bearer_auth(second_controller.token()).send().await.unwrap();
     assert_eq!(watch_response.status(), 200);
@@ -189,29 +193,30 @@ async fn followers_name_the_leader_and_terms_increase() {
 async fn leader_without_etcd_stops_before_the_next_is_elected() {
     let etcd = Etcd::start();
     let mut etcd_proxy = TcpProxy::start(etcd.member.client_address).await;
-    let first_controller = Controller::start_by(&format!("http://{}", etcd_proxy.address), "c1").await;
+    let first_controller = Controller::start_with_endpoint(&format!("http://{}", etcd_proxy.address), "c1").await;
     let term = first_controller.wait_until_leading().await;
     let fleet_text = "report_interval = \"50ms\"\n".to_owned();
     let fleet = NewFleet { name: "fleet.toml".to_owned(), text: fleet_text, generation: 0, dry_run: false };
-    first_controller.running.client.put_fleet(&fleet).await.unwrap();
+    first_controller.running_controller.client.apply_fleet(&fleet).await.unwrap();
     let (sender, receiver) = tokio::sync::mpsc::channel(1);
     let registration = v1::LoadBalancerRegistration { name: "lb1".to_owned(), ..Default::default() };
     let registration = v1::load_balancer_message::Message::Registration(registration);
     sender.send(v1::LoadBalancerMessage { message: Some(registration) }).await.unwrap();
-    let mut client = first_controller.running.client().await;
+    let mut client = first_controller.running_controller.control_client().await;
     let mut stream = client.load_balancer(ReceiverStream::new(receiver)).await.unwrap().into_inner();
     with_timeout("a configuration", stream.message()).await.unwrap().unwrap();
     let second_controller = Controller::start(&etcd, "c2").await;
 
     etcd_proxy.close();
     assert!(second_controller.wait_until_leading().await > term);
-    let (status, problem) = first_controller.get::<Problem>("status").await;
+    let (status, problem) = first_controller.get_json::<Problem>("status").await;
     assert_eq!((status, problem.kind), (503, ProblemKind::NotLeading), "two leaders at once");
     with_timeout("the stream's end", async { while let Ok(Some(_)) = stream.message().await {} }).await;
 
     etcd_proxy.open().await;
     let wait_for_leader_name = async {
-        while first_controller.get::<Health>("health").await.1.leader_api.as_deref() != Some("https://c2.example:7401")
+        while first_controller.get_json::<Health>("health").await.1.leader_api.as_deref()
+            != Some("https://c2.example:7401")
         {
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
         }

@@ -1,7 +1,7 @@
 //! Tests that browser sessions and watchers' streams end after access is checked again.
 
 use coreward_api::Role;
-use coreward_http::tokens::token_file;
+use coreward_http::tokens::token_path;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::getpid;
 use reqwest::StatusCode;
@@ -12,10 +12,10 @@ use crate::support::{SIGHUP_LOCK, TestDirectory, with_timeout};
 async fn new_token_ends_the_sessions_of_the_old_token() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
     let test_directory = TestDirectory::new(&["s1"], "[[service]]\nname = \"web\"\nvip = \"10.200.0.1:80\"\n");
-    let controller = test_directory.start().await;
+    let controller = test_directory.start_controller().await;
     let http_client = reqwest::Client::builder().no_proxy().build().unwrap();
-    let url = |path: &str| format!("http://{}/v1/{path}", controller.api);
-    let token_path = token_file(test_directory.directory.path(), Role::Viewer);
+    let url = |path: &str| format!("http://{}/v1/{path}", controller.api_address);
+    let token_path = token_path(test_directory.temporary_directory.path(), Role::Viewer);
     let old_token = std::fs::read_to_string(&token_path).unwrap().trim().to_owned();
 
     let login_response = http_client.post(url("session")).bearer_auth(&old_token).send().await.unwrap();

@@ -57,8 +57,11 @@ impl ConnectionCase<'_> {
 
     fn verdict_without_cookie(&self, table: Option<&PlacementTable>) -> PacketVerdict {
         let Some(table) = table else { return (None, "no table has been made yet".to_owned()) };
-        let (chosen, reason) = self.verdict_on_new_connection(table);
-        (chosen, format!("no state is stored (consistency \"none\"), so it is placed like a new connection: {reason}"))
+        let (chosen_id, reason) = self.verdict_on_new_connection(table);
+        (
+            chosen_id,
+            format!("no state is stored (consistency \"none\"), so it is placed like a new connection: {reason}"),
+        )
     }
 
     fn describe_hash_table(&self) -> String {
@@ -78,10 +81,10 @@ impl ConnectionCase<'_> {
         };
         let server_name = self.server_name(server);
         let previous_server_note = match table.previous_consistent_servers.get(bucket).copied().flatten() {
-            Some(before) if before != server => {
+            Some(previous_server) if previous_server != server => {
                 format!(
                     "; without such a connection {server_name} forwards it to {}, the bucket's previous server",
-                    self.server_name(before)
+                    self.server_name(previous_server)
                 )
             }
             _ => String::new(),
@@ -137,7 +140,7 @@ impl ConnectionCase<'_> {
             );
         }
         let (owner, slot) = decode_cookie_index(number);
-        let owner_name = self.service_view.owner_names.iter().find(|(known, _)| *known == owner);
+        let owner_name = self.service_view.owner_names.iter().find(|(known_owner, _)| *known_owner == owner);
         match owner_name {
             Some((_, name)) => format!(
                 "its cookie, made with key {key}, names slot {slot} in the connection table of load balancer {name} \

@@ -12,20 +12,23 @@ fn excess_reports_are_rejected_and_counted() {
         .map(|sequence| {
             harness
                 .controller
-                .report(&sessions[0], Ok(report_with_clock(sequence, at(100), &[50_000_000; 4])), at(100))
+                .record_report(&sessions[0], Ok(report_with_clock(sequence, at(100), &[50_000_000; 4])), at(100))
                 .is_ok()
         })
         .collect();
-    assert!(accepted_reports.iter().filter(|accepted| **accepted).count() < 64);
+    assert!(accepted_reports.iter().filter(|is_accepted| **is_accepted).count() < 64);
     assert!(harness.controller.status(at(100)).refused_reports["too_often"] > 900);
     assert_eq!(harness.server_status("s0", at(100)).core_load, loads_before, "its clock stood still");
     assert!(
-        harness.controller.report(&sessions[1], Ok(report_with_clock(3, at(200), &[100_000_000; 4])), at(200)).is_ok()
+        harness
+            .controller
+            .record_report(&sessions[1], Ok(report_with_clock(3, at(200), &[100_000_000; 4])), at(200))
+            .is_ok()
     );
     assert!(
         harness
             .controller
-            .report(&sessions[0], Ok(report_with_clock(2000, at(300), &[100_000_000; 4])), at(300))
+            .record_report(&sessions[0], Ok(report_with_clock(2000, at(300), &[100_000_000; 4])), at(300))
             .is_ok()
     );
 }
@@ -35,11 +38,11 @@ fn registrations_are_rate_limited_per_name() {
     let mut harness = Harness::new(&["active"], "crossrss");
     let mut try_register = |ms: u64| {
         let session = harness.controller.register("s0", "test", at(ms))?;
-        harness.controller.disconnect(&session);
+        harness.controller.end_session(&session);
         Ok::<_, Rejection>(())
     };
     assert!((0..30).all(|_| try_register(0).is_ok()));
-    assert_eq!(try_register(0).unwrap_err().reason(), "too_many_registrations");
+    assert_eq!(try_register(0).unwrap_err().counter_name(), "too_many_registrations");
     assert!(try_register(1000).is_ok());
     assert!(try_register(1000).is_err());
     let mut try_register_balancer = |n: usize| {
@@ -48,7 +51,7 @@ fn registrations_are_rate_limited_per_name() {
         Ok::<_, Rejection>(())
     };
     assert!((0..30).all(|_| try_register_balancer(0).is_ok()));
-    assert_eq!(try_register_balancer(0).unwrap_err().reason(), "too_many_registrations");
+    assert_eq!(try_register_balancer(0).unwrap_err().counter_name(), "too_many_registrations");
     assert!((1..1024).all(|n| try_register_balancer(n).is_ok()));
-    assert_eq!(try_register_balancer(1024).unwrap_err().reason(), "too_many_load_balancers");
+    assert_eq!(try_register_balancer(1024).unwrap_err().counter_name(), "too_many_load_balancers");
 }

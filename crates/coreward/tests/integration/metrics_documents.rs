@@ -12,8 +12,8 @@ use coreward_lb as _;
 use coreward_orchestrator as _;
 use coreward_rack as _;
 
-fn collapse_whitespace(item: &str) -> String {
-    item.split_whitespace().collect::<Vec<_>>().join(" ")
+fn collapse_whitespace(item_text: &str) -> String {
+    item_text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 #[test]
@@ -26,7 +26,7 @@ fn metrics_document_matches_the_declarations() {
     let declared_metrics: Vec<String> = metrics
         .iter()
         .map(|metric| {
-            let component_names: Vec<&str> = metric.components.iter().map(|part| part.name()).collect();
+            let component_names: Vec<&str> = metric.components.iter().map(|component| component.name()).collect();
             let labels = format!("by {}", metric.labels.join(", "));
             let kind = matches!(metric.kind, MetricKind::Histogram).then_some("histogram");
             let notes: Vec<&str> = kind.into_iter().chain((!metric.labels.is_empty()).then_some(&*labels)).collect();
@@ -34,8 +34,8 @@ fn metrics_document_matches_the_declarations() {
             format!("`{}` ({notes}{}): {}", metric.name, component_names.join(", "), metric.help)
         })
         .collect();
-    for (found, expected) in documented_metrics.iter().zip(&declared_metrics) {
-        assert_eq!(found, expected);
+    for (documented_metric, expected) in documented_metrics.iter().zip(&declared_metrics) {
+        assert_eq!(documented_metric, expected);
     }
     assert_eq!(documented_metrics.len(), declared_metrics.len());
 }
@@ -56,21 +56,21 @@ fn metric_names_follow_prometheus_conventions() {
 }
 
 fn metric_names_in(expression: &str) -> BTreeSet<&str> {
-    let words = expression.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
-    words.filter(|word| word.starts_with("coreward_")).collect()
+    let identifiers = expression.split(|letter: char| !letter.is_ascii_alphanumeric() && letter != '_');
+    identifiers.filter(|identifier| identifier.starts_with("coreward_")).collect()
 }
 
-fn collect_queries(value: &Value, found: &mut Vec<String>) {
+fn collect_queries(value: &Value, queries: &mut Vec<String>) {
     match value {
         Value::Object(members) => {
             for (name, member) in members {
                 match member.as_str() {
-                    Some(text) if name == "expr" || name == "query" => found.push(text.to_owned()),
-                    _ => collect_queries(member, found),
+                    Some(text) if name == "expr" || name == "query" => queries.push(text.to_owned()),
+                    _ => collect_queries(member, queries),
                 }
             }
         }
-        Value::Array(members) => members.iter().for_each(|member| collect_queries(member, found)),
+        Value::Array(members) => members.iter().for_each(|member| collect_queries(member, queries)),
         _ => {}
     }
 }

@@ -9,10 +9,10 @@ use crate::support::{CorewardProcess, coreward_command};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
-fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + TIMEOUT;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {what}");
+    while !condition() {
+        assert!(Instant::now() < deadline, "not within {TIMEOUT:?}: {description}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

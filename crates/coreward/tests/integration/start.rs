@@ -12,10 +12,10 @@ use crate::support::{CorewardProcess, coreward_command};
 /// Time limit for operations that normally take milliseconds.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Writes the controller's configuration file, with the keys in `more`, and returns its path.
-fn write_controller_file(directory: &Path, more: &str) -> PathBuf {
+/// Writes the controller's configuration file, with the keys in `extra_settings`, and returns its path.
+fn write_controller_file(directory: &Path, extra_settings: &str) -> PathBuf {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
-    let text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\n{more}");
+    let text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store:?}\n{extra_settings}");
     std::fs::write(&path, text).unwrap();
     path
 }
@@ -46,11 +46,11 @@ fn output_text(output: &Output) -> String {
 
 /// Opens a named pipe for writing once the controller has opened it for reading.
 fn open_pipe_for_writing(pipe: &Path) -> File {
-    let (opened, file) = mpsc::channel();
+    let (file_sender, file_receiver) = mpsc::channel();
     let pipe = pipe.to_owned();
     // Opening the pipe would block forever if the controller has exited, so another thread does it.
-    std::thread::spawn(move || opened.send(OpenOptions::new().write(true).open(pipe)));
-    file.recv_timeout(TIMEOUT).expect("the controller does not read the pipe").unwrap()
+    std::thread::spawn(move || file_sender.send(OpenOptions::new().write(true).open(pipe)));
+    file_receiver.recv_timeout(TIMEOUT).expect("the controller does not read the pipe").unwrap()
 }
 
 fn wait_for_exit(controller: &mut CorewardProcess) -> ExitStatus {

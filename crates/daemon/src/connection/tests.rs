@@ -18,12 +18,12 @@ const FIRST_RETRY_INTERVAL: Duration = RETRY_INTERVAL_RANGE.0;
 fn single_controller_is_retried_at_growing_intervals() {
     let mut attempt_order = AttemptOrder::new(1);
     let retry_intervals_ms: Vec<u128> =
-        (0..7).map(|_| attempt_order.record_end(&StreamEnd::Lost).as_millis()).collect();
+        (0..7).map(|_| attempt_order.record_attempt_end(&StreamEnd::Lost).as_millis()).collect();
     assert_eq!(retry_intervals_ms, [100, 200, 400, 800, 1600, 2000, 2000]);
     attempt_order.record_answer();
-    assert_eq!(attempt_order.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
-    assert_eq!(attempt_order.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
-    assert_eq!(attempt_order.record_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL * 2);
+    assert_eq!(attempt_order.record_attempt_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
+    assert_eq!(attempt_order.record_attempt_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL);
+    assert_eq!(attempt_order.record_attempt_end(&StreamEnd::Lost), FIRST_RETRY_INTERVAL * 2);
 }
 
 #[test]
@@ -31,7 +31,7 @@ fn retry_interval_grows_after_each_round_of_controllers() {
     let mut attempt_order = AttemptOrder::new(3);
     let mut controllers_and_intervals = Vec::new();
     for _ in 0..7 {
-        let retry_interval_ms = attempt_order.record_end(&StreamEnd::Lost).as_millis();
+        let retry_interval_ms = attempt_order.record_attempt_end(&StreamEnd::Lost).as_millis();
         controllers_and_intervals.push((attempt_order.current_controller_index, retry_interval_ms));
     }
     assert_eq!(controllers_and_intervals, [(1, 100), (2, 100), (0, 100), (1, 100), (2, 100), (0, 200), (1, 100)]);
@@ -40,14 +40,14 @@ fn retry_interval_grows_after_each_round_of_controllers() {
 #[test]
 fn last_reachable_controller_is_tried_first() {
     let mut attempt_order = AttemptOrder::new(3);
-    attempt_order.record_end(&StreamEnd::Lost);
+    attempt_order.record_attempt_end(&StreamEnd::Lost);
     attempt_order.record_answer();
     assert_eq!(
-        (attempt_order.record_end(&StreamEnd::Lost), attempt_order.current_controller_index),
+        (attempt_order.record_attempt_end(&StreamEnd::Lost), attempt_order.current_controller_index),
         (FIRST_RETRY_INTERVAL, 1)
     );
     assert_eq!(
-        (attempt_order.record_end(&StreamEnd::Lost), attempt_order.current_controller_index),
+        (attempt_order.record_attempt_end(&StreamEnd::Lost), attempt_order.current_controller_index),
         (FIRST_RETRY_INTERVAL, 2)
     );
 }
@@ -56,17 +56,17 @@ fn last_reachable_controller_is_tried_first() {
 fn named_leader_is_tried_next() {
     let mut attempt_order = AttemptOrder::new(3);
     assert_eq!(
-        (attempt_order.record_end(&StreamEnd::NotTheLeader(2)), attempt_order.current_controller_index),
+        (attempt_order.record_attempt_end(&StreamEnd::NotTheLeader(2)), attempt_order.current_controller_index),
         (FIRST_RETRY_INTERVAL, 2)
     );
     attempt_order.record_answer();
     assert_eq!(
-        (attempt_order.record_end(&StreamEnd::NotTheLeader(0)), attempt_order.current_controller_index),
+        (attempt_order.record_attempt_end(&StreamEnd::NotTheLeader(0)), attempt_order.current_controller_index),
         (FIRST_RETRY_INTERVAL, 0)
     );
     // Two controllers that name each other as leader are tried less and less often.
     let retry_intervals_ms: Vec<u128> =
-        (0..9).map(|n| attempt_order.record_end(&StreamEnd::NotTheLeader(n % 2)).as_millis()).collect();
+        (0..9).map(|n| attempt_order.record_attempt_end(&StreamEnd::NotTheLeader(n % 2)).as_millis()).collect();
     assert_eq!(retry_intervals_ms, [100, 100, 100, 100, 100, 200, 100, 100, 400]);
 }
 
@@ -92,7 +92,7 @@ fn older_leader_is_rejected_for_a_minute() {
 
 #[tokio::test]
 async fn leader_term_is_read_from_the_response() {
-    let mut connection = connection(&[unused_address()]);
+    let mut connection = connection_to(&[unused_address()]);
     let response_with_term = |term: Option<u64>| {
         let mut response = Response::new(());
         term.into_iter().for_each(|term| drop(response.metadata_mut().insert(TERM_HEADER, term.into())));
@@ -109,7 +109,7 @@ async fn leader_term_is_read_from_the_response() {
 fn rejecting_controller_is_retried_later() {
     let mut attempt_order = AttemptOrder::new(2);
     assert_eq!(
-        (attempt_order.record_end(&StreamEnd::Rejected), attempt_order.current_controller_index),
+        (attempt_order.record_attempt_end(&StreamEnd::Rejected), attempt_order.current_controller_index),
         (REJECTED_RETRY_INTERVAL, 1)
     );
 }
@@ -123,13 +123,13 @@ fn retry_pauses_are_random() {
 
 /// Controller that answers every request with the same status.
 #[derive(Clone)]
-struct FixedAnswer(Status);
+struct FixedStatusServer(Status);
 
-impl tonic::server::NamedService for FixedAnswer {
+impl tonic::server::NamedService for FixedStatusServer {
     const NAME: &'static str = "coreward.v1.Control";
 }
 
-impl tower_service::Service<http::Request<Body>> for FixedAnswer {
+impl tower_service::Service<http::Request<Body>> for FixedStatusServer {
     type Response = http::Response<Body>;
     type Error = Infallible;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
@@ -148,7 +148,7 @@ impl tower_service::Service<http::Request<Body>> for FixedAnswer {
 async fn start_server_with_status(answer: Status) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let server = tonic::transport::Server::builder().add_service(FixedAnswer(answer));
+    let server = tonic::transport::Server::builder().add_service(FixedStatusServer(answer));
     tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     address
 }
@@ -172,26 +172,26 @@ fn not_leader_status(leader: Option<SocketAddr>) -> Status {
 
 /// Tries controllers as a daemon does, but without waiting, until one answers. Returns the tried addresses.
 async fn try_controllers(connection: &mut ControllerConnection, attempts: usize) -> Vec<SocketAddr> {
-    let mut asked = Vec::new();
+    let mut tried_addresses = Vec::new();
     for _ in 0..attempts {
-        asked.push(connection.controller());
-        let answer: anyhow::Result<()> = async {
+        tried_addresses.push(connection.next_controller());
+        let result: anyhow::Result<()> = async {
             let channel = connection.connect().await?;
             ControlClient::new(channel).fleet(v1::FleetRequest {}).await?;
             Ok(())
         }
         .await;
-        let error = answer.unwrap_err();
+        let error = result.unwrap_err();
         if error.downcast_ref::<Status>().is_some_and(|status| status.code() == Code::Internal) {
             connection.record_message();
             break;
         }
-        connection.record_end(Some(&error));
+        connection.record_stream_end(Some(&error));
     }
-    asked
+    tried_addresses
 }
 
-fn connection(addresses: &[SocketAddr]) -> ControllerConnection {
+fn connection_to(addresses: &[SocketAddr]) -> ControllerConnection {
     let text = format!("controller = {:?}\n", addresses.iter().map(ToString::to_string).collect::<Vec<_>>());
     coreward_config::config_struct! {
         struct File {
@@ -206,33 +206,35 @@ fn connection(addresses: &[SocketAddr]) -> ControllerConnection {
 #[tokio::test]
 async fn client_finds_the_leader_among_controllers() {
     let leader = start_server_with_status(Status::internal("here")).await;
-    let (away, follower) = (unused_address(), start_server_with_status(not_leader_status(None)).await);
-    let mut connection = connection(&[away, follower, leader]);
-    assert_eq!(try_controllers(&mut connection, 9).await, [away, follower, leader]);
-    connection.record_end(None);
+    let (absent_controller, follower) = (unused_address(), start_server_with_status(not_leader_status(None)).await);
+    let mut connection = connection_to(&[absent_controller, follower, leader]);
+    assert_eq!(try_controllers(&mut connection, 9).await, [absent_controller, follower, leader]);
+    connection.record_stream_end(None);
     assert_eq!(try_controllers(&mut connection, 9).await, [leader], "it answered last");
 }
 
 #[tokio::test]
 async fn daemon_connects_to_the_leader_named_by_a_follower() {
     let leader = start_server_with_status(Status::internal("here")).await;
-    let (away, follower) = (unused_address(), start_server_with_status(not_leader_status(Some(leader))).await);
-    let mut connection = connection(&[follower, away, leader]);
+    let (absent_controller, follower) =
+        (unused_address(), start_server_with_status(not_leader_status(Some(leader))).await);
+    let mut connection = connection_to(&[follower, absent_controller, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [follower, leader]);
 }
 
 #[tokio::test]
 async fn leader_outside_the_file_is_not_contacted() {
     let unlisted_leader = start_server_with_status(Status::internal("here")).await;
-    let (away, follower) = (unused_address(), start_server_with_status(not_leader_status(Some(unlisted_leader))).await);
-    let mut connection = connection(&[follower, away]);
-    assert_eq!(try_controllers(&mut connection, 4).await, [follower, away, follower, away]);
+    let (absent_controller, follower) =
+        (unused_address(), start_server_with_status(not_leader_status(Some(unlisted_leader))).await);
+    let mut connection = connection_to(&[follower, absent_controller]);
+    assert_eq!(try_controllers(&mut connection, 4).await, [follower, absent_controller, follower, absent_controller]);
 }
 
 #[tokio::test]
 async fn daemon_tries_other_controllers_after_a_rejection() {
     let leader = start_server_with_status(Status::internal("here")).await;
     let rejecting_controller = start_server_with_status(Status::not_found("server s1 is not in the fleet")).await;
-    let mut connection = connection(&[rejecting_controller, leader]);
+    let mut connection = connection_to(&[rejecting_controller, leader]);
     assert_eq!(try_controllers(&mut connection, 9).await, [rejecting_controller, leader]);
 }

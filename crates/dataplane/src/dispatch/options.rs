@@ -26,7 +26,7 @@ const ALL_POLICIES: [Policy; intf::DISPATCH_POLICY_COUNT as usize] =
 
 impl Policy {
     /// Returns the policy's number in the BPF programs (bpf/include/dispatch.h).
-    pub fn number(self) -> u32 {
+    pub fn bpf_number(self) -> u32 {
         match self {
             Self::Random => intf::DISPATCH_POLICY_RANDOM,
             Self::RoundRobin => intf::DISPATCH_POLICY_RR,
@@ -38,7 +38,7 @@ impl Policy {
 
     /// Returns the policy's name in configuration and output.
     pub fn name(self) -> &'static str {
-        intf::DISPATCH_POLICY_NAMES[self.number() as usize]
+        intf::DISPATCH_POLICY_NAMES[self.bpf_number() as usize]
     }
 
     /// Returns an iterator over all policies.
@@ -68,7 +68,7 @@ pub struct RequestIdPosition {
     /// Offset of the request number from the start of a response's payload, in bytes.
     pub response_offset: u16,
     /// Length of the request number in bytes, from 1 to 8.
-    pub bytes: u8,
+    pub byte_count: u8,
 }
 
 /// Type of requests, which is recognised by some bytes of the payload.
@@ -131,7 +131,7 @@ mod tests {
     #[test]
     fn policies_match_those_of_the_bpf_program() {
         for (number, policy) in Policy::all().enumerate() {
-            assert_eq!((policy.number(), policy.name().parse()), (number as u32, Ok(policy)));
+            assert_eq!((policy.bpf_number(), policy.name().parse()), (number as u32, Ok(policy)));
         }
         assert_eq!(
             "jsk".parse::<Policy>().unwrap_err().to_string(),

@@ -70,7 +70,8 @@ pub(super) fn client_address_words(address: IpAddr) -> [u64; 2] {
         IpAddr::V4(v4) => [0, u32::from_ne_bytes(v4.octets()).into()],
         IpAddr::V6(v6) => {
             let octets = v6.octets();
-            [&octets[..8], &octets[8..]].map(|half| u64::from_ne_bytes(half.try_into().expect("8 bytes")))
+            [&octets[..8], &octets[8..]]
+                .map(|address_half| u64::from_ne_bytes(address_half.try_into().expect("8 bytes")))
         }
     }
 }
@@ -125,8 +126,9 @@ impl RequestLedger {
         self.state.store(offset_of!(intf::dispatch_state, seed), u64::from_ne_bytes(random_seed));
         (0..intf::MAX_DISPATCH_WORKERS)
             .for_each(|slot| self.disable_worker(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED));
-        (0..intf::MAX_DISPATCH_TYPES as usize)
-            .for_each(|number| self.set_expected_service_time(number, RoundedServiceTime::new(INITIAL_SERVICE_TIME)));
+        (0..intf::MAX_DISPATCH_TYPES as usize).for_each(|type_number| {
+            self.set_expected_service_time(type_number, RoundedServiceTime::new(INITIAL_SERVICE_TIME))
+        });
         let layout_version = intf::DISPATCH_LAYOUT_VERSION.into();
         self.state.store(offset_of!(intf::dispatch_state, layout_version), layout_version);
         Ok(())
@@ -134,9 +136,9 @@ impl RequestLedger {
 
     /// Stores the service's address and policy for commands that read the pinned maps.
     pub(super) fn store_service_info(&self, options: &Options) {
-        let at = |field| self.state.word32(field);
-        at(offset_of!(intf::dispatch_state, policy)).store(options.policy.number(), Ordering::Relaxed);
-        at(offset_of!(intf::dispatch_state, port)).store(options.service.port().into(), Ordering::Relaxed);
+        let word32_at = |field_offset| self.state.word32(field_offset);
+        word32_at(offset_of!(intf::dispatch_state, policy)).store(options.policy.bpf_number(), Ordering::Relaxed);
+        word32_at(offset_of!(intf::dispatch_state, port)).store(options.service.port().into(), Ordering::Relaxed);
         let address_octets = match options.service.ip() {
             IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
             IpAddr::V6(v6) => v6.octets(),
@@ -145,11 +147,11 @@ impl RequestLedger {
     }
 
     /// Returns the service's address and the name of its policy.
-    pub fn service(&self) -> (SocketAddr, &'static str) {
+    pub fn service_and_policy(&self) -> (SocketAddr, &'static str) {
         let address_octets = self.state.read::<[u8; 16]>(offset_of!(intf::dispatch_state, address));
-        let at = |field| self.state.word32(field).load(Ordering::Relaxed);
-        let policy_number = at(offset_of!(intf::dispatch_state, policy)) as usize;
-        let port = at(offset_of!(intf::dispatch_state, port)) as u16;
+        let load_word32 = |field_offset| self.state.word32(field_offset).load(Ordering::Relaxed);
+        let policy_number = load_word32(offset_of!(intf::dispatch_state, policy)) as usize;
+        let port = load_word32(offset_of!(intf::dispatch_state, port)) as u16;
         let policy_name = intf::DISPATCH_POLICY_NAMES.get(policy_number).copied().unwrap_or("unknown");
         (SocketAddr::new(Ipv6Addr::from(*address_octets).to_canonical(), port), policy_name)
     }
@@ -192,31 +194,31 @@ impl RequestLedger {
         })
     }
 
-    /// Returns the sum (in ns) and the number of measured service times for each of the first `types` types.
-    pub fn observed_service_times(&self, types: usize) -> Vec<(u64, u64)> {
-        let read_sum_and_count = |number: usize| {
-            let type_entry = self.state.read::<intf::dispatch_type>(type_entry_offset(number));
+    /// Returns the sum (in ns) and the number of measured service times for each of the first `type_count` types.
+    pub fn observed_service_times(&self, type_count: usize) -> Vec<(u64, u64)> {
+        let read_sum_and_count = |type_number: usize| {
+            let type_entry = self.state.read::<intf::dispatch_type>(type_entry_offset(type_number));
             (type_entry.observed_ns, type_entry.observed)
         };
-        (0..types).map(read_sum_and_count).collect()
+        (0..type_count).map(read_sum_and_count).collect()
     }
 
-    pub(super) fn set_expected_service_time(&self, number: usize, weight: RoundedServiceTime) {
-        assert!(number < intf::MAX_DISPATCH_TYPES as usize, "type {number}");
-        let at = type_entry_offset(number) + offset_of!(intf::dispatch_type, weight);
-        self.state.store(at, weight.to_bits().into());
+    pub(super) fn set_expected_service_time(&self, type_number: usize, weight: RoundedServiceTime) {
+        assert!(type_number < intf::MAX_DISPATCH_TYPES as usize, "type {type_number}");
+        let weight_offset = type_entry_offset(type_number) + offset_of!(intf::dispatch_type, weight);
+        self.state.store(weight_offset, weight.to_bits().into());
     }
 
-    /// Sets how many outstanding requests each worker may have. `rows` has a row for each class, with a limit for each
-    /// of `slots`. `first`, if given, replaces the limit of slot 0.
-    pub(super) fn set_request_limits(&self, slots: &[u32], rows: &[Vec<u32>], first: Option<u32>) {
-        for (class, row) in rows.iter().take(CLASS_COUNT).enumerate() {
-            let at = |slot: u32| {
+    /// Sets how many outstanding requests each worker may have. `limits_by_class` has a row for each class, with a
+    /// limit for each of `slots`. `slot_0_limit`, if given, replaces the limit of slot 0.
+    pub(super) fn set_request_limits(&self, slots: &[u32], limits_by_class: &[Vec<u32>], slot_0_limit: Option<u32>) {
+        for (class, class_limits) in limits_by_class.iter().take(CLASS_COUNT).enumerate() {
+            let limit_word = |slot: u32| {
                 let limit_index = class * WORKER_COUNT + slot as usize;
                 self.state.word32(offset_of!(intf::dispatch_state, bound) + limit_index * size_of::<u32>())
             };
-            slots.iter().zip(row).for_each(|(slot, bound)| at(*slot).store(*bound, Ordering::Relaxed));
-            first.into_iter().for_each(|bound| at(0).store(bound, Ordering::Relaxed));
+            slots.iter().zip(class_limits).for_each(|(slot, limit)| limit_word(*slot).store(*limit, Ordering::Relaxed));
+            slot_0_limit.into_iter().for_each(|limit| limit_word(0).store(limit, Ordering::Relaxed));
         }
     }
 
@@ -234,8 +236,8 @@ impl RequestLedger {
         self.disable_worker(slot, intf::DISPATCH_GONE | intf::DISPATCH_DISABLED);
         self.abandon_all_requests(slot);
         self.state.store(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, socket), 0);
-        for field in [offset_of!(intf::dispatch_worker, queued), offset_of!(intf::dispatch_worker, dropped)] {
-            self.state.word32(worker_entry_offset(slot) + field).store(0, Ordering::Relaxed);
+        for field_offset in [offset_of!(intf::dispatch_worker, queued), offset_of!(intf::dispatch_worker, dropped)] {
+            self.state.word32(worker_entry_offset(slot) + field_offset).store(0, Ordering::Relaxed);
         }
     }
 
@@ -250,29 +252,30 @@ impl RequestLedger {
         self.state.store(offset_of!(intf::dispatch_state, polled_ms), wall_clock_ms());
     }
 
-    /// Repairs the counts after the queues were read. `sockets` are those in the array. Returns whether a worker has
-    /// died.
+    /// Repairs the counts after the queues were read. `cookies_by_slot` are those in the array. Returns whether a
+    /// worker has died.
     pub(super) fn reconcile(
         &mut self,
-        sockets: &BTreeMap<u32, SocketCookie>,
+        cookies_by_slot: &BTreeMap<u32, SocketCookie>,
         now: Duration,
         timeouts: &Timeouts,
     ) -> bool {
         let mut entries_by_slot: Vec<Vec<(usize, RequestEntry)>> = vec![Vec::new(); WORKER_COUNT];
-        self.outstanding_entries()
-            .for_each(|(place, entry)| entries_by_slot[entry.worker_slot() as usize].push((place, entry)));
+        self.outstanding_entries().for_each(|(request_index, entry)| {
+            entries_by_slot[entry.worker_slot() as usize].push((request_index, entry))
+        });
         let mut has_worker_died = false;
         for (slot, entries) in (0..).zip(&entries_by_slot) {
             let socket_cookie = self.state.load(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, socket));
             if socket_cookie == 0 {
                 // Another CPU dispatched these requests while the worker died.
-                entries.iter().for_each(|(place, entry)| self.abandon_request(*place, *entry));
+                entries.iter().for_each(|(request_index, entry)| self.abandon_request(*request_index, *entry));
                 continue;
             }
-            if sockets.get(&slot) != Some(&socket_cookie) {
+            if cookies_by_slot.get(&slot) != Some(&socket_cookie) {
                 tracing::info!(
                     event = "worker-gone",
-                    service = %self.service().0,
+                    service = %self.service_and_policy().0,
                     slot,
                     pid = self.worker_pid(slot),
                     "the worker's socket is closed: the dispatcher gives up the worker's outstanding requests"
@@ -290,7 +293,8 @@ impl RequestLedger {
     }
 
     fn outstanding_entries(&self) -> impl Iterator<Item = (usize, RequestEntry)> + '_ {
-        let load_entry = |place| Some((place, RequestEntry(self.requests.load(place * size_of::<u64>()))));
+        let load_entry =
+            |request_index| Some((request_index, RequestEntry(self.requests.load(request_index * size_of::<u64>()))));
         (0..intf::DISPATCH_REQUESTS as usize).filter_map(load_entry).filter(|(_, entry)| entry.0 != 0)
     }
 
@@ -319,7 +323,7 @@ impl RequestLedger {
             (true, false) => {
                 tracing::warn!(
                     event = "worker-stalled",
-                    service = %self.service().0,
+                    service = %self.service_and_policy().0,
                     slot,
                     pid = self.worker_pid(slot),
                     queued,
@@ -337,15 +341,15 @@ impl RequestLedger {
         let current_epoch = self.state.load(offset_of!(intf::dispatch_state, epoch));
         let ages_in_polls: Vec<u32> = entries.iter().map(|(_, entry)| entry.age_in_polls(current_epoch)).collect();
         let timeout_in_polls = timeout.div_duration_f64(POLL_INTERVAL).ceil() as u32;
-        for at in expired_request_indexes(&ages_in_polls, self.queued_count(slot), timeout_in_polls) {
-            self.abandon_request(entries[at].0, entries[at].1);
+        for entry_index in expired_request_indexes(&ages_in_polls, self.queued_count(slot), timeout_in_polls) {
+            self.abandon_request(entries[entry_index].0, entries[entry_index].1);
         }
     }
 
     fn abandon_all_requests(&self, slot: u32) {
         let entries_of_slot: Vec<_> =
             self.outstanding_entries().filter(|(_, entry)| entry.worker_slot() == slot).collect();
-        entries_of_slot.into_iter().for_each(|(place, entry)| self.abandon_request(place, entry));
+        entries_of_slot.into_iter().for_each(|(request_index, entry)| self.abandon_request(request_index, entry));
         let surplus_requests =
             self.state.word32(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, surplus));
         let surplus_work = self.state.word(worker_entry_offset(slot) + offset_of!(intf::dispatch_worker, surplus_work));
@@ -356,9 +360,9 @@ impl RequestLedger {
         );
     }
 
-    fn abandon_request(&self, place: usize, entry: RequestEntry) {
+    fn abandon_request(&self, request_index: usize, entry: RequestEntry) {
         // A response may have removed the entry meanwhile.
-        if self.requests.compare_exchange(place * size_of::<u64>(), entry.0, 0) {
+        if self.requests.compare_exchange(request_index * size_of::<u64>(), entry.0, 0) {
             self.subtract_outstanding(entry.worker_slot(), 1, entry.expected_work_ns());
             let abandoned_count_offset =
                 worker_entry_offset(entry.worker_slot()) + offset_of!(intf::dispatch_worker, abandoned);
@@ -366,9 +370,9 @@ impl RequestLedger {
         }
     }
 
-    fn subtract_outstanding(&self, slot: u32, requests: u32, work: u64) {
-        self.state.word32(outstanding_count_offset(slot)).fetch_sub(requests, Ordering::AcqRel);
-        self.state.word(outstanding_work_offset(slot)).fetch_sub(work, Ordering::AcqRel);
+    fn subtract_outstanding(&self, slot: u32, request_count: u32, work_ns: u64) {
+        self.state.word32(outstanding_count_offset(slot)).fetch_sub(request_count, Ordering::AcqRel);
+        self.state.word(outstanding_work_offset(slot)).fetch_sub(work_ns, Ordering::AcqRel);
     }
 
     fn disable_worker(&self, slot: u32, flags: u32) {
@@ -395,7 +399,7 @@ impl RequestLedger {
         let mut rotation_order = [0u8; WORKER_COUNT];
         let eligible_slots = present_slots.iter().filter(|slot| is_random_policy || worker_flags(**slot) == 0);
         let rotation_length =
-            rotation_order.iter_mut().zip(eligible_slots).map(|(place, slot)| *place = *slot as u8).count();
+            rotation_order.iter_mut().zip(eligible_slots).map(|(order_entry, slot)| *order_entry = *slot as u8).count();
         self.state.write(offset_of!(intf::dispatch_state, order), &rotation_order);
         let slot_count = present_slots.last().map_or(0, |slot| slot + 1);
         self.state.word32(offset_of!(intf::dispatch_state, slots)).store(slot_count, Ordering::Release);
@@ -405,8 +409,8 @@ impl RequestLedger {
     }
 }
 
-fn type_entry_offset(number: usize) -> usize {
-    offset_of!(intf::dispatch_state, types) + number * size_of::<intf::dispatch_type>()
+fn type_entry_offset(type_number: usize) -> usize {
+    offset_of!(intf::dispatch_state, types) + type_number * size_of::<intf::dispatch_type>()
 }
 
 fn wall_clock_ms() -> u64 {

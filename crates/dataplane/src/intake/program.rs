@@ -78,9 +78,11 @@ impl IntakeProgram {
     }
 
     /// Sets the AF_XDP socket that gets the requests of a receive queue. The socket must be bound to that queue.
-    pub fn set_queue_socket(&self, queue: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
+    pub fn set_queue_socket(&self, queue_id: u32, socket: BorrowedFd<'_>) -> anyhow::Result<()> {
         let socket_value = (socket.as_raw_fd() as u32).to_ne_bytes();
-        self.xdp_sockets.update(&queue.to_ne_bytes(), &socket_value, MapFlags::ANY).context("adding an AF_XDP socket")
+        self.xdp_sockets
+            .update(&queue_id.to_ne_bytes(), &socket_value, MapFlags::ANY)
+            .context("adding an AF_XDP socket")
     }
 
     /// Returns the counters in the order of [`COUNTER_NAMES`]. They count from the loading of the program.

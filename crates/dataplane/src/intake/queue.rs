@@ -46,7 +46,7 @@ pub struct XdpQueue {
 impl XdpQueue {
     /// Binds an AF_XDP socket to a device's receive queue. `is_native` means that the XDP program runs in the driver,
     /// which then uses zero-copy if it can. Fails without CAP_NET_RAW, or when the queue already has a socket.
-    pub fn bind_socket(interface_index: u32, queue: u32, is_native: bool) -> anyhow::Result<Self> {
+    pub fn bind_socket(interface_index: u32, queue_id: u32, is_native: bool) -> anyhow::Result<Self> {
         let umem_config =
             UmemCfgBuilder { frame_size: FrameSize::TwoK, frame_count: FRAMES_PER_SOCKET, ..Default::default() };
         let mut umem = Umem::map(umem_config.build()?).context("memory for frames")?;
@@ -61,7 +61,7 @@ impl XdpQueue {
         if !is_native {
             flags.force_copy();
         }
-        let socket = builder.bind(NicIndex(interface_index), queue, flags)?;
+        let socket = builder.bind(NicIndex(interface_index), queue_id, flags)?;
         let mut fill_ring = rings.fill_ring;
         let rx_ring = rings.rx_ring.context("a socket without a receive ring")?;
         // SAFETY: `Queue` drops the socket before the memory.

@@ -15,12 +15,12 @@ pub struct Block {
 }
 
 impl Block {
-    /// Returns the block at offset `at` that was allocated for `bytes` bytes.
-    pub fn from_address_and_size(at: u32, bytes: u32) -> Self {
-        Self { offset: at, size_log2: size_log2_for(bytes) }
+    /// Returns the block at offset `address` that was allocated for `bytes` bytes.
+    pub fn from_address_and_size(address: u32, bytes: u32) -> Self {
+        Self { offset: address, size_log2: size_log2_for(bytes) }
     }
 
-    pub fn bytes(self) -> u32 {
+    pub fn size_bytes(self) -> u32 {
         1 << self.size_log2
     }
 }
@@ -37,18 +37,19 @@ pub struct BuddyAllocator {
 }
 
 impl BuddyAllocator {
-    /// Creates an allocator for `bytes` bytes, a power of two. The first block and `used` (offsets, sizes) are in use.
-    pub fn new(bytes: u32, used: impl IntoIterator<Item = (u32, u32)>) -> Self {
+    /// Creates an allocator for `bytes` bytes, a power of two. The first block and `used_ranges` (offsets, sizes) are
+    /// in use.
+    pub fn new(bytes: u32, used_ranges: impl IntoIterator<Item = (u32, u32)>) -> Self {
         let mut allocator = Self { memory_bytes: bytes, ..Self::default() };
         let mut used_blocks: Vec<Block> =
-            used.into_iter().map(|(at, bytes)| Block::from_address_and_size(at, bytes)).collect();
+            used_ranges.into_iter().map(|(address, bytes)| Block::from_address_and_size(address, bytes)).collect();
         used_blocks.push(Block::from_address_and_size(0, MIN_BLOCK_BYTES));
         used_blocks.sort_unstable();
         used_blocks.dedup();
         let mut previous_end = 0;
         for block in used_blocks {
             allocator.free_range(previous_end, block.offset);
-            previous_end = previous_end.max(block.offset + block.bytes());
+            previous_end = previous_end.max(block.offset + block.size_bytes());
         }
         allocator.free_range(previous_end, bytes);
         allocator
@@ -74,26 +75,26 @@ impl BuddyAllocator {
     pub fn allocate(&mut self, bytes: u32) -> Option<Block> {
         let needed_log2 = size_log2_for(bytes);
         let free_log2 = (needed_log2..32).find(|order| !self.free_offsets_by_log2[*order as usize].is_empty())?;
-        let at = self.free_offsets_by_log2[free_log2 as usize].pop_first()?;
+        let block_offset = self.free_offsets_by_log2[free_log2 as usize].pop_first()?;
         // A larger block is split, and its upper halves stay free.
-        for half in needed_log2..free_log2 {
-            self.free_offsets_by_log2[half as usize].insert(at + (1 << half));
+        for half_log2 in needed_log2..free_log2 {
+            self.free_offsets_by_log2[half_log2 as usize].insert(block_offset + (1 << half_log2));
         }
-        Some(Block { offset: at, size_log2: needed_log2 })
+        Some(Block { offset: block_offset, size_log2: needed_log2 })
     }
 
     /// Frees a block and merges it with free neighbours.
     pub fn free(&mut self, block: Block) {
-        let Block { offset: mut at, size_log2: mut order } = block;
+        let Block { offset: mut block_offset, size_log2: mut order } = block;
         loop {
-            let buddy_offset = at ^ 1 << order;
+            let buddy_offset = block_offset ^ 1 << order;
             if order >= 31 || !self.free_offsets_by_log2[order as usize].remove(&buddy_offset) {
                 break;
             }
-            at &= !(1 << order);
+            block_offset &= !(1 << order);
             order += 1;
         }
-        self.free_offsets_by_log2[order as usize].insert(at);
+        self.free_offsets_by_log2[order as usize].insert(block_offset);
     }
 
     #[cfg(test)]
@@ -127,27 +128,27 @@ mod tests {
         ) {
             let mut allocator = BuddyAllocator::new(1 << 16, []);
             let initial_allocator = allocator.clone();
-            let mut allocated: Vec<(Block, u32)> = Vec::new();
-            for (bytes, free, which) in steps {
-                if free && !allocated.is_empty() {
-                    allocator.free(allocated.swap_remove(which.index(allocated.len())).0);
+            let mut allocated_blocks: Vec<(Block, u32)> = Vec::new();
+            for (bytes, is_free_step, block_choice) in steps {
+                if is_free_step && !allocated_blocks.is_empty() {
+                    allocator.free(allocated_blocks.swap_remove(block_choice.index(allocated_blocks.len())).0);
                 } else if let Some(block) = allocator.allocate(bytes) {
                     prop_assert!(block.offset > 0 && block.offset + bytes <= 1 << 16 && 1 << block.size_log2 >= bytes);
                     let is_disjoint = |(other, _): &(Block, u32)| {
                         block.offset + (1 << block.size_log2) <= other.offset
                             || other.offset + (1 << other.size_log2) <= block.offset
                     };
-                    prop_assert!(allocated.iter().all(is_disjoint));
-                    allocated.push((block, bytes));
+                    prop_assert!(allocated_blocks.iter().all(is_disjoint));
+                    allocated_blocks.push((block, bytes));
                 }
-                let used_bytes: u64 = allocated.iter().map(|(block, _)| 1u64 << block.size_log2).sum();
+                let used_bytes: u64 = allocated_blocks.iter().map(|(block, _)| 1u64 << block.size_log2).sum();
                 prop_assert_eq!(allocator.free_bytes() + used_bytes, initial_allocator.free_bytes());
             }
             // An allocator that is rebuilt from the used blocks, as after a take-over, has the same state.
             let rebuilt_allocator = BuddyAllocator::new(1 << 16,
-                allocated.iter().map(|(block, bytes)| (block.offset, *bytes)));
+                allocated_blocks.iter().map(|(block, bytes)| (block.offset, *bytes)));
             prop_assert_eq!(&rebuilt_allocator, &allocator);
-            allocated.into_iter().for_each(|(block, _)| allocator.free(block));
+            allocated_blocks.into_iter().for_each(|(block, _)| allocator.free(block));
             prop_assert_eq!(allocator, initial_allocator);
         }
     }

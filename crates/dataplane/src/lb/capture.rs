@@ -38,9 +38,9 @@ pub struct Options {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CapturedPacket {
     /// Time of CLOCK_MONOTONIC at which the packet arrived.
-    pub time: Duration,
+    pub arrival_time: Duration,
     /// Length in bytes of the frame as it arrived. At most `max_captured_bytes` of them are captured.
-    pub length: u32,
+    pub frame_length: u32,
     /// Captured bytes of the frame as it arrived.
     pub frame_in: Vec<u8>,
     /// Captured bytes of the frame as the program left it.
@@ -154,18 +154,18 @@ impl Capture {
         match self.attached_capture.perf_buffer.poll(timeout) {
             // If a signal interrupted the wait, the caller handles it.
             Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
-            outcome => outcome.context("reading what was captured")?,
+            poll_result => poll_result.context("reading what was captured")?,
         }
         let complete_records = std::mem::take(&mut self.records.borrow_mut().complete_records);
-        for (came, arrived, decided, left) in complete_records {
-            let destination = self.classify_destination(decided.action, &left);
+        for (arrival_record, arrived_bytes, decision_record, sent_bytes) in complete_records {
+            let destination = self.classify_destination(decision_record.action, &sent_bytes);
             sink(CapturedPacket {
-                time: Duration::from_nanos(came.time_ns),
-                length: came.length,
-                outcome: COUNTER_NAMES.get(decided.outcome as usize).copied().unwrap_or("unknown"),
+                arrival_time: Duration::from_nanos(arrival_record.time_ns),
+                frame_length: arrival_record.length,
+                outcome: COUNTER_NAMES.get(decision_record.outcome as usize).copied().unwrap_or("unknown"),
                 destination,
-                frame_in: arrived,
-                frame_out: left,
+                frame_in: arrived_bytes,
+                frame_out: sent_bytes,
             });
         }
         Ok(())
@@ -176,13 +176,13 @@ impl Capture {
         self.records.borrow().lost_record_count
     }
 
-    fn classify_destination(&mut self, action: u32, left: &[u8]) -> Destination {
+    fn classify_destination(&mut self, action: u32, sent_bytes: &[u8]) -> Destination {
         match action {
             libbpf_sys::XDP_PASS => return Destination::Kernel,
             libbpf_sys::XDP_TX => {}
             _ => return Destination::Dropped,
         }
-        let Some(mac) = left.first_chunk().map(|octets| MacAddress(*octets)) else { return Destination::Dropped };
+        let Some(mac) = sent_bytes.first_chunk().map(|octets| MacAddress(*octets)) else { return Destination::Dropped };
         if mac.0 == [0xff; 6] {
             return Destination::Broadcast;
         }
@@ -208,8 +208,10 @@ impl Capture {
     }
 
     fn load_balancer_with_mac(&self, mac: MacAddress) -> Option<u8> {
-        let at = |owner: u8| offset_of!(intf::lb_state, owners) + usize::from(owner) * size_of::<intf::server_entry>();
-        (0..intf::MAX_OWNERS as u8).find(|owner| resolved_mac(self.maps.state.load(at(*owner))) == Some(mac))
+        let owner_entry_offset =
+            |owner: u8| offset_of!(intf::lb_state, owners) + usize::from(owner) * size_of::<intf::server_entry>();
+        (0..intf::MAX_OWNERS as u8)
+            .find(|owner| resolved_mac(self.maps.state.load(owner_entry_offset(*owner))) == Some(mac))
     }
 }
 
@@ -221,21 +223,31 @@ impl AttachedCapture {
         service: ServiceIndex,
         records: &Rc<RefCell<CaptureRecords>>,
     ) -> anyhow::Result<Self> {
-        let vip = options.service.socket;
+        let vip = options.service.vip_and_port;
         let replaced_program = program_fd_by_id(link.program_id()?)?;
         let vip_protocol = options.service.protocol;
-        let captured_service =
-            CaptureTarget { vip, protocol: vip_protocol, service, length: options.max_captured_bytes };
-        let (variant, captured) = maps.load_capturing_program(replaced_program.as_fd(), &captured_service)?;
-        let (on_record, on_loss) = (records.clone(), records.clone());
-        let perf_buffer = PerfBufferBuilder::new(&captured)
+        let captured_service = CaptureTarget {
+            vip,
+            protocol: vip_protocol,
+            service_index: service,
+            max_captured_bytes: options.max_captured_bytes,
+        };
+        let (capturing_program, perf_buffer_map) =
+            maps.load_capturing_program(replaced_program.as_fd(), &captured_service)?;
+        let (sample_records, loss_records) = (records.clone(), records.clone());
+        let perf_buffer = PerfBufferBuilder::new(&perf_buffer_map)
             .pages(PERF_BUFFER_PAGE_COUNT)
-            .sample_cb(move |cpu, data: &[u8]| on_record.borrow_mut().add_record(cpu, data))
-            .lost_cb(move |_, count| on_loss.borrow_mut().lost_record_count += count)
+            .sample_cb(move |cpu, data: &[u8]| sample_records.borrow_mut().add_record(cpu, data))
+            .lost_cb(move |_, count| loss_records.borrow_mut().lost_record_count += count)
             .build()
             .context("the perf buffer")?;
-        link.replace(variant.as_fd()).context("replacing the program at the device")?;
-        Ok(Self { replaced_program, capture_program_id: link.program_id()?, perf_buffer, _perf_buffer_map: captured })
+        link.replace_program(capturing_program.as_fd()).context("replacing the program at the device")?;
+        Ok(Self {
+            replaced_program,
+            capture_program_id: link.program_id()?,
+            perf_buffer,
+            _perf_buffer_map: perf_buffer_map,
+        })
     }
 }
 
@@ -244,7 +256,7 @@ impl Drop for Capture {
     fn drop(&mut self) {
         let restore_program = || -> anyhow::Result<()> {
             if self.pinned_link.program_id()? == self.attached_capture.capture_program_id {
-                self.pinned_link.replace(self.attached_capture.replaced_program.as_fd())?;
+                self.pinned_link.replace_program(self.attached_capture.replaced_program.as_fd())?;
             }
             Ok(())
         };
@@ -261,14 +273,14 @@ impl Drop for Capture {
 impl CaptureRecords {
     /// Stores a record from the perf buffer. It consists of a `struct captured_packet` and bytes of the packet.
     fn add_record(&mut self, cpu: i32, data: &[u8]) {
-        let Ok((packet, rest)) = intf::captured_packet::read_from_prefix(data) else { return };
-        let captured_bytes = rest[..rest.len().min(packet.captured_length as usize)].to_vec();
-        if packet.action == intf::CAPTURE_ARRIVED {
-            self.undecided_packets_by_cpu.insert(cpu, (packet, captured_bytes));
-        } else if let Some((came, arrived)) = self.undecided_packets_by_cpu.remove(&cpu)
-            && came.sequence == packet.sequence
+        let Ok((record, frame_bytes)) = intf::captured_packet::read_from_prefix(data) else { return };
+        let captured_bytes = frame_bytes[..frame_bytes.len().min(record.captured_length as usize)].to_vec();
+        if record.action == intf::CAPTURE_ARRIVED {
+            self.undecided_packets_by_cpu.insert(cpu, (record, captured_bytes));
+        } else if let Some((arrival_record, arrived_bytes)) = self.undecided_packets_by_cpu.remove(&cpu)
+            && arrival_record.sequence == record.sequence
         {
-            self.complete_records.push((came, arrived, packet, captured_bytes));
+            self.complete_records.push((arrival_record, arrived_bytes, record, captured_bytes));
         }
     }
 }
@@ -283,7 +295,7 @@ fn program_fd_by_id(id: u32) -> anyhow::Result<OwnedFd> {
 
 /// Returns the services of the load balancer in `pin_directory`, with their configured names. Fails when no load
 /// balancer is pinned there.
-pub fn services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
+pub fn pinned_services(pin_directory: &Path) -> anyhow::Result<Vec<(ServiceAddress, String)>> {
     let maps = Maps::take_over(&super::pin_directory::find_pin_directory(pin_directory)?)?;
     Ok(services_with_names(&maps))
 }

@@ -36,9 +36,9 @@ pub(super) fn initialise_connection_table(maps: &Maps, key: Option<CookieKey>) {
     store_owner_number(maps, None);
 }
 
-/// Stores the timers after which packets may reuse entries, and `swept`, the time of the daemon's last sweep.
-fn store_timers(maps: &Maps, timers: &ConnectionTimeouts, swept: ClockTicks) {
-    maps.state.write(offset_of!(intf::lb_state, timers), &timers.to_bpf_timers(swept));
+/// Stores the timers after which packets may reuse entries, and `last_sweep_time`, the time of the daemon's last sweep.
+fn store_timers(maps: &Maps, timers: &ConnectionTimeouts, last_sweep_time: ClockTicks) {
+    maps.state.write(offset_of!(intf::lb_state, timers), &timers.to_bpf_timers(last_sweep_time));
 }
 
 fn connection_hash_key(maps: &Maps) -> CookieKey {
@@ -65,9 +65,13 @@ fn recount_used_entries(maps: &Maps) -> u64 {
     }
     for shard in shard_indexes.filter(|shard| counts_before[*shard] != counts_by_shard[*shard]) {
         // The exchange fails if the prefix's count has changed since.
-        let (before, counted) = (counts_before[shard], counts_by_shard[shard]);
-        let _ =
-            source_prefix_counter(maps, shard).compare_exchange(before, counted, Ordering::AcqRel, Ordering::Relaxed);
+        let (previous_count, scanned_count) = (counts_before[shard], counts_by_shard[shard]);
+        let _ = source_prefix_counter(maps, shard).compare_exchange(
+            previous_count,
+            scanned_count,
+            Ordering::AcqRel,
+            Ordering::Relaxed,
+        );
     }
     counts_by_shard.iter().sum()
 }
@@ -138,8 +142,8 @@ pub(super) struct TableOccupancy {
 
 fn total_allocations(maps: &Maps) -> u64 {
     let row_allocations = |row: usize| {
-        let at = offset_of!(intf::connection_takes, by_row) + row * size_of::<intf::connection_takes_row>();
-        maps.connection_takes.load(at + offset_of!(intf::connection_takes_row, count))
+        let row_offset = offset_of!(intf::connection_takes, by_row) + row * size_of::<intf::connection_takes_row>();
+        maps.connection_takes.load(row_offset + offset_of!(intf::connection_takes_row, count))
     };
     (0..maps.counter_row_count()).map(row_allocations).sum()
 }
@@ -163,7 +167,7 @@ pub(super) fn connections_of_service(
     service: ServiceIndex,
 ) -> impl Iterator<Item = Connection> + '_ {
     let all_connections = table.size().entry_indexes().filter_map(|index| table.connection(index));
-    all_connections.filter(move |connection| connection.identity.service == service.0)
+    all_connections.filter(move |connection| connection.identity.service_slot == service.0)
 }
 
 /// Read access to a running load balancer's connection table without its daemon.
@@ -184,7 +188,7 @@ impl PinnedConnections {
     }
 
     /// Returns the size of the connection table.
-    pub fn size(&self) -> TableSize {
+    pub fn table_size(&self) -> TableSize {
         self.maps.connections.size()
     }
 
@@ -284,26 +288,27 @@ impl LoadBalancer {
         count_used_entries(&self.maps.connections)
     }
 
-    /// Checks the next `entries` entries of the table. Returns the connections that may be freed, each with the reason.
-    /// Each call continues after the last one and wraps around, because a full sweep would pause the daemon. If no call
-    /// is made for [`intf::CONNECTION_UNSWEPT_TICKS`], packets reuse expired entries by the timers of the last call.
+    /// Checks the next `entries_to_scan` entries of the table. Returns the connections that may be freed, each with the
+    /// reason. Each call continues after the last one and wraps around, because a full sweep would pause the daemon. If
+    /// no call is made for [`intf::CONNECTION_UNSWEPT_TICKS`], packets reuse expired entries by the timers of the last
+    /// call.
     pub fn scan_expired_connections(
         &mut self,
         timers: &ConnectionTimeouts,
-        entries: u32,
+        entries_to_scan: u32,
     ) -> Vec<(Connection, ExpiryReason)> {
         let entry_count = self.maps.connections.size().entry_count();
         let (table, now) = (&self.maps.connections, self.packet_clock());
         store_timers(&self.maps, timers, now);
         let mut expired_connections = Vec::new();
-        for position in (0..entries.min(entry_count)).map(|n| (self.sweep_start_index + n) % entry_count) {
+        for position in (0..entries_to_scan.min(entry_count)).map(|n| (self.sweep_start_index + n) % entry_count) {
             let Some(connection) = table.connection(table.size().index_at(position)) else { continue };
-            let service_index = ServiceIndex(connection.identity.service);
+            let service_index = ServiceIndex(connection.identity.service_slot);
             let is_server_known = is_server_known(&self.maps, service_index, connection.identity.server);
             expired_connections
-                .extend(timers.expiry_reason(&connection, is_server_known, now).map(|due| (connection, due)));
+                .extend(timers.expiry_reason(&connection, is_server_known, now).map(|reason| (connection, reason)));
         }
-        self.sweep_start_index = (self.sweep_start_index + entries) % entry_count;
+        self.sweep_start_index = (self.sweep_start_index + entries_to_scan) % entry_count;
         expired_connections
     }
 
@@ -314,7 +319,7 @@ impl LoadBalancer {
         let table = &self.maps.connections;
         let is_unchanged = |connection: &&Connection| {
             let present_entry = table.connection(connection.index);
-            present_entry.is_some_and(|now| now.has_no_packet_since(connection))
+            present_entry.is_some_and(|present_connection| present_connection.has_no_packet_since(connection))
         };
         let released_connections: Vec<&Connection> = connections
             .iter()
@@ -323,14 +328,15 @@ impl LoadBalancer {
             .collect();
         if !released_connections.is_empty() {
             // A program that found the connection may still be updating its entry.
-            self.grace_periods.wait(self.grace_periods.request())?;
+            self.grace_periods.wait(self.grace_periods.request_ticket())?;
         }
         let hash_key = connection_hash_key(&self.maps);
         for connection in &released_connections {
             self.maps.connections.push(connection.index);
             let source_prefix_counter =
                 source_prefix_counter(&self.maps, source_prefix_shard(&hash_key, connection.client.ip()));
-            let _ = source_prefix_counter.fetch_update(Ordering::AcqRel, Ordering::Acquire, |held| held.checked_sub(1));
+            let _ = source_prefix_counter
+                .fetch_update(Ordering::AcqRel, Ordering::Acquire, |entry_count| entry_count.checked_sub(1));
         }
         self.occupancy.freed_since_count += released_connections.len() as u64;
         Ok(released_connections.len())

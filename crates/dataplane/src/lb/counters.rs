@@ -70,12 +70,14 @@ impl LoadBalancer {
         let words_per_entry = size_of::<intf::lb_counters>() / size_of::<u64>();
         for row in 0..self.maps.counter_row_count() {
             let row_start = row * intf::LB_COUNTERS_PER_ROW as usize;
-            let [from, to] = [usize::from(service.0), intf::LB_COUNTERS_REMOVED as usize]
+            let [source_offset, target_offset] = [usize::from(service.0), intf::LB_COUNTERS_REMOVED as usize]
                 .map(|position| (row_start + position) * size_of::<intf::lb_counters>());
-            for offset in (0..words_per_entry).map(|word| word * size_of::<u64>()) {
-                let count = self.maps.counter_entries.load(from + offset);
-                self.maps.counter_entries.store(from + offset, 0);
-                self.maps.counter_entries.store(to + offset, self.maps.counter_entries.load(to + offset) + count);
+            for offset in (0..words_per_entry).map(|word_index| word_index * size_of::<u64>()) {
+                let count = self.maps.counter_entries.load(source_offset + offset);
+                self.maps.counter_entries.store(source_offset + offset, 0);
+                self.maps
+                    .counter_entries
+                    .store(target_offset + offset, self.maps.counter_entries.load(target_offset + offset) + count);
             }
         }
     }
@@ -103,17 +105,17 @@ impl LoadBalancer {
         total
     }
 
-    fn add_entry(&self, sum: &mut PacketCounters, entry: usize) {
-        let entry_offset = entry * size_of::<intf::lb_counters>();
+    fn add_entry(&self, totals: &mut PacketCounters, entry_index: usize) {
+        let entry_offset = entry_index * size_of::<intf::lb_counters>();
         let packets_offset = entry_offset + offset_of!(intf::lb_counters, packets);
-        for (counter, sum) in sum.packets_by_outcome.iter_mut().enumerate() {
-            *sum += self.maps.counter_entries.load(packets_offset + counter * size_of::<u64>());
+        for (counter_index, sum) in totals.packets_by_outcome.iter_mut().enumerate() {
+            *sum += self.maps.counter_entries.load(packets_offset + counter_index * size_of::<u64>());
         }
         let events_offset = entry_offset + offset_of!(intf::lb_counters, events);
-        for (event, sum) in sum.event_counts.iter_mut().enumerate() {
-            *sum += self.maps.counter_entries.load(events_offset + event * size_of::<u64>());
+        for (event_index, sum) in totals.event_counts.iter_mut().enumerate() {
+            *sum += self.maps.counter_entries.load(events_offset + event_index * size_of::<u64>());
         }
-        sum.forwarded_bytes +=
+        totals.forwarded_bytes +=
             self.maps.counter_entries.load(entry_offset + offset_of!(intf::lb_counters, forwarded_bytes));
     }
 }

@@ -42,9 +42,9 @@ impl LoadBalancer {
                     interface,
                     "the device of the pinned program is gone: the load balancer attaches its program again"
                 ),
-                found if found == interface_index => return self.replace_pinned_program(mode),
-                found => bail!(
-                    "what is pinned in {} is at the interface of index {found}, not at {interface:?} (index \
+                attached_index if attached_index == interface_index => return self.replace_pinned_program(mode),
+                attached_index => bail!(
+                    "what is pinned in {} is at the interface of index {attached_index}, not at {interface:?} (index \
                      {interface_index}): detach it first, or use another pin directory",
                     self.lb_directory.as_deref().unwrap_or(Path::new("")).display()
                 ),
@@ -61,7 +61,7 @@ impl LoadBalancer {
 
     fn replace_pinned_program(&mut self, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
         let pinned_link = self.xdp_link.as_ref().expect("a pinned link");
-        pinned_link.replace(self.program.as_fd()).context("replacing the program at the device")?;
+        pinned_link.replace_program(self.program.as_fd()).context("replacing the program at the device")?;
         let attachment = if self.variant.counters_by_cpu { AttachedXdpMode::Generic } else { AttachedXdpMode::Native };
         if mode != XdpMode::Auto && (mode == XdpMode::Generic) != (attachment == AttachedXdpMode::Generic) {
             tracing::warn!(
@@ -74,9 +74,14 @@ impl LoadBalancer {
         Ok(attachment)
     }
 
-    fn attach_new_link(&mut self, interface: &str, index: u32, mode: XdpMode) -> anyhow::Result<AttachedXdpMode> {
+    fn attach_new_link(
+        &mut self,
+        interface: &str,
+        interface_index: u32,
+        mode: XdpMode,
+    ) -> anyhow::Result<AttachedXdpMode> {
         // The other end of the veth would not receive the frames that native XDP sends.
-        let peer_has_no_xdp = mode == XdpMode::Auto && veth::peer_has_native_xdp(index) == Some(false);
+        let peer_has_no_xdp = mode == XdpMode::Auto && veth::peer_has_native_xdp(interface_index) == Some(false);
         if peer_has_no_xdp {
             tracing::warn!(
                 event = "generic-xdp",
@@ -84,7 +89,7 @@ impl LoadBalancer {
                 "the other end of the veth has no XDP program: the load balancer uses generic XDP, which is slower"
             );
         } else if mode != XdpMode::Generic {
-            match self.attach_in_mode(AttachedXdpMode::Native, interface, index) {
+            match self.attach_in_mode(AttachedXdpMode::Native, interface, interface_index) {
                 Err(error) if mode == XdpMode::Auto => {
                     tracing::warn!(
                         event = "generic-xdp",
@@ -93,36 +98,40 @@ impl LoadBalancer {
                         "native XDP is not possible: the load balancer uses generic XDP, which is slower"
                     );
                 }
-                other => return other,
+                attach_result => return attach_result,
             }
         }
-        self.attach_in_mode(AttachedXdpMode::Generic, interface, index)
+        self.attach_in_mode(AttachedXdpMode::Generic, interface, interface_index)
     }
 
     fn attach_in_mode(
         &mut self,
         attachment: AttachedXdpMode,
         interface: &str,
-        index: u32,
+        interface_index: u32,
     ) -> anyhow::Result<AttachedXdpMode> {
         let counters_by_cpu = attachment == AttachedXdpMode::Generic;
         self.load_variant(ProgramVariant { counters_by_cpu, ..self.variant })?;
         let new_link =
-            XdpLink::create(self.program.as_fd(), index, attachment).map_err(|error| match error.raw_os_error() {
-                Some(libc::EBUSY | libc::EEXIST) => anyhow::anyhow!(self.foreign_program_error(interface, index)),
-                _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
+            XdpLink::create(self.program.as_fd(), interface_index, attachment).map_err(|error| {
+                match error.raw_os_error() {
+                    Some(libc::EBUSY | libc::EEXIST) => {
+                        anyhow::anyhow!(self.foreign_program_error(interface, interface_index))
+                    }
+                    _ => anyhow::Error::from(error).context(format!("{attachment:?} XDP at interface {interface:?}")),
+                }
             })?;
         self.xdp_link = Some(new_link);
         Ok(attachment)
     }
 
     /// Returns an error message about a foreign XDP program on the interface, with the program's origin and the remedy.
-    fn foreign_program_error(&self, interface: &str, index: u32) -> String {
+    fn foreign_program_error(&self, interface: &str, interface_index: u32) -> String {
         let own_pin_directory = self.lb_directory.as_deref().and_then(Path::parent);
         let other_pin_directories =
-            own_pin_directory.map(|own| pins::other_pin_directories(own, "lb/link")).unwrap_or_default();
+            own_pin_directory.map(|directory| pins::other_pin_directories(directory, "lb/link")).unwrap_or_default();
         // Program ids are compared because the same interface index may exist in another network namespace.
-        let xdp_state = device::query_xdp_state(index).unwrap_or_default();
+        let xdp_state = device::query_xdp_state(interface_index).unwrap_or_default();
         let is_attached_here = |directory: &&PathBuf| {
             let pinned_program = pinned_program_id(directory).ok().flatten();
             pinned_program.is_some()
@@ -150,8 +159,9 @@ impl LoadBalancer {
             Err(_) => missing_interface_error(interface),
         })?;
         let interface_mtu = device::mtu(interface).with_context(|| format!("the MTU of interface {interface:?}"))?;
-        let vip_vlan = self.variant.vlan_settings.vip;
-        let vlan_devices = vlan_device::names(interface, self.server_vlans.iter().copied().chain([vip_vlan]));
+        let vip_vlan = self.variant.vlan_settings.vip_vlan;
+        let vlan_devices =
+            vlan_device::devices_for_vlans(interface, self.server_vlans.iter().copied().chain([vip_vlan]));
         let tagged_devices = vlan_devices.iter().filter(|(vlan, _)| vlan.is_tagged());
         let smallest_mtu =
             tagged_devices.filter_map(|(_, device)| device::mtu(device).ok()).fold(interface_mtu, u32::min);

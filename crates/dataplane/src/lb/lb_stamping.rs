@@ -149,8 +149,8 @@ impl LoadBalancer {
         self.maps.state.write(service_state_offset(service) + offset_of!(intf::service_state, time_key), &bpf_key);
     }
 
-    /// Returns the TSval from which the current key of `new` applies, by this machine's clock in ms.
-    pub(super) fn key_switch_ms(&self, new: &FleetCookieKeys) -> u32 {
+    /// Returns the TSval from which the current key of `new_keys` applies, by this machine's clock in ms.
+    pub(super) fn key_switch_ms(&self, new_keys: &FleetCookieKeys) -> u32 {
         let now_ms = match self.variant.lb_stamping_clock {
             LbStampingClock::Kernel => monotonic_ms(),
             LbStampingClock::DaemonTicks => self.packet_clock().0.wrapping_mul(100),
@@ -160,23 +160,25 @@ impl LoadBalancer {
         let current_index = if stored_keys.current == 0 { KeyIndex::First } else { KeyIndex::Second };
         let previous_keys =
             (FleetCookieKeys { keys: [stored_key(0), stored_key(1)], current: current_index }, stored_keys.switch_ms);
-        key_activation::activation_time_ms(&previous_keys, new, now_ms)
+        key_activation::activation_time_ms(&previous_keys, new_keys, now_ms)
     }
 
     /// Returns the clocks of a service's servers, sorted by server id. If two ids share a MAC address because the
     /// operator changed the id, only the id that takes new connections is returned. Fails when the map cannot be read.
     pub fn server_clocks(&self, service: ServiceIndex) -> anyhow::Result<Vec<(ServerId, ServerClock)>> {
-        let service_entries = read_lb_stamped_servers(&self.maps)?.into_iter().filter(|((of, _), _)| *of == service);
-        let server_clock = |(_, known): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
-            let id = ServerId::try_from(u64::from(known.server_id))?;
+        let service_entries = read_lb_stamped_servers(&self.maps)?
+            .into_iter()
+            .filter(|((entry_service, _), _)| *entry_service == service);
+        let server_clock = |(_, stored_clock): (_, intf::lb_stamped_server)| -> anyhow::Result<_> {
+            let id = ServerId::try_from(u64::from(stored_clock.server_id))?;
             let clock = ServerClock {
-                agreeing_connections: known.agreeing,
-                steady_samples: known.steady,
-                is_unsteady: known.unsteady != 0,
-                opened_connections: self.traffic(id).opened,
-                syn_ack_count: known.syn_acks,
-                timestamped_syn_acks: known.with_timestamps,
-                disagreeing_replies: known.disagreed,
+                agreeing_connections: stored_clock.agreeing,
+                steady_samples: stored_clock.steady,
+                is_unsteady: stored_clock.unsteady != 0,
+                opened_connections: self.server_traffic(id).opened_connection_count,
+                syn_ack_count: stored_clock.syn_acks,
+                timestamped_syn_acks: stored_clock.with_timestamps,
+                disagreeing_replies: stored_clock.disagreed,
             };
             Ok((id, clock))
         };
@@ -204,29 +206,32 @@ impl LoadBalancer {
         service: ServiceIndex,
         id: ServerId,
         mac: Option<MacAddress>,
-        eligible: bool,
+        is_eligible: bool,
     ) -> anyhow::Result<()> {
         let Some(mac) = mac.filter(|_| self.is_lb_stamped(service)) else { return Ok(()) };
         if !can_carry_server_id(id) {
             // A service may have such ids from the time before it used LB-side stamping.
-            ensure!(!eligible, ServerIdTooLarge(id));
+            ensure!(!is_eligible, ServerIdTooLarge(id));
             return Ok(());
         }
-        let previous_mac = self.lb_stamped_macs.insert((service, id), mac).filter(|left| *left != mac);
+        let previous_mac = self.lb_stamped_macs.insert((service, id), mac).filter(|former_mac| *former_mac != mac);
         let clock_map = self.maps.lb_stamped_server_map();
-        let stored_elsewhere = match previous_mac {
-            Some(left) => read_lb_stamped_server(clock_map, service, left)?.filter(|known| known.server_id == id.get()),
+        let clock_at_former_mac = match previous_mac {
+            Some(former_mac) => read_lb_stamped_server(clock_map, service, former_mac)?
+                .filter(|stored_clock| stored_clock.server_id == id.get()),
             None => None,
         };
-        if let (Some(left), Some(_)) = (previous_mac, stored_elsewhere) {
-            self.remove_or_reassign_clock(clock_map, service, left)?;
+        if let (Some(former_mac), Some(_)) = (previous_mac, clock_at_former_mac) {
+            self.remove_or_reassign_clock(clock_map, service, former_mac)?;
         }
         let stored_clock = match read_lb_stamped_server(clock_map, service, mac)? {
-            Some(here) if here.server_id == id.get() => return Ok(()),
+            Some(entry_at_mac) if entry_at_mac.server_id == id.get() => return Ok(()),
             // If two servers have this address, the one that takes new connections is stamped.
-            Some(here) if !eligible && self.is_last_known_mac(service, here.server_id, mac) => return Ok(()),
-            Some(here) => here,
-            None => stored_elsewhere.unwrap_or_default(),
+            Some(entry_at_mac) if !is_eligible && self.is_last_known_mac(service, entry_at_mac.server_id, mac) => {
+                return Ok(());
+            }
+            Some(entry_at_mac) => entry_at_mac,
+            None => clock_at_former_mac.unwrap_or_default(),
         };
         write_lb_stamped_server(
             clock_map,
@@ -241,17 +246,19 @@ impl LoadBalancer {
         let Some(mac) = self.lb_stamped_macs.remove(&(service, id)) else { return Ok(()) };
         let clock_map = self.maps.lb_stamped_server_map();
         match read_lb_stamped_server(clock_map, service, mac)? {
-            Some(known) if known.server_id == id.get() => self.remove_or_reassign_clock(clock_map, service, mac),
+            Some(stored_clock) if stored_clock.server_id == id.get() => {
+                self.remove_or_reassign_clock(clock_map, service, mac)
+            }
             _ => Ok(()),
         }
     }
 
     pub(super) fn remove_lb_stamped_servers(&mut self, services: &BTreeSet<ServiceIndex>) -> anyhow::Result<()> {
-        self.lb_stamped_macs.retain(|(of, _), _| !services.contains(of));
+        self.lb_stamped_macs.retain(|(entry_service, _), _| !services.contains(entry_service));
         let clock_map = self.maps.lb_stamped_server_map();
-        for ((of, mac), _) in read_lb_stamped_servers(&self.maps)? {
-            if services.contains(&of) {
-                clock_map.delete(&stamped_server_key(of, mac)).context("forgetting a server's address")?;
+        for ((entry_service, mac), _) in read_lb_stamped_servers(&self.maps)? {
+            if services.contains(&entry_service) {
+                clock_map.delete(&stamped_server_key(entry_service, mac)).context("forgetting a server's address")?;
             }
         }
         Ok(())
@@ -259,11 +266,17 @@ impl LoadBalancer {
 
     /// Removes the entry with this MAC address, or assigns it to another server id that has the same address.
     fn remove_or_reassign_clock(&self, map: &MapHandle, service: ServiceIndex, mac: MacAddress) -> anyhow::Result<()> {
-        let other_server = self.lb_stamped_macs.iter().find(|((of, _), at)| *of == service && **at == mac);
+        let other_server = self
+            .lb_stamped_macs
+            .iter()
+            .find(|((entry_service, _), server_mac)| *entry_service == service && **server_mac == mac);
         match (other_server, read_lb_stamped_server(map, service, mac)?) {
-            (Some(((_, other), _)), Some(known)) => {
-                write_lb_stamped_server(map, service, mac, &intf::lb_stamped_server { server_id: other.get(), ..known })
-            }
+            (Some(((_, other_id), _)), Some(stored_clock)) => write_lb_stamped_server(
+                map,
+                service,
+                mac,
+                &intf::lb_stamped_server { server_id: other_id.get(), ..stored_clock },
+            ),
             _ => map.delete(&stamped_server_key(service, mac)).context("forgetting a server's old address"),
         }
     }
@@ -276,7 +289,9 @@ impl LoadBalancer {
 /// Returns the source MAC address of each server's replies, as read from maps that were taken over.
 pub(super) fn lb_stamped_macs(maps: &Maps) -> anyhow::Result<BTreeMap<(ServiceIndex, ServerId), MacAddress>> {
     let stored_clocks = read_lb_stamped_servers(maps)?.into_iter();
-    stored_clocks.map(|((service, mac), known)| Ok(((service, u64::from(known.server_id).try_into()?), mac))).collect()
+    stored_clocks
+        .map(|((service, mac), stored_clock)| Ok(((service, u64::from(stored_clock.server_id).try_into()?), mac)))
+        .collect()
 }
 
 type StampedServerClock = ((ServiceIndex, MacAddress), intf::lb_stamped_server);
@@ -287,7 +302,8 @@ fn read_lb_stamped_servers(maps: &Maps) -> anyhow::Result<Vec<StampedServerClock
         let key_word = u64::from_ne_bytes(key.as_slice().try_into().context("a server's key")?);
         let service_index = ServiceIndex((key_word >> intf::LB_STAMPED_SERVICE_SHIFT) as u16);
         let mac = MacAddress::from_word(key_word);
-        Ok(read_lb_stamped_server(clock_map, service_index, mac)?.map(|known| ((service_index, mac), known)))
+        Ok(read_lb_stamped_server(clock_map, service_index, mac)?
+            .map(|stored_clock| ((service_index, mac), stored_clock)))
     };
     clock_map.keys().map(read_entry).filter_map(Result::transpose).collect()
 }
@@ -308,9 +324,9 @@ fn write_lb_stamped_server(
     map: &MapHandle,
     service: ServiceIndex,
     mac: MacAddress,
-    known: &intf::lb_stamped_server,
+    stored_clock: &intf::lb_stamped_server,
 ) -> anyhow::Result<()> {
-    map.update(&stamped_server_key(service, mac), known.as_bytes(), MapFlags::ANY).context("a server's address")
+    map.update(&stamped_server_key(service, mac), stored_clock.as_bytes(), MapFlags::ANY).context("a server's address")
 }
 
 fn stamped_server_key(service: ServiceIndex, mac: MacAddress) -> [u8; 8] {

@@ -106,7 +106,7 @@ impl XdpLink {
     }
 
     /// Replaces the attached program atomically, without losing packets.
-    pub fn replace(&self, program: BorrowedFd<'_>) -> io::Result<()> {
+    pub fn replace_program(&self, program: BorrowedFd<'_>) -> io::Result<()> {
         // SAFETY: no options are passed.
         check_result(unsafe { libbpf_sys::bpf_link_update(self.0.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) })
     }

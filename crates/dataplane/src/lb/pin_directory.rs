@@ -10,20 +10,20 @@ use crate::pins::ensure_bpf_file_system;
 
 /// Returns the load balancer's directory below the configured one, and creates it if it is missing. Fails when it is
 /// not on a BPF file system.
-pub(super) fn ensure_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
-    let lb_directory = configured.join("lb");
+pub(super) fn ensure_pin_directory(pin_directory: &Path) -> anyhow::Result<PathBuf> {
+    let lb_directory = pin_directory.join("lb");
     fs::create_dir_all(&lb_directory).with_context(|| lb_directory.display().to_string())?;
-    ensure_bpf_file_system(configured)?;
+    ensure_bpf_file_system(pin_directory)?;
     Ok(lb_directory)
 }
 
 /// Returns the directory that contains a load balancer's pinned maps. Fails when no map is pinned there.
-pub(super) fn find_pin_directory(configured: &Path) -> anyhow::Result<PathBuf> {
-    let lb_directory = configured.join("lb");
+pub(super) fn find_pin_directory(pin_directory: &Path) -> anyhow::Result<PathBuf> {
+    let lb_directory = pin_directory.join("lb");
     ensure!(
         has_pinned_map(&lb_directory),
         "no load balancer has pinned anything in {}: expected its `pin_directory`",
-        configured.display()
+        pin_directory.display()
     );
     Ok(lb_directory)
 }

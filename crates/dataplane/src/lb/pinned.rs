@@ -40,7 +40,7 @@ impl PinnedServers {
     }
 
     /// Returns the index of the service with this address, or `None` if there is no such service.
-    pub fn service(&self, address: &ServiceAddress) -> Option<ServiceIndex> {
+    pub fn service_index(&self, address: &ServiceAddress) -> Option<ServiceIndex> {
         read_services(&self.maps).get(address).map(|service| service.index)
     }
 

@@ -22,7 +22,11 @@ impl LoadBalancer {
     ///
     /// [`TableError`]: super::TableError
     pub fn install_table(&mut self, service: ServiceIndex, table: &PlacementTable) -> anyhow::Result<()> {
-        self.store_and_activate_table(service, ToeplitzSource::RssKeys(self.service_address(service).socket), table)?;
+        self.store_and_activate_table(
+            service,
+            ToeplitzSource::RssKeys(self.service_address(service).vip_and_port),
+            table,
+        )?;
         self.set_down_servers(service, &table.down_servers);
         Ok(())
     }
@@ -30,11 +34,11 @@ impl LoadBalancer {
     /// Returns how many connections are assigned to each of the first `count` core slots in a service's table. Returns
     /// an empty list if the service has no table.
     pub fn assigned_connection_counts(&self, service: ServiceIndex, count: u16) -> Vec<u32> {
-        let at = self.maps.state.load(table_offset_position(service)) as u32;
-        if at == 0 {
+        let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
+        if table_offset == 0 {
             Vec::new()
         } else {
-            (0..count).map(|slot| self.maps.tables.assigned_connection_count(at, slot)).collect()
+            (0..count).map(|slot| self.maps.tables.assigned_connection_count(table_offset, slot)).collect()
         }
     }
 
@@ -47,8 +51,8 @@ impl LoadBalancer {
         service: ServiceIndex,
         choose: impl FnOnce(&PlacementTable) -> PlacementTable,
     ) -> anyhow::Result<()> {
-        let at = self.maps.state.load(table_offset_position(service)) as u32;
-        let Some(table) = self.maps.tables.read(at) else { return Ok(()) };
+        let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
+        let Some(table) = self.maps.tables.read(table_offset) else { return Ok(()) };
         let chosen_table = choose(&table);
         if chosen_table.candidates.is_empty() {
             return Ok(());
@@ -70,7 +74,7 @@ impl LoadBalancer {
     fn store_and_activate_table(
         &mut self,
         service: ServiceIndex,
-        hashing: ToeplitzSource,
+        toeplitz_source: ToeplitzSource,
         table: &PlacementTable,
     ) -> anyhow::Result<()> {
         tables::validate_table(table)?;
@@ -81,11 +85,11 @@ impl LoadBalancer {
             required_features: self.variant.required_features.union(features_with_rule),
             ..self.variant
         })?;
-        let stored_table = self.write_table(service, hashing, table)?;
+        let stored_table = self.write_table(service, toeplitz_source, table)?;
         self.maps.state.store(table_offset_position(service), stored_table.memory_offset().into());
         let previous_rule_bit = self.service(service).rule_bit();
-        if let Some(before) = self.service_mut(service).table.replace(stored_table) {
-            self.maps.tables.retire_table(before, &self.grace_periods);
+        if let Some(previous_table) = self.service_mut(service).placement_table.replace(stored_table) {
+            self.maps.tables.retire_table(previous_table, &self.grace_periods);
         }
         if previous_rule_bit == rule_bit {
             return Ok(());
@@ -99,16 +103,16 @@ impl LoadBalancer {
     fn write_table(
         &mut self,
         service: ServiceIndex,
-        hashing: ToeplitzSource,
+        toeplitz_source: ToeplitzSource,
         table: &PlacementTable,
     ) -> anyhow::Result<StoredTable> {
         loop {
             let previous_table =
-                self.services.get(self.service_address(service)).and_then(|service| service.table.as_ref());
-            match self.maps.tables.write(previous_table, hashing, table, &self.grace_periods) {
-                Ok(written) => return Ok(written),
+                self.services.get(self.service_address(service)).and_then(|service| service.placement_table.as_ref());
+            match self.maps.tables.write_table(previous_table, toeplitz_source, table, &self.grace_periods) {
+                Ok(stored_table) => return Ok(stored_table),
                 Err(PlacementMemoryFull) => match self.maps.tables.last_retirement_ticket() {
-                    Some(moment) if !self.grace_periods.has_passed(moment) => self.grace_periods.wait(moment)?,
+                    Some(ticket) if !self.grace_periods.has_passed(ticket) => self.grace_periods.wait(ticket)?,
                     _ => self.double_placement_memory()?,
                 },
             }
@@ -130,13 +134,13 @@ impl LoadBalancer {
             &self.variant,
             self.lb_directory.as_deref(),
             |program| match &self.xdp_link {
-                Some(link) => link.replace(program).context("replacing the program at the device"),
+                Some(link) => link.replace_program(program).context("replacing the program at the device"),
                 None => Ok(()),
             },
         )?;
         self.program = program;
         // Programs that still run limit offsets to the old size, so they must end before a table lies beyond that size.
-        self.grace_periods.wait(self.grace_periods.request())?;
+        self.grace_periods.wait(self.grace_periods.request_ticket())?;
         tracing::info!(
             event = "table-memory-grown",
             mib = memory_bytes >> 20,
@@ -147,8 +151,9 @@ impl LoadBalancer {
 
     /// Returns the generation of a service's table, or `None` if the service has no table with members.
     pub fn table_generation(&self, service: ServiceIndex) -> Option<u64> {
-        let at = self.maps.state.load(table_offset_position(service)) as u32;
-        tables::rule_bit(self.maps.tables.mapped_memory(), at).map(|_| self.maps.tables.generation(at))
+        let table_offset = self.maps.state.load(table_offset_position(service)) as u32;
+        tables::rule_bit(self.maps.tables.mapped_memory(), table_offset)
+            .map(|_| self.maps.tables.generation(table_offset))
     }
 }
 
@@ -164,15 +169,16 @@ fn table_offset_position(service: ServiceIndex) -> usize {
 
 /// Assigns the tables in the placement memory to their services. It must be called once, after a take-over.
 pub(super) fn adopt_tables(maps: &mut Maps, services: &mut BTreeMap<ServiceAddress, Service>) {
-    let at = |service: &Service| maps.state.load(table_offset_position(service.index)) as u32;
+    let table_offset_of = |service: &Service| maps.state.load(table_offset_position(service.index)) as u32;
     let mut services_with_tables: Vec<((u32, AddressFamily), &mut Service)> = services
         .iter_mut()
-        .map(|(address, service)| ((at(service), AddressFamily::of(&address.socket)), service))
-        .filter(|((at, _), _)| *at != 0)
+        .map(|(address, service)| ((table_offset_of(service), AddressFamily::of(&address.vip_and_port)), service))
+        .filter(|((table_offset, _), _)| *table_offset != 0)
         .collect();
-    let tables_in_use: Vec<(u32, AddressFamily)> = services_with_tables.iter().map(|(place, _)| *place).collect();
+    let tables_in_use: Vec<(u32, AddressFamily)> =
+        services_with_tables.iter().map(|(offset_and_family, _)| *offset_and_family).collect();
     let adopted_tables = maps.tables.adopt_tables(maps.placement_memory_bytes(), &tables_in_use);
     for ((_, service), table) in services_with_tables.iter_mut().zip(adopted_tables) {
-        service.table = Some(table);
+        service.placement_table = Some(table);
     }
 }

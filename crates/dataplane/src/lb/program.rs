@@ -82,13 +82,13 @@ pub(super) type ServiceMemberFlags = [u64; intf::MAX_SERVICES as usize * intf::M
 pub(super) struct Maps {
     map_handles: [MapHandle; MAP_NAMES.len()],
     pub state: MmapArray<intf::lb_state>,
-    pub servers: MmapArray<ServerEntries>,
+    pub server_entries: MmapArray<ServerEntries>,
     pub service_member_flags: MmapArray<ServiceMemberFlags>,
     pub counter_entries: MmapArray<[intf::lb_counters]>,
     pub tables: PlacementMemory,
     map_sizes: MapSizes,
     /// Packets and bytes sent to servers, by counter row and server id.
-    pub traffic: MmapArray<[intf::server_traffic]>,
+    pub server_traffic: MmapArray<[intf::server_traffic]>,
     pub connections: SharedConnectionTable,
     pub flow_table: MmapArray<[intf::flow_set]>,
     /// Numbers of connection table entries that packets have allocated, by counter row.
@@ -155,7 +155,7 @@ impl Maps {
         let counter_row_count = sizes.counter_row_count as usize;
         Ok(Self {
             state: MmapArray::new(state).context("mapping the state")?,
-            servers: MmapArray::new(servers).context("mapping the servers")?,
+            server_entries: MmapArray::new(servers).context("mapping the servers")?,
             service_member_flags: MmapArray::new(membership).context("mapping the services' servers")?,
             counter_entries: MmapArray::new_slice(counters, counter_row_count * intf::LB_COUNTERS_PER_ROW as usize)
                 .context("mapping the counters")?,
@@ -163,7 +163,7 @@ impl Maps {
                 map_placement_memory(tables, sizes.placement_memory_bytes)?,
                 sizes.placement_memory_bytes,
             ),
-            traffic: MmapArray::new_slice(traffic, counter_row_count * intf::SERVER_ID_COUNT as usize)
+            server_traffic: MmapArray::new_slice(traffic, counter_row_count * intf::SERVER_ID_COUNT as usize)
                 .context("mapping the servers' traffic")?,
             connections: connection_memory::map_connection_table(
                 connections.as_fd(),
@@ -216,23 +216,23 @@ impl Maps {
     pub fn load(&self, variant: &ProgramVariant) -> anyhow::Result<OwnedFd> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = open_variant(&mut object_storage, variant, &self.map_sizes)?;
-        for (map, descriptor) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
-            map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
+        for (map, map_handle) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
+            map.reuse_fd(map_handle.as_fd()).context("reusing a map")?;
         }
         let loaded_skeleton = open_skeleton.load().context("loading lb.bpf.c into the kernel")?;
         Ok(loaded_skeleton.progs.lb.as_fd().try_clone_to_owned()?)
     }
 
-    /// Loads a variant of the program `like` that also captures one service's packets ([`super::capture`]). Returns
-    /// this variant and the map of its perf buffer.
+    /// Loads a variant of the program `attached_program` that also captures one service's packets ([`super::capture`]).
+    /// Returns this variant and the map of its perf buffer.
     pub fn load_capturing_program(
         &self,
-        like: BorrowedFd<'_>,
-        watched: &CaptureTarget,
+        attached_program: BorrowedFd<'_>,
+        capture_target: &CaptureTarget,
     ) -> anyhow::Result<(OwnedFd, MapHandle)> {
         let mut object_storage = MaybeUninit::uninit();
         let mut open_skeleton = LbSkelBuilder::default().open(&mut object_storage).context("opening lb.bpf.o")?;
-        let loaded_constants = read_only_data(like)?;
+        let loaded_constants = read_only_data(attached_program)?;
         // In another version of coreward, the constants have another layout and meaning.
         let other_version_message =
             "the attached program was not loaded by this version of coreward: restart the daemon first";
@@ -240,7 +240,7 @@ impl Maps {
         let constants = open_skeleton.maps.rodata_data.as_deref_mut().context("lb.bpf.o has no constants")?;
         constants.capture_in_use = true;
         constants.vlans_or_capture_in_use = true;
-        match watched.vip.ip() {
+        match capture_target.vip.ip() {
             IpAddr::V4(vip) => {
                 constants.capture_of.family = intf::ADDRESS_FAMILY_IPV4 as u8;
                 constants.capture_of.vip = u32::from_ne_bytes(vip.octets());
@@ -250,12 +250,12 @@ impl Maps {
                 constants.capture_of.vip_ipv6 = zerocopy::transmute!(vip.octets());
             }
         }
-        constants.capture_of.port = watched.vip.port().to_be();
-        constants.capture_of.protocol = watched.protocol.number();
-        constants.capture_of.service = watched.service.0.into();
-        constants.capture_of.length = watched.length;
-        for (map, descriptor) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
-            map.reuse_fd(descriptor.as_fd()).context("reusing a map")?;
+        constants.capture_of.port = capture_target.vip.port().to_be();
+        constants.capture_of.protocol = capture_target.protocol.number();
+        constants.capture_of.service = capture_target.service_index.0.into();
+        constants.capture_of.length = capture_target.max_captured_bytes;
+        for (map, map_handle) in maps_in_name_order(&mut open_skeleton.maps).into_iter().zip(&self.map_handles) {
+            map.reuse_fd(map_handle.as_fd()).context("reusing a map")?;
         }
         let loaded_skeleton = open_skeleton.load().context("loading lb.bpf.c into the kernel")?;
         Ok((
@@ -266,8 +266,8 @@ impl Maps {
 
     /// Pins all maps in `directory`, which must be empty.
     pub fn pin(&self, directory: &Path) -> anyhow::Result<()> {
-        for (name, descriptor) in MAP_NAMES.iter().zip(&self.map_handles) {
-            super::link::pin_object(descriptor.as_fd(), &directory.join(name))?;
+        for (name, map_handle) in MAP_NAMES.iter().zip(&self.map_handles) {
+            super::link::pin_object(map_handle.as_fd(), &directory.join(name))?;
         }
         Ok(())
     }
@@ -280,9 +280,10 @@ impl Maps {
         pinned_sizes.set_map_sizes(&mut open_skeleton.maps)?;
         let expected_maps = maps_in_name_order(&mut open_skeleton.maps);
         let mut map_handles = Vec::new();
-        for (name, expected) in MAP_NAMES.iter().zip(expected_maps) {
+        for (name, expected_map) in MAP_NAMES.iter().zip(expected_maps) {
             map_handles.push(
-                open_pinned_map(&directory.join(name), expected).with_context(|| version_mismatch_hint(directory))?,
+                open_pinned_map(&directory.join(name), expected_map)
+                    .with_context(|| version_mismatch_hint(directory))?,
             );
         }
         let maps = Self::new(map_handles.try_into().expect("one per name"), pinned_sizes)?;
@@ -301,7 +302,7 @@ impl Maps {
     /// connection table has another size and also entries in use.
     pub fn resize_connection_table(&mut self, directory: &Path, requested: MapSizes) -> anyhow::Result<()> {
         if self.map_sizes.flow_table_set_count != requested.flow_table_set_count {
-            let flow_entry_count = |sets: u32| sets * intf::FLOW_SET_ENTRIES;
+            let flow_entry_count = |set_count: u32| set_count * intf::FLOW_SET_ENTRIES;
             tracing::warn!(
                 event = "flow-table-size-kept",
                 pin_directory = %directory.display(),
@@ -310,8 +311,8 @@ impl Maps {
                 "the pinned flow table keeps its size: to apply `flow_table`, run `coreward lb --detach` first"
             );
         }
-        let (found, requested) = (self.connections.size(), requested.connection_table_size);
-        if found == requested {
+        let (current_size, requested) = (self.connections.size(), requested.connection_table_size);
+        if current_size == requested {
             return Ok(());
         }
         let used_entry_count = connection_memory::count_used_entries(&self.connections);
@@ -320,7 +321,7 @@ impl Maps {
             "the connection table in {} has {} entries, not {}, and {used_entry_count} of them are in use: give it the \
              old size, or detach first (forwarding stops)",
             directory.display(),
-            found.entry_count(),
+            current_size.entry_count(),
             requested.entry_count()
         );
         self.replace_array::<intf::connection>(directory, CONNECTIONS_MAP, requested.entry_count())?;
@@ -431,8 +432,8 @@ fn map_placement_memory(map: impl AsFd, bytes: u32) -> anyhow::Result<MmapArray<
 pub(super) struct CaptureTarget {
     pub vip: SocketAddr,
     pub protocol: Protocol,
-    pub service: ServiceIndex,
-    pub length: u32,
+    pub service_index: ServiceIndex,
+    pub max_captured_bytes: u32,
 }
 
 /// Returns a loaded program's read-only data, which holds the constants in which variants differ.
@@ -452,7 +453,7 @@ fn read_only_data(program: BorrowedFd<'_>) -> anyhow::Result<Vec<u8>> {
 }
 
 fn map_index(name: &str) -> usize {
-    MAP_NAMES.iter().position(|of| *of == name).expect("in the list")
+    MAP_NAMES.iter().position(|map_name| *map_name == name).expect("in the list")
 }
 
 /// Returns the sizes of the maps pinned in `directory`. Fails when a map is missing, or the connection table has an
@@ -514,9 +515,10 @@ pub(super) fn pinned_program_counts_by_cpu(directory: &Path) -> anyhow::Result<b
     let state_path = directory.join("state");
     let state_map = MapHandle::from_pinned_path(&state_path).with_context(|| state_path.display().to_string())?;
     let state_bytes = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;
-    let at = std::mem::offset_of!(intf::lb_state, counters_by_cpu);
-    let counters_by_cpu_word =
-        state_bytes.get(at..at + size_of::<u64>()).with_context(|| format!("{}: too short", state_path.display()))?;
+    let flag_offset = std::mem::offset_of!(intf::lb_state, counters_by_cpu);
+    let counters_by_cpu_word = state_bytes
+        .get(flag_offset..flag_offset + size_of::<u64>())
+        .with_context(|| format!("{}: too short", state_path.display()))?;
     Ok(counters_by_cpu_word.iter().any(|byte| *byte != 0))
 }
 
@@ -556,7 +558,7 @@ fn open_variant<'obj>(
     constants.traffic_in_use = variant.counts_server_traffic;
     constants.vlans_in_use = variant.vlan_settings.uses_tags();
     constants.vlans_or_capture_in_use = constants.vlans_in_use;
-    constants.vip_vlan = variant.vlan_settings.vip.get();
+    constants.vip_vlan = variant.vlan_settings.vip_vlan.get();
     constants.counters_by_cpu = variant.counters_by_cpu;
     constants.connection_partition_mask = sizes.connection_table_size.partition_count() - 1;
     constants.placement_memory_mask = sizes.placement_memory_bytes - 1;

@@ -32,9 +32,9 @@ fn member_flags_position(service: ServiceIndex, id: u16) -> (usize, u32) {
 
 /// Returns a server's address and its flags in a service as one word, as server_at() in `bpf/lb/placement.h` does.
 pub(super) fn server_entry(maps: &Maps, service: ServiceIndex, id: ServerId) -> u64 {
-    let (word, shift) = member_flags_position(service, id.get());
-    let member_flags = maps.service_member_flags.load(word) >> shift & u64::from(intf::SERVER_MEMBER_MASK);
-    maps.servers.load(server_entry_offset::<intf::server_entry>(id.get())) | member_flags << SERVER_FLAGS_SHIFT
+    let (word_offset, flags_shift) = member_flags_position(service, id.get());
+    let member_flags = maps.service_member_flags.load(word_offset) >> flags_shift & u64::from(intf::SERVER_MEMBER_MASK);
+    maps.server_entries.load(server_entry_offset::<intf::server_entry>(id.get())) | member_flags << SERVER_FLAGS_SHIFT
 }
 
 pub(super) fn member_ids(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
@@ -42,14 +42,17 @@ pub(super) fn member_ids(maps: &Maps, service: ServiceIndex) -> Vec<ServerId> {
 }
 
 pub(super) fn servers_with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -> Vec<ServerId> {
-    let first_word = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
+    let first_word_index = usize::from(service.0) * intf::MEMBERSHIP_WORDS as usize;
     let mut server_ids = Vec::new();
-    for position in 0..intf::MEMBERSHIP_WORDS as usize {
-        let member_flags_word = maps.service_member_flags.load((first_word + position) * size_of::<u64>());
+    for word_index in 0..intf::MEMBERSHIP_WORDS as usize {
+        let member_flags_word = maps.service_member_flags.load((first_word_index + word_index) * size_of::<u64>());
         let has_flag = |member: &u32| member_flags_word >> (member * intf::SERVER_MEMBER_BITS) & u64::from(flag) != 0;
         let members_of_word = if member_flags_word == 0 { 0..0 } else { 0..intf::SERVER_MEMBERS_PER_WORD };
-        let id = |member: u32| position as u64 * u64::from(intf::SERVER_MEMBERS_PER_WORD) + u64::from(member);
-        server_ids.extend(members_of_word.filter(has_flag).filter_map(|member| ServerId::try_from(id(member)).ok()));
+        let server_number =
+            |member: u32| word_index as u64 * u64::from(intf::SERVER_MEMBERS_PER_WORD) + u64::from(member);
+        server_ids.extend(
+            members_of_word.filter(has_flag).filter_map(|member| ServerId::try_from(server_number(member)).ok()),
+        );
     }
     server_ids
 }
@@ -57,21 +60,23 @@ pub(super) fn servers_with_flag(maps: &Maps, service: ServiceIndex, flag: u32) -
 impl LoadBalancer {
     /// Sets the flags in `mask` of a service's server. The write need not be atomic, as only this process writes flags.
     fn set_member_flags(&mut self, service: ServiceIndex, id: ServerId, mask: u32, flags: u32) {
-        let (at, shift) = member_flags_position(service, id.get());
-        let present_flags_word = self.maps.service_member_flags.load(at);
-        let changed_flags_word = present_flags_word & !(u64::from(mask) << shift) | u64::from(flags) << shift;
+        let (word_offset, flags_shift) = member_flags_position(service, id.get());
+        let present_flags_word = self.maps.service_member_flags.load(word_offset);
+        let changed_flags_word =
+            present_flags_word & !(u64::from(mask) << flags_shift) | u64::from(flags) << flags_shift;
         if changed_flags_word != present_flags_word {
-            self.maps.service_member_flags.store(at, changed_flags_word);
+            self.maps.service_member_flags.store(word_offset, changed_flags_word);
         }
     }
 
-    /// Marks the servers in `down`, which the service's placement table lists, as down, and its other servers as up.
-    pub(super) fn set_down_servers(&mut self, service: ServiceIndex, down: &[ServerId]) {
-        let down_ids: BTreeSet<ServerId> = down.iter().copied().collect();
-        for up in
+    /// Marks the servers in `down_servers`, which the service's placement table lists, as down, and its other servers
+    /// as up.
+    pub(super) fn set_down_servers(&mut self, service: ServiceIndex, down_servers: &[ServerId]) {
+        let down_ids: BTreeSet<ServerId> = down_servers.iter().copied().collect();
+        for recovered_id in
             servers_with_flag(&self.maps, service, intf::SERVER_DOWN).into_iter().filter(|id| !down_ids.contains(id))
         {
-            self.set_member_flags(service, up, intf::SERVER_DOWN, 0);
+            self.set_member_flags(service, recovered_id, intf::SERVER_DOWN, 0);
         }
         down_ids.into_iter().for_each(|id| self.set_member_flags(service, id, intf::SERVER_DOWN, intf::SERVER_DOWN));
     }
@@ -90,7 +95,7 @@ impl LoadBalancer {
             );
         }
         self.maps
-            .servers
+            .server_entries
             .store(server_entry_offset::<intf::server_entry>(id.get()), server.mac.map_or(0, resolved_entry));
         self.set_member_flags(service, id, CONFIGURED_SERVER_FLAGS, server_flags);
     }
@@ -140,7 +145,7 @@ impl LoadBalancer {
     }
 
     /// Returns the packets and bytes sent to a server, summed over all services.
-    pub fn traffic(&self, id: ServerId) -> ServerTraffic {
+    pub fn server_traffic(&self, id: ServerId) -> ServerTraffic {
         let [sum] = self.traffic_of_servers(&[id])[..] else { unreachable!("one of each") };
         sum
     }
@@ -153,11 +158,11 @@ impl LoadBalancer {
             for (id, sum) in ids.iter().zip(&mut traffic_sums) {
                 let entry_index = row * ServerId::COUNT + usize::from(id.get());
                 let load_field =
-                    |field| self.maps.traffic.load(entry_index * size_of::<intf::server_traffic>() + field);
-                sum.opened += load_field(offset_of!(intf::server_traffic, opened));
-                sum.closed += load_field(offset_of!(intf::server_traffic, closed));
+                    |field| self.maps.server_traffic.load(entry_index * size_of::<intf::server_traffic>() + field);
+                sum.opened_connection_count += load_field(offset_of!(intf::server_traffic, opened));
+                sum.closed_connection_count += load_field(offset_of!(intf::server_traffic, closed));
                 sum.packet_count += load_field(offset_of!(intf::server_traffic, packets));
-                sum.bytes += load_field(offset_of!(intf::server_traffic, bytes));
+                sum.frame_bytes += load_field(offset_of!(intf::server_traffic, bytes));
             }
         }
         traffic_sums

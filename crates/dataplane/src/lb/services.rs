@@ -23,17 +23,17 @@ use crate::service_slots;
 pub(super) struct Service {
     pub index: ServiceIndex,
     pub mode: ServiceMode,
-    pub table: Option<StoredTable>,
+    pub placement_table: Option<StoredTable>,
 }
 
 impl Service {
     fn new(index: ServiceIndex, mode: ServiceMode) -> Self {
-        Self { index, mode, table: None }
+        Self { index, mode, placement_table: None }
     }
 
     /// Returns the bit of the table's placement rule, or `None` if the service has no table with members.
     pub fn rule_bit(&self) -> Option<u32> {
-        self.table.as_ref()?.rule_bit
+        self.placement_table.as_ref()?.rule_bit
     }
 }
 
@@ -82,15 +82,15 @@ fn encode_slot_number(index: ServiceIndex, mode: ServiceMode) -> u32 {
 }
 
 /// Decodes the index and the mode, except its forwarding, from a slot's number, or returns `None` if the slot is empty.
-fn decode_slot_number(number: u32) -> Option<(ServiceIndex, ServiceMode)> {
-    let service_index = (number & intf::SERVICE_INDEX_MASK) as u16;
-    let service_mode = ServiceMode::from_service_slot_bits(number & !intf::SERVICE_INDEX_MASK)?;
+fn decode_slot_number(slot_number: u32) -> Option<(ServiceIndex, ServiceMode)> {
+    let service_index = (slot_number & intf::SERVICE_INDEX_MASK) as u16;
+    let service_mode = ServiceMode::from_service_slot_bits(slot_number & !intf::SERVICE_INDEX_MASK)?;
     (u32::from(service_index) < intf::MAX_SERVICES).then_some((ServiceIndex(service_index), service_mode))
 }
 
 /// Returns the features that the program must have for these services and their tables.
 pub(super) fn required_features(services: &BTreeMap<ServiceAddress, Service>) -> RequiredFeatures {
-    let of = |(address, service): (&ServiceAddress, &Service)| RequiredFeatures {
+    let features_of_service = |(address, service): (&ServiceAddress, &Service)| RequiredFeatures {
         placement_rule_bits: service.rule_bit().unwrap_or(0),
         consistency_mode_bits: 1 << service.mode.consistency.number(),
         has_tcp_without_timestamps: service.mode.timestamps == TimestampOrigin::Off
@@ -99,9 +99,9 @@ pub(super) fn required_features(services: &BTreeMap<ServiceAddress, Service>) ->
         has_migrating_service: service.mode.migration.is_some(),
         has_udp: address.protocol == Protocol::Udp,
         forwarding_mode_bits: 1 << service.mode.forwarding.number(),
-        has_ipv6: address.socket.is_ipv6(),
+        has_ipv6: address.vip_and_port.is_ipv6(),
     };
-    services.iter().map(of).fold(RequiredFeatures::default(), RequiredFeatures::union)
+    services.iter().map(features_of_service).fold(RequiredFeatures::default(), RequiredFeatures::union)
 }
 
 impl LoadBalancer {
@@ -125,12 +125,12 @@ impl LoadBalancer {
         })?;
 
         let previous_numbers = self.addresses_with_slot_numbers();
-        let stateful_before = self.stateful_indexes();
+        let previous_stateful_indexes = self.stateful_indexes();
         let mut unused_tables = Vec::new();
         let removed_services: Vec<(ServiceAddress, ServiceIndex)> =
             self.services().filter(|(address, _)| !modes_by_address.contains_key(address)).collect();
         for (address, index) in &removed_services {
-            let removed_table = self.services.remove(address).and_then(|service| service.table);
+            let removed_table = self.services.remove(address).and_then(|service| service.placement_table);
             self.services_by_index[usize::from(index.0)] = None;
             unused_tables.extend(removed_table);
         }
@@ -142,9 +142,9 @@ impl LoadBalancer {
             self.switch_directory()?;
         }
         unused_tables.into_iter().for_each(|table| self.maps.tables.retire_table(table, &self.grace_periods));
-        let stateful_now = self.stateful_indexes();
+        let present_stateful_indexes = self.stateful_indexes();
         let no_longer_stateful: Vec<_> =
-            stateful_before.into_iter().filter(|index| !stateful_now.contains(index)).collect();
+            previous_stateful_indexes.into_iter().filter(|index| !present_stateful_indexes.contains(index)).collect();
         if !no_longer_stateful.is_empty() {
             self.grace_periods.wait(self.directory_grace_ticket)?;
             self.free_connections_of_services(&no_longer_stateful)?;
@@ -211,7 +211,7 @@ impl LoadBalancer {
             + idle_half as usize * size_of::<intf::lb_service_directory>();
         self.maps.state.write(DIRECTORIES_OFFSET + idle_half_offset, &*service_directory);
         self.maps.state.store(active_half_offset, idle_half);
-        self.directory_grace_ticket = self.grace_periods.request();
+        self.directory_grace_ticket = self.grace_periods.request_ticket();
         Ok(())
     }
 
@@ -256,14 +256,14 @@ impl LoadBalancer {
     /// Removes the flows of the services with these indexes from the flow table.
     fn remove_flows(&self, indexes: &BTreeSet<ServiceIndex>) {
         let flow_table = &self.maps.flow_table;
-        for set in 0..self.maps.flow_table_set_count() {
-            for entry in 0..intf::FLOW_SET_ENTRIES as usize {
-                let at = set * size_of::<intf::flow_set>() + entry * size_of::<u64>();
-                let flow_word = flow_table.load(at);
-                let use_word = flow_table.load(at + offset_of!(intf::flow_set, use_));
+        for set_index in 0..self.maps.flow_table_set_count() {
+            for entry_index in 0..intf::FLOW_SET_ENTRIES as usize {
+                let flow_offset = set_index * size_of::<intf::flow_set>() + entry_index * size_of::<u64>();
+                let flow_word = flow_table.load(flow_offset);
+                let use_word = flow_table.load(flow_offset + offset_of!(intf::flow_set, use_));
                 if flow_word != 0 && indexes.contains(&ServiceIndex((use_word >> intf::FLOW_SERVICE_SHIFT) as u16)) {
                     // The exchange fails if a packet of another service has taken the entry since.
-                    flow_table.compare_exchange(at, flow_word, 0);
+                    flow_table.compare_exchange(flow_offset, flow_word, 0);
                 }
             }
         }
@@ -317,7 +317,7 @@ pub(super) fn read_services(maps: &Maps) -> BTreeMap<ServiceAddress, Service> {
             let mode = ServiceMode { forwarding: load_forwarding(maps, index), ..mode };
             let vip_address = address_from_words(slot.key.address);
             let service_address =
-                ServiceAddress { socket: (vip_address, u16::from_be(slot.key.port)).into(), protocol };
+                ServiceAddress { vip_and_port: (vip_address, u16::from_be(slot.key.port)).into(), protocol };
             Some((service_address, index, mode))
         });
     services_of_slots.map(|(address, index, mode)| (address, Service::new(index, mode))).collect()

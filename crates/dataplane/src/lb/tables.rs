@@ -85,8 +85,10 @@ pub(super) fn validate_table(table: &PlacementTable) -> Result<(), TableError> {
     if core_slot_count > intf::MAX_CORE_SLOTS as usize {
         return Err(TableError::TooManyCoreSlots(core_slot_count));
     }
-    if let Some(stray) = table.candidates.iter().find(|candidate| usize::from(candidate.core_slot) >= core_slot_count) {
-        return Err(TableError::UnknownCoreSlot { slot: stray.core_slot, count: core_slot_count });
+    if let Some(invalid_candidate) =
+        table.candidates.iter().find(|candidate| usize::from(candidate.core_slot) >= core_slot_count)
+    {
+        return Err(TableError::UnknownCoreSlot { slot: invalid_candidate.core_slot, count: core_slot_count });
     }
     if table.members.len() > intf::MAX_MEMBERS as usize {
         return Err(TableError::TooManyMembers(table.members.len()));
@@ -190,14 +192,15 @@ fn low_and_high_half(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
 
-/// Returns the bit of the placement rule in the table at offset `at`. Returns `None` if `at` is 0 or it has no members.
-pub(super) fn rule_bit(memory: &MmapArray<[u64]>, at: u32) -> Option<u32> {
+/// Returns the bit of the placement rule in the table at offset `table_offset`. Returns `None` if `table_offset` is 0
+/// or it has no members.
+pub(super) fn rule_bit(memory: &MmapArray<[u64]>, table_offset: u32) -> Option<u32> {
     const { assert!(offset_of!(intf::placement_table, member_count) % 8 == 0) };
     const { assert!(offset_of!(intf::placement_table, rule) == offset_of!(intf::placement_table, member_count) + 4) };
-    if at == 0 {
+    if table_offset == 0 {
         return None;
     }
-    let (members, rule) = low_and_high_half(memory.load(field!(at, member_count)));
+    let (members, rule) = low_and_high_half(memory.load(field!(table_offset, member_count)));
     (members != 0).then_some(1 << rule)
 }
 
@@ -209,9 +212,9 @@ struct TableBlockLayout {
 impl TableBlockLayout {
     /// Reserves space for `count` values of type `T`. Returns the offset of that space from the start of the table.
     fn reserve_list<T>(&mut self, count: usize) -> u32 {
-        let at = self.reserved_bytes;
+        let list_offset = self.reserved_bytes;
         self.reserved_bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
-        at
+        list_offset
     }
 }
 
@@ -228,34 +231,35 @@ impl PlacementMemory {
         }
     }
 
-    /// Registers and returns the tables that an earlier process has stored at the offsets `in_use`.
-    pub fn adopt_tables(&mut self, bytes: u32, in_use: &[(u32, AddressFamily)]) -> Vec<StoredTable> {
+    /// Registers and returns the tables that an earlier process has stored at the offsets `tables_in_use`.
+    pub fn adopt_tables(&mut self, bytes: u32, tables_in_use: &[(u32, AddressFamily)]) -> Vec<StoredTable> {
         let mut reference_counts: HashMap<Block, usize> = HashMap::new();
-        let read_header = |at: u32| self.mapped_memory.read::<intf::placement_table>(at as usize);
-        let table_blocks = |(at, family): &(u32, AddressFamily)| {
-            let table_header = read_header(*at);
+        let read_header = |table_offset: u32| self.mapped_memory.read::<intf::placement_table>(table_offset as usize);
+        let table_blocks = |(table_offset, family): &(u32, AddressFamily)| {
+            let table_header = read_header(*table_offset);
             let group_count = (table_header.group_count as usize).min(intf::MAX_RSS_GROUPS as usize);
-            let toeplitz_block = |at: &u32| Block::from_address_and_size(*at, family.toeplitz_table_bytes());
+            let toeplitz_block =
+                |block_offset: &u32| Block::from_address_and_size(*block_offset, family.toeplitz_table_bytes());
             (
-                *at,
+                *table_offset,
                 table_header.bytes,
                 table_header.toeplitz_source_offset[..group_count].iter().map(toeplitz_block).collect(),
             )
         };
-        let blocks_by_table: Vec<(u32, u32, Vec<Block>)> = in_use.iter().map(table_blocks).collect();
-        for source in blocks_by_table.iter().flat_map(|(_, _, sources)| sources) {
-            *reference_counts.entry(*source).or_default() += 1;
+        let blocks_by_table: Vec<(u32, u32, Vec<Block>)> = tables_in_use.iter().map(table_blocks).collect();
+        for toeplitz_block in blocks_by_table.iter().flat_map(|(_, _, toeplitz_blocks)| toeplitz_blocks) {
+            *reference_counts.entry(*toeplitz_block).or_default() += 1;
         }
-        let used_ranges = blocks_by_table.iter().map(|(at, bytes, _)| (*at, *bytes));
+        let used_ranges = blocks_by_table.iter().map(|(table_offset, bytes, _)| (*table_offset, *bytes));
         self.allocator = BuddyAllocator::new(
             bytes,
-            used_ranges.chain(reference_counts.keys().map(|block| (block.offset, block.bytes()))),
+            used_ranges.chain(reference_counts.keys().map(|block| (block.offset, block.size_bytes()))),
         );
-        let stored_tables = blocks_by_table.iter().map(|(at, bytes, sources)| StoredTable {
-            memory_block: Block::from_address_and_size(*at, *bytes),
-            toeplitz_blocks: sources.clone(),
+        let stored_tables = blocks_by_table.iter().map(|(table_offset, bytes, toeplitz_blocks)| StoredTable {
+            memory_block: Block::from_address_and_size(*table_offset, *bytes),
+            toeplitz_blocks: toeplitz_blocks.clone(),
             core_slot_index: CoreSlotIndex::default(),
-            rule_bit: rule_bit(&self.mapped_memory, *at),
+            rule_bit: rule_bit(&self.mapped_memory, *table_offset),
         });
         let stored_tables = stored_tables.collect();
         self.toeplitz_tables_by_block = reference_counts
@@ -275,22 +279,23 @@ impl PlacementMemory {
         &self.mapped_memory
     }
 
-    pub fn generation(&self, at: u32) -> u64 {
-        self.mapped_memory.load(field!(at, generation))
+    pub fn generation(&self, table_offset: u32) -> u64 {
+        self.mapped_memory.load(field!(table_offset, generation))
     }
 
-    /// Reads the table at offset `at`, except its candidates and its groups' keys. Returns `None` if `at` is 0 or the
-    /// table has no members.
-    pub fn read(&self, at: u32) -> Option<PlacementTable> {
-        rule_bit(&self.mapped_memory, at)?;
-        let header = self.mapped_memory.read::<intf::placement_table>(at as usize);
+    /// Reads the table at offset `table_offset`, except its candidates and its groups' keys. Returns `None` if
+    /// `table_offset` is 0 or the table has no members.
+    pub fn read(&self, table_offset: u32) -> Option<PlacementTable> {
+        rule_bit(&self.mapped_memory, table_offset)?;
+        let header = self.mapped_memory.read::<intf::placement_table>(table_offset as usize);
         let bucket_count = BucketCount::new(header.bucket_count.into()).ok()?;
         let id = |id: u16| ServerId::try_from(u64::from(id)).ok();
-        let read_ids = |at: u32| self.mapped_memory.read_slice::<u16>(at as usize, bucket_count.get() as usize);
+        let read_ids =
+            |list_offset: u32| self.mapped_memory.read_slice::<u16>(list_offset as usize, bucket_count.get() as usize);
         let read_members =
             self.mapped_memory.read_slice::<intf::member>(header.members_offset as usize, header.member_count as usize);
         let parse_member =
-            |member: intf::member| Some(TableMember { server: id(member.server_id)?, load: member.load });
+            |member: intf::member| Some(TableMember { server: id(member.server_id)?, fixed_point_load: member.load });
         Some(PlacementTable {
             generation: header.generation,
             members: read_members.into_iter().filter_map(parse_member).collect(),
@@ -304,22 +309,25 @@ impl PlacementMemory {
     /// Returns the initial numbers of connections assigned to the cores in `next`. A core whose load is not newer keeps
     /// its number. A core with a newer load starts at 0, because that load includes the connections assigned before
     /// (docs/policies.md).
-    fn initial_assigned_counts(&self, before: Option<&StoredTable>, next: &PlacementTable) -> Vec<u32> {
-        let Some(before) = before else { return vec![0; next.core_slots.len()] };
-        before.core_slot_index.initial_counts(next, |slot| self.assigned_connection_count(before.memory_offset(), slot))
+    fn initial_assigned_counts(&self, previous_table: Option<&StoredTable>, next: &PlacementTable) -> Vec<u32> {
+        let Some(previous_table) = previous_table else { return vec![0; next.core_slots.len()] };
+        previous_table
+            .core_slot_index
+            .initial_counts(next, |slot| self.assigned_connection_count(previous_table.memory_offset(), slot))
     }
 
-    /// Returns the number of connections assigned to a core slot in the table at offset `at`.
-    pub fn assigned_connection_count(&self, at: u32, slot: u16) -> u32 {
-        let counts_offset = self.mapped_memory.word32(field!(at, assigned_offset)).load(Ordering::Relaxed) as usize;
+    /// Returns the number of connections assigned to a core slot in the table at offset `table_offset`.
+    pub fn assigned_connection_count(&self, table_offset: u32, slot: u16) -> u32 {
+        let counts_offset =
+            self.mapped_memory.word32(field!(table_offset, assigned_offset)).load(Ordering::Relaxed) as usize;
         self.mapped_memory.word32(counts_offset + usize::from(slot) * size_of::<u32>()).load(Ordering::Relaxed)
     }
 
-    /// Writes a table that [`validate_table`] has accepted. `before` is the service's present table.
-    pub fn write(
+    /// Writes a table that [`validate_table`] has accepted. `previous_table` is the service's present table.
+    pub fn write_table(
         &mut self,
-        before: Option<&StoredTable>,
-        hashing: ToeplitzSource,
+        previous_table: Option<&StoredTable>,
+        toeplitz_source: ToeplitzSource,
         table: &PlacementTable,
         grace_periods: &GracePeriods,
     ) -> Result<StoredTable, PlacementMemoryFull> {
@@ -331,7 +339,7 @@ impl PlacementMemory {
         let members_offset = block_layout.reserve_list::<intf::member>(table.members.len());
         let assigned_offset = block_layout.reserve_list::<u32>(table.core_slots.len());
         let table_block = self.allocator.allocate(block_layout.reserved_bytes).ok_or(PlacementMemoryFull)?;
-        let Ok(hashes) = self.acquire_group_hashes(before, hashing, table) else {
+        let Ok(hashes) = self.acquire_group_hashes(previous_table, toeplitz_source, table) else {
             self.allocator.free(table_block);
             return Err(PlacementMemoryFull);
         };
@@ -352,15 +360,15 @@ impl PlacementMemory {
             assigned_offset: table_block.offset + assigned_offset,
             bytes: block_layout.reserved_bytes,
         };
-        for (group, (source, destination)) in hashes.iter().enumerate() {
-            table_header.toeplitz_destination[group] = *destination;
-            table_header.toeplitz_source_offset[group] = source.offset;
+        for (group, (toeplitz_block, destination_hash)) in hashes.iter().enumerate() {
+            table_header.toeplitz_destination[group] = *destination_hash;
+            table_header.toeplitz_source_offset[group] = toeplitz_block.offset;
         }
-        let assigned_counts = self.initial_assigned_counts(before, table);
+        let assigned_counts = self.initial_assigned_counts(previous_table, table);
         self.mapped_memory.write(table_block.offset as usize, &table_header);
         self.write_lists(&table_header, table, assigned_counts);
         let rule_bit = (!table.members.is_empty()).then(|| 1 << table.rule.number());
-        let toeplitz_blocks = hashes.into_iter().map(|(source, _)| source).collect();
+        let toeplitz_blocks = hashes.into_iter().map(|(toeplitz_block, _)| toeplitz_block).collect();
         Ok(StoredTable {
             memory_block: table_block,
             toeplitz_blocks,
@@ -369,7 +377,7 @@ impl PlacementMemory {
         })
     }
 
-    fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut counts: Vec<u32>) {
+    fn write_lists(&self, header: &intf::placement_table, table: &PlacementTable, mut assigned_counts: Vec<u32>) {
         let padded_ids = |servers: &mut dyn Iterator<Item = u16>| {
             let mut server_ids: Vec<u16> = servers.collect();
             // `write` takes only whole words, each of which holds 4 ids.
@@ -387,46 +395,55 @@ impl PlacementMemory {
         let bpf_candidates: Vec<intf::candidate> = table
             .candidates
             .iter()
-            .map(|c| intf::candidate { load: c.load, server_id: c.server.get(), core_slot: c.core_slot })
+            .map(|candidate| intf::candidate {
+                load: candidate.fixed_point_load,
+                server_id: candidate.server.get(),
+                core_slot: candidate.core_slot,
+            })
             .collect();
         self.mapped_memory.write(header.candidates_at as usize, bpf_candidates.as_slice());
         let bpf_members: Vec<intf::member> = table
             .members
             .iter()
-            .map(|member| intf::member { load: member.load, server_id: member.server.get(), reserved: 0 })
+            .map(|member| intf::member { load: member.fixed_point_load, server_id: member.server.get(), reserved: 0 })
             .collect();
         self.mapped_memory.write(header.members_offset as usize, bpf_members.as_slice());
-        counts.resize(counts.len().next_multiple_of(2), 0);
-        self.mapped_memory.write(header.assigned_offset as usize, counts.as_slice());
+        assigned_counts.resize(assigned_counts.len().next_multiple_of(2), 0);
+        self.mapped_memory.write(header.assigned_offset as usize, assigned_counts.as_slice());
     }
 
     /// Returns, for each RSS group, the block with the source addresses' Toeplitz tables, and the destination's hash.
     fn acquire_group_hashes(
         &mut self,
-        before: Option<&StoredTable>,
-        hashing: ToeplitzSource,
+        previous_table: Option<&StoredTable>,
+        toeplitz_source: ToeplitzSource,
         table: &PlacementTable,
     ) -> Result<Vec<(Block, u32)>, PlacementMemoryFull> {
-        let vip = match (hashing, before) {
+        let vip = match (toeplitz_source, previous_table) {
             (ToeplitzSource::RssKeys(vip), _) => vip,
             (ToeplitzSource::PresentTable, None) => return Ok(Vec::new()),
-            (ToeplitzSource::PresentTable, Some(before)) => {
-                let previous_header = self.mapped_memory.read::<intf::placement_table>(before.memory_offset() as usize);
-                let first_group =
-                    before.toeplitz_blocks.first().map(|source| (*source, previous_header.toeplitz_destination[0]));
-                first_group.iter().for_each(|(source, _)| {
-                    self.toeplitz_tables_by_block.entry(*source).or_default().reference_count += 1
+            (ToeplitzSource::PresentTable, Some(previous_table)) => {
+                let previous_header =
+                    self.mapped_memory.read::<intf::placement_table>(previous_table.memory_offset() as usize);
+                let first_group = previous_table
+                    .toeplitz_blocks
+                    .first()
+                    .map(|toeplitz_block| (*toeplitz_block, previous_header.toeplitz_destination[0]));
+                first_group.iter().for_each(|(toeplitz_block, _)| {
+                    self.toeplitz_tables_by_block.entry(*toeplitz_block).or_default().reference_count += 1
                 });
                 return Ok(first_group.into_iter().collect());
             }
         };
         let mut group_hashes: Vec<(Block, u32)> = Vec::new();
         for key in &table.groups {
-            let Ok(source) = self.acquire_toeplitz_block(key, vip) else {
-                self.release_toeplitz_blocks(&group_hashes.into_iter().map(|(source, _)| source).collect::<Vec<_>>());
+            let Ok(toeplitz_block) = self.acquire_toeplitz_block(key, vip) else {
+                self.release_toeplitz_blocks(
+                    &group_hashes.into_iter().map(|(toeplitz_block, _)| toeplitz_block).collect::<Vec<_>>(),
+                );
                 return Err(PlacementMemoryFull);
             };
-            group_hashes.push((source, key.destination_hash(vip)));
+            group_hashes.push((toeplitz_block, key.destination_hash(vip)));
         }
         Ok(group_hashes)
     }
@@ -452,12 +469,14 @@ impl PlacementMemory {
         Ok(table_block)
     }
 
-    fn release_toeplitz_blocks(&mut self, sources: &[Block]) {
-        for block in sources {
-            let Some(source) = self.toeplitz_tables_by_block.get_mut(block) else { continue };
-            source.reference_count -= 1;
-            if source.reference_count == 0 {
-                if let Some(key) = self.toeplitz_tables_by_block.remove(block).and_then(|source| source.key) {
+    fn release_toeplitz_blocks(&mut self, toeplitz_blocks: &[Block]) {
+        for block in toeplitz_blocks {
+            let Some(shared_tables) = self.toeplitz_tables_by_block.get_mut(block) else { continue };
+            shared_tables.reference_count -= 1;
+            if shared_tables.reference_count == 0 {
+                if let Some(key) =
+                    self.toeplitz_tables_by_block.remove(block).and_then(|shared_tables| shared_tables.key)
+                {
                     self.toeplitz_blocks_by_key.remove(&key);
                 }
                 self.allocator.free(*block);
@@ -467,12 +486,12 @@ impl PlacementMemory {
 
     /// Retires a replaced table. Programs that start now no longer find it, but running programs may still read it.
     pub fn retire_table(&mut self, table: StoredTable, grace_periods: &GracePeriods) {
-        self.retired_tables.push_back((grace_periods.request(), table));
+        self.retired_tables.push_back((grace_periods.request_ticket(), table));
     }
 
     /// Frees the blocks of retired tables that no program reads any longer.
     fn free_unread_tables(&mut self, grace_periods: &GracePeriods) {
-        while self.retired_tables.front().is_some_and(|(moment, _)| grace_periods.has_passed(*moment)) {
+        while self.retired_tables.front().is_some_and(|(ticket, _)| grace_periods.has_passed(*ticket)) {
             let Some((_, table)) = self.retired_tables.pop_front() else { return };
             self.allocator.free(table.memory_block);
             self.release_toeplitz_blocks(&table.toeplitz_blocks);
@@ -481,6 +500,6 @@ impl PlacementMemory {
 
     /// Returns the grace period ticket of the table that was retired last, or `None` if no table is retired.
     pub fn last_retirement_ticket(&self) -> Option<GraceTicket> {
-        self.retired_tables.back().map(|(moment, _)| *moment)
+        self.retired_tables.back().map(|(ticket, _)| *ticket)
     }
 }

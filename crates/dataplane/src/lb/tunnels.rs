@@ -12,7 +12,7 @@ use super::{LoadBalancer, server_entry_offset};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tunnel {
     /// Destination address of the outer header. The outer header has the same address family.
-    pub address: IpAddr,
+    pub destination_address: IpAddr,
     /// UDP source port of a GUE header. With `None`, the port is a hash of the client's flow.
     pub source_port: Option<u16>,
 }
@@ -30,33 +30,35 @@ impl LoadBalancer {
     /// Sets a server's outer header for services that encapsulate. Such services drop packets to a server without an
     /// outer header. A change of an IPv6 address waits for a grace period and fails when the kernel offers none.
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: Tunnel) -> anyhow::Result<()> {
-        let at = offset_of!(intf::server_tunnels, entry) + server_entry_offset::<intf::server_tunnel>(id.get());
-        let (address, family) = match tunnel.address {
+        let entry_offset =
+            offset_of!(intf::server_tunnels, entry) + server_entry_offset::<intf::server_tunnel>(id.get());
+        let (address, family) = match tunnel.destination_address {
             IpAddr::V4(address) => (u32::from_ne_bytes(address.octets()), intf::ADDRESS_FAMILY_IPV4),
             IpAddr::V6(address) => {
-                self.write_ipv6_destination(id, at, address)?;
+                self.write_ipv6_destination(id, entry_offset, address)?;
                 (1, intf::ADDRESS_FAMILY_IPV6)
             }
         };
         let source_port = tunnel.source_port.unwrap_or(0).to_be();
         let tunnel_entry = intf::server_tunnel { address, source_port, family: family as u16 };
-        self.maps.server_tunnels.store(at, zerocopy::transmute!(tunnel_entry));
+        self.maps.server_tunnels.store(entry_offset, zerocopy::transmute!(tunnel_entry));
         Ok(())
     }
 
-    /// Writes the IPv6 destination of the tunnel entry at offset `entry_at`. No program may read the address during the
-    /// change, because it has two words.
-    fn write_ipv6_destination(&mut self, id: ServerId, entry_at: usize, address: Ipv6Addr) -> anyhow::Result<()> {
-        let at = offset_of!(intf::server_tunnels, address_ipv6) + super::server_entry_offset::<[u64; 2]>(id.get());
+    /// Writes the IPv6 destination of the tunnel entry at offset `entry_offset`. No program may read the address during
+    /// the change, because it has two words.
+    fn write_ipv6_destination(&mut self, id: ServerId, entry_offset: usize, address: Ipv6Addr) -> anyhow::Result<()> {
+        let address_offset =
+            offset_of!(intf::server_tunnels, address_ipv6) + super::server_entry_offset::<[u64; 2]>(id.get());
         let address_words = ipv6_address_words(address);
-        if *self.maps.server_tunnels.read::<[u64; 2]>(at) == address_words {
+        if *self.maps.server_tunnels.read::<[u64; 2]>(address_offset) == address_words {
             return Ok(());
         }
-        if self.maps.server_tunnels.load(entry_at) != 0 {
-            self.maps.server_tunnels.store(entry_at, 0);
-            self.grace_periods.wait(self.grace_periods.request())?;
+        if self.maps.server_tunnels.load(entry_offset) != 0 {
+            self.maps.server_tunnels.store(entry_offset, 0);
+            self.grace_periods.wait(self.grace_periods.request_ticket())?;
         }
-        self.maps.server_tunnels.write(at, &address_words);
+        self.maps.server_tunnels.write(address_offset, &address_words);
         Ok(())
     }
 

@@ -56,12 +56,12 @@ pub(super) struct ProgramVariant {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct VlanSettings {
     /// VLAN in which clients' packets to VIPs arrive.
-    pub vip: Vlan,
+    pub vip_vlan: Vlan,
     pub has_server_vlan: bool,
 }
 
 impl VlanSettings {
     pub fn uses_tags(self) -> bool {
-        self.has_server_vlan || self.vip.is_tagged()
+        self.has_server_vlan || self.vip_vlan.is_tagged()
     }
 }

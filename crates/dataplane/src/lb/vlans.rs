@@ -18,7 +18,7 @@ const VLAN_IDS_PER_WORD: usize = size_of::<u64>() / size_of::<u16>();
 /// Returns whether any server in the maps is in a tagged VLAN.
 pub(super) fn has_server_in_vlan(maps: &Maps) -> bool {
     let word_count = intf::SERVER_ID_COUNT as usize / VLAN_IDS_PER_WORD;
-    (0..word_count).any(|word| maps.state.load(SERVER_VLANS_OFFSET + word * size_of::<u64>()) != 0)
+    (0..word_count).any(|word_index| maps.state.load(SERVER_VLANS_OFFSET + word_index * size_of::<u64>()) != 0)
 }
 
 impl LoadBalancer {
@@ -41,13 +41,15 @@ impl LoadBalancer {
 
     /// Sets a server's VLAN for all services that have the server.
     pub fn set_server_vlan(&mut self, id: ServerId, vlan: Vlan) {
-        let (word, position) = (usize::from(id.get()) / VLAN_IDS_PER_WORD, usize::from(id.get()) % VLAN_IDS_PER_WORD);
-        let (at, shift) = (SERVER_VLANS_OFFSET + word * size_of::<u64>(), position * u16::BITS as usize);
+        let (word_index, position_in_word) =
+            (usize::from(id.get()) / VLAN_IDS_PER_WORD, usize::from(id.get()) % VLAN_IDS_PER_WORD);
+        let (word_offset, shift) =
+            (SERVER_VLANS_OFFSET + word_index * size_of::<u64>(), position_in_word * u16::BITS as usize);
         // Only this process writes VLANs, so load and store need not be one atomic operation.
-        let present_word = self.maps.state.load(at);
+        let present_word = self.maps.state.load(word_offset);
         let changed_word = present_word & !(u64::from(u16::MAX) << shift) | u64::from(vlan.get()) << shift;
         if changed_word != present_word {
-            self.maps.state.store(at, changed_word);
+            self.maps.state.store(word_offset, changed_word);
         }
     }
 

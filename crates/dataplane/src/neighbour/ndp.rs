@@ -78,10 +78,11 @@ pub fn solicitation_frame(
 
 /// Returns the ICMPv6 checksum of a frame, which is 0 if the frame contains the correct checksum (RFC 4443, Sect. 2.3).
 fn icmpv6_checksum(frame: &[u8]) -> u16 {
-    let words = frame[IPV6_OFFSET + 8..]
+    let checksum_words = frame[IPV6_OFFSET + 8..]
         .chunks(2)
-        .map(|pair| u32::from(pair[0]) << 8 | pair.get(1).map_or(0, |low| (*low).into()));
-    let mut word_sum = words.sum::<u32>() + (frame.len() - ICMPV6_OFFSET) as u32 + u32::from(NEXT_HEADER_ICMPV6);
+        .map(|word_bytes| u32::from(word_bytes[0]) << 8 | word_bytes.get(1).map_or(0, |low_byte| (*low_byte).into()));
+    let mut word_sum =
+        checksum_words.sum::<u32>() + (frame.len() - ICMPV6_OFFSET) as u32 + u32::from(NEXT_HEADER_ICMPV6);
     while word_sum > 0xffff {
         word_sum = (word_sum & 0xffff) + (word_sum >> 16);
     }
@@ -103,12 +104,12 @@ pub fn parse_sender(frame: &[u8]) -> Option<(Ipv6Addr, MacAddress)> {
     if !is_discovery || frame[ICMPV6_OFFSET + 1] != 0 || icmpv6_checksum(frame) != 0 {
         return None;
     }
-    let (at, option_type) = match frame[ICMPV6_OFFSET] {
+    let (address_offset, option_type) = match frame[ICMPV6_OFFSET] {
         NEIGHBOR_SOLICITATION => (IPV6_OFFSET + 8, SOURCE_LINK_ADDRESS_OPTION),
         NEIGHBOR_ADVERTISEMENT => (TARGET_OFFSET, TARGET_LINK_ADDRESS_OPTION),
         _ => return None,
     };
-    let address = Ipv6Addr::from(<[u8; 16]>::try_from(&frame[at..at + 16]).ok()?);
+    let address = Ipv6Addr::from(<[u8; 16]>::try_from(&frame[address_offset..address_offset + 16]).ok()?);
     let mac = find_mac_option(&frame[OPTIONS_OFFSET..], option_type)?;
     let is_unicast = !address.is_unspecified() && !address.is_multicast();
     (is_unicast && !mac.is_group_address() && mac != MacAddress([0; 6])).then_some((address, mac))

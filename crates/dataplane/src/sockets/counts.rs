@@ -46,9 +46,9 @@ pub fn connection_counts(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
     let indexes_by_service: HashMap<SocketAddr, usize> = services.iter().copied().zip(0..).collect();
     for family in [libc::AF_INET, libc::AF_INET6] {
         let request = socket_list_request(family as u8, CONNECTED_STATE_BITS, common_port(services).unwrap_or(0));
-        for_each_listed_socket(&request, |listed| {
-            if let Some(place) = indexes_by_service.get(&local_address(listed)) {
-                counts[*place] += 1;
+        for_each_listed_socket(&request, |listed_socket| {
+            if let Some(service_index) = indexes_by_service.get(&local_address(listed_socket)) {
+                counts[*service_index] += 1;
             }
         })?;
     }
@@ -61,19 +61,19 @@ pub fn connection_counts(services: &[SocketAddr]) -> anyhow::Result<Vec<u32>> {
 pub fn list_listening_sockets() -> anyhow::Result<Vec<(SocketAddr, SocketInode)>> {
     let mut listening_sockets = Vec::new();
     for family in [libc::AF_INET, libc::AF_INET6] {
-        for_each_listed_socket(&socket_list_request(family as u8, LISTEN_STATE_BIT, 0), |listed| {
-            listening_sockets.push((local_address(listed), listed.inode.into()));
+        for_each_listed_socket(&socket_list_request(family as u8, LISTEN_STATE_BIT, 0), |listed_socket| {
+            listening_sockets.push((local_address(listed_socket), listed_socket.inode.into()));
         })?;
     }
     Ok(listening_sockets)
 }
 
-fn for_each_listed_socket(request: &InetDiagRequest, mut found: impl FnMut(&InetDiagReply)) -> anyhow::Result<()> {
+fn for_each_listed_socket(request: &InetDiagRequest, mut on_socket: impl FnMut(&InetDiagReply)) -> anyhow::Result<()> {
     let (socket, mut buffer) = (open_diag_socket()?, vec![0; RECEIVE_BUFFER_BYTES]);
     nix::unistd::write(&socket, request.as_bytes()).context("asking sock_diag")?;
     // A kernel without IPv6 answers ENOENT.
     let may_lack_family = i32::from(request.family) == libc::AF_INET6;
-    while read_list_part(&socket, &mut buffer, may_lack_family, &mut found)? {}
+    while read_list_part(&socket, &mut buffer, may_lack_family, &mut on_socket)? {}
     Ok(())
 }
 
@@ -89,8 +89,8 @@ fn common_port(services: &[SocketAddr]) -> Option<u16> {
     services.iter().all(|service| service.port() == port).then_some(port)
 }
 
-/// Returns a request to list the sockets in `states` at `port`, or at all ports if `port` is 0.
-fn socket_list_request(family: u8, states: u32, port: u16) -> InetDiagRequest {
+/// Returns a request to list the sockets in `state_bits` at `port`, or at all ports if `port` is 0.
+fn socket_list_request(family: u8, state_bits: u32, port: u16) -> InetDiagRequest {
     InetDiagRequest {
         header: NetlinkHeader {
             length: size_of::<InetDiagRequest>() as u32,
@@ -103,7 +103,7 @@ fn socket_list_request(family: u8, states: u32, port: u16) -> InetDiagRequest {
         protocol: libc::IPPROTO_TCP as u8,
         extensions: 0,
         padding: 0,
-        state_mask: states,
+        state_mask: state_bits,
         socket_id: SocketId {
             source_port: port.to_be_bytes(),
             destination_port: [0; 2],
@@ -115,13 +115,13 @@ fn socket_list_request(family: u8, states: u32, port: u16) -> InetDiagRequest {
     }
 }
 
-/// Reads a part of the list and returns whether another part follows. With `may_lack`, the kernel may lack this address
-/// family, and the list is then empty.
+/// Reads a part of the list and returns whether another part follows. With `may_lack_family`, the kernel may lack this
+/// address family, and the list is then empty.
 fn read_list_part(
     socket: &OwnedFd,
     buffer: &mut [u8],
-    may_lack: bool,
-    found: &mut impl FnMut(&InetDiagReply),
+    may_lack_family: bool,
+    on_socket: &mut impl FnMut(&InetDiagReply),
 ) -> anyhow::Result<bool> {
     let read_length = nix::unistd::read(socket, buffer).context("no list from sock_diag")?;
     let mut unread_bytes = &buffer[..read_length];
@@ -129,16 +129,16 @@ fn read_list_part(
         let message = unread_bytes.get(..header.length as usize).context("sock_diag: a message cut short")?;
         match header.message_type {
             SOCK_DIAG_BY_FAMILY => {
-                let (listed, _) =
+                let (listed_socket, _) =
                     InetDiagReply::read_from_prefix(message).ok().context("sock_diag: a socket cut short")?;
-                found(&listed);
+                on_socket(&listed_socket);
             }
             kind if [libc::NLMSG_DONE, libc::NLMSG_ERROR].contains(&kind.into()) => {
                 let error_code =
-                    message.get(size_of::<NetlinkHeader>()..).and_then(|rest| i32::read_from_prefix(rest).ok());
+                    message.get(size_of::<NetlinkHeader>()..).and_then(|payload| i32::read_from_prefix(payload).ok());
                 return match error_code.map(|(code, _)| Errno::from_raw(-code)) {
                     None => bail!("sock_diag: an end without a number"),
-                    Some(Errno::ENOENT) if !may_lack => {
+                    Some(Errno::ENOENT) if !may_lack_family => {
                         bail!("sock_diag: this kernel has none for TCP: modprobe tcp_diag")
                     }
                     Some(Errno::ENOENT) => Ok(false),
@@ -155,11 +155,12 @@ fn read_list_part(
 }
 
 /// Returns a socket's local address. An IPv4-mapped address becomes IPv4, because sockets at `[::]` accept IPv4.
-fn local_address(listed: &InetDiagReply) -> SocketAddr {
-    let (port, source) = (u16::from_be_bytes(listed.socket_id.source_port), listed.socket_id.source_address);
-    let ip = match i32::from(listed.family) {
-        libc::AF_INET => Ipv4Addr::new(source[0], source[1], source[2], source[3]).into(),
-        _ => Ipv6Addr::from(source).to_canonical(),
+fn local_address(listed_socket: &InetDiagReply) -> SocketAddr {
+    let (port, source_bytes) =
+        (u16::from_be_bytes(listed_socket.socket_id.source_port), listed_socket.socket_id.source_address);
+    let ip = match i32::from(listed_socket.family) {
+        libc::AF_INET => Ipv4Addr::new(source_bytes[0], source_bytes[1], source_bytes[2], source_bytes[3]).into(),
+        _ => Ipv6Addr::from(source_bytes).to_canonical(),
     };
     SocketAddr::new(ip, port)
 }
@@ -173,13 +174,13 @@ mod tests {
     use super::*;
 
     /// Returns the result of [`read_list_part`] for a list that ends with `error`.
-    fn read_list_end(kind: i32, error: i32, may_lack: bool) -> anyhow::Result<bool> {
-        let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    fn read_list_end(kind: i32, error: i32, may_lack_family: bool) -> anyhow::Result<bool> {
+        let (reader, mut writer) = std::os::unix::net::UnixStream::pair().unwrap();
         let message_length = (size_of::<NetlinkHeader>() + size_of::<i32>()) as u32;
         let message_header =
             NetlinkHeader { length: message_length, message_type: kind as u16, flags: 0, sequence: 0, port_id: 0 };
-        theirs.write_all(&[message_header.as_bytes(), (-error).as_bytes()].concat()).unwrap();
-        read_list_part(&ours.into(), &mut [0; 64], may_lack, &mut |_| panic!("no socket is in the list"))
+        writer.write_all(&[message_header.as_bytes(), (-error).as_bytes()].concat()).unwrap();
+        read_list_part(&reader.into(), &mut [0; 64], may_lack_family, &mut |_| panic!("no socket is in the list"))
     }
 
     #[test]
@@ -194,8 +195,8 @@ mod tests {
         ensure_sock_diag_supports_tcp().unwrap();
     }
 
-    fn connect_pair(listener: &TcpListener, to: SocketAddr) -> (TcpStream, TcpStream) {
-        let client = TcpStream::connect(to).unwrap();
+    fn connect_pair(listener: &TcpListener, listener_address: SocketAddr) -> (TcpStream, TcpStream) {
+        let client = TcpStream::connect(listener_address).unwrap();
         (client, listener.accept().unwrap().0)
     }
 
@@ -206,10 +207,14 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let dual_stack_address = SocketAddr::from(([127, 0, 0, 1], dual_stack_listener.local_addr().unwrap().port()));
         // On a busy machine the loopback device delivers packets with a delay.
-        let wait_for_counts = |expected: [u32; 2], what: &str| {
+        let wait_for_counts = |expected: [u32; 2], description: &str| {
             let deadline = Instant::now() + Duration::from_secs(30);
             while connection_counts(&[address, dual_stack_address]).unwrap() != expected {
-                assert!(Instant::now() < deadline, "{what}: {:?}", connection_counts(&[address, dual_stack_address]));
+                assert!(
+                    Instant::now() < deadline,
+                    "{description}: {:?}",
+                    connection_counts(&[address, dual_stack_address])
+                );
                 std::thread::sleep(Duration::from_millis(1));
             }
         };

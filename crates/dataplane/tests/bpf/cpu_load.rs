@@ -58,26 +58,30 @@ fn idle_time_does_not_count() {
     let busy_time_counter = CpuBusyTimeCounter::start().unwrap();
     std::thread::sleep(Duration::from_millis(50));
     let ticks_before = read_cpu_ticks();
-    let (mut least_busy, mut elapsed_ns) = (f64::INFINITY, 0);
+    let (mut min_busy_share, mut elapsed_ns) = (f64::INFINITY, 0);
     for _ in 0..20 {
         let read_busy_ns = || (0..ticks_before.len()).map(|cpu| busy_time_counter.busy_ns(cpu)).collect::<Vec<_>>();
         let start_ns = monotonic_ns();
         let busy_ns_before = read_busy_ns();
         std::thread::sleep(Duration::from_millis(100));
         let busy_ns_after = read_busy_ns();
-        let elapsed = monotonic_ns() - start_ns;
-        for (cpu, (busy, before)) in busy_ns_after.into_iter().zip(busy_ns_before).enumerate() {
-            assert!(busy - before <= elapsed + 2_000_000, "CPU {cpu}: busy for {} ns of {elapsed}", busy - before);
-            least_busy = least_busy.min((busy - before) as f64 / elapsed as f64);
+        let interval_ns = monotonic_ns() - start_ns;
+        for (cpu, (end_busy_ns, start_busy_ns)) in busy_ns_after.into_iter().zip(busy_ns_before).enumerate() {
+            assert!(
+                end_busy_ns - start_busy_ns <= interval_ns + 2_000_000,
+                "CPU {cpu}: busy for {} ns of {interval_ns}",
+                end_busy_ns - start_busy_ns
+            );
+            min_busy_share = min_busy_share.min((end_busy_ns - start_busy_ns) as f64 / interval_ns as f64);
         }
-        elapsed_ns += elapsed;
+        elapsed_ns += interval_ns;
     }
     let idle_ticks: u64 =
         read_cpu_ticks().iter().zip(&ticks_before).map(|(after, before)| (*after - *before).idle_ticks).sum();
     let idle_share = (idle_ticks * TICK_NS) as f64 / (elapsed_ns * ticks_before.len() as u64) as f64;
     assert!(
-        idle_share < 0.3 || least_busy < 0.95,
-        "idle for {idle_share} of the time, but busy for {least_busy} at least"
+        idle_share < 0.3 || min_busy_share < 0.95,
+        "idle for {idle_share} of the time, but busy for {min_busy_share} at least"
     );
 }
 
@@ -98,23 +102,29 @@ fn receiving_packets_counts_as_busy() {
         std::thread::scope(|scope| {
             scope.spawn(|| send_flood(SENDER_CPU, &is_done));
             std::thread::sleep(Duration::from_millis(100));
-            let (began, ticks, busy) =
+            let (start_ns, start_ticks, start_busy_ns) =
                 (monotonic_ns(), read_cpu_ticks()[RECEIVER_CPU], busy_time_counter.busy_ns(RECEIVER_CPU));
             std::thread::sleep(Duration::from_secs(3));
-            let busy_ns = busy_time_counter.busy_ns(RECEIVER_CPU) - busy;
-            let receiver_ticks = read_cpu_ticks()[RECEIVER_CPU] - ticks;
+            let busy_ns = busy_time_counter.busy_ns(RECEIVER_CPU) - start_busy_ns;
+            let receiver_ticks = read_cpu_ticks()[RECEIVER_CPU] - start_ticks;
             is_done.store(true, Ordering::Relaxed);
-            let elapsed_ns = (monotonic_ns() - began) as f64;
+            let elapsed_ns = (monotonic_ns() - start_ns) as f64;
             let share_of_time = |ticks: u64| (ticks * TICK_NS) as f64 / elapsed_ns;
-            let (ours, kernel, stolen) = (
+            let (busy_share, kernel_busy_share, stolen_share) = (
                 busy_ns as f64 / elapsed_ns,
                 1.0 - share_of_time(receiver_ticks.idle_ticks),
                 share_of_time(receiver_ticks.stolen_ticks),
             );
-            println!("busy: {ours:.3}, by the kernel {kernel:.3}, of it stolen {stolen:.3}");
-            assert!(kernel > 0.1, "the flood did not reach CPU {RECEIVER_CPU}");
-            assert!(ours > kernel - stolen - 0.1, "busy for {ours:.3}, by the kernel {kernel:.3}, stolen {stolen:.3}");
-            assert!(ours < kernel + 0.1, "busy for {ours:.3} of the time, by the kernel {kernel:.3}");
+            println!("busy: {busy_share:.3}, by the kernel {kernel_busy_share:.3}, of it stolen {stolen_share:.3}");
+            assert!(kernel_busy_share > 0.1, "the flood did not reach CPU {RECEIVER_CPU}");
+            assert!(
+                busy_share > kernel_busy_share - stolen_share - 0.1,
+                "busy for {busy_share:.3}, by the kernel {kernel_busy_share:.3}, stolen {stolen_share:.3}"
+            );
+            assert!(
+                busy_share < kernel_busy_share + 0.1,
+                "busy for {busy_share:.3} of the time, by the kernel {kernel_busy_share:.3}"
+            );
         });
     })
     .join()
@@ -140,10 +150,10 @@ fn enter_namespace_with_flooded_device(cpu: usize) {
     assert!(Command::new("unshare").args(["--mount", "sh", "-c", &setup_script]).status().unwrap().success());
 }
 
-fn send_flood(cpu: usize, done: &AtomicBool) {
+fn send_flood(cpu: usize, is_done: &AtomicBool) {
     pin_thread_to_cpu(cpu);
     let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
-    while !done.load(Ordering::Relaxed) {
+    while !is_done.load(Ordering::Relaxed) {
         // An error means that the queue was full for one datagram.
         _ = socket.send_to(&[0; 64], (FLOODED_ADDRESS, 9));
     }
@@ -162,11 +172,11 @@ struct CpuTicks {
 impl Sub for CpuTicks {
     type Output = Self;
 
-    fn sub(self, before: Self) -> Self {
+    fn sub(self, earlier_ticks: Self) -> Self {
         // iowait may decrease (proc(5)).
         Self {
-            idle_ticks: self.idle_ticks.saturating_sub(before.idle_ticks),
-            stolen_ticks: self.stolen_ticks - before.stolen_ticks,
+            idle_ticks: self.idle_ticks.saturating_sub(earlier_ticks.idle_ticks),
+            stolen_ticks: self.stolen_ticks - earlier_ticks.stolen_ticks,
         }
     }
 }

@@ -52,19 +52,19 @@ fn udp_frame(family: Family, port: u16) -> Vec<u8> {
 }
 
 /// Returns `frame` as a load balancer encapsulates it, with the given form of outer header.
-fn encapsulate(form: TunnelVariant, frame: &[u8]) -> Vec<u8> {
+fn encapsulate(variant: TunnelVariant, frame: &[u8]) -> Vec<u8> {
     let inner_packet = &frame[ETHERNET_BYTES..];
     let mut outer_transport = Vec::new();
-    if form.forwarding == Forwarding::Gue {
-        for word in [50_000, intf::GUE_PORT as u16, (inner_packet.len() + 8) as u16, 0] {
-            outer_transport.extend(word.to_be_bytes());
+    if variant.forwarding == Forwarding::Gue {
+        for header_field in [50_000, intf::GUE_PORT as u16, (inner_packet.len() + 8) as u16, 0] {
+            outer_transport.extend(header_field.to_be_bytes());
         }
     }
     outer_transport.extend(inner_packet);
     ip_frame(
-        own_outer_address(form.outer_family),
-        server_outer_address(form.outer_family, id(1)),
-        form.outer_protocol(),
+        own_outer_address(variant.outer_family),
+        server_outer_address(variant.outer_family, id(1)),
+        variant.outer_protocol(),
         0x4000,
         &outer_transport,
     )
@@ -76,8 +76,8 @@ fn run_expecting_counter(decapsulation: &Decapsulation, frame: &[u8], counter: O
     let outcome = test_run::run(decapsulation.program(), frame, 1).unwrap();
     let counters_after = decapsulation.counters().unwrap();
     let increased_counters: Vec<_> = (0..COUNTER_NAMES.len())
-        .filter(|at| counters_after[*at] != counters_before[*at])
-        .map(|at| COUNTER_NAMES[at])
+        .filter(|counter_index| counters_after[*counter_index] != counters_before[*counter_index])
+        .map(|counter_index| COUNTER_NAMES[counter_index])
         .collect();
     assert_eq!(increased_counters, Vec::from_iter(counter));
     (outcome.verdict, outcome.packet)
@@ -87,10 +87,10 @@ fn run_expecting_counter(decapsulation: &Decapsulation, frame: &[u8], counter: O
 fn expect_drop_of_changed_packet(counter: &str, change: impl Fn(&mut Vec<u8>, TunnelVariant)) {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
-    for form in TunnelVariant::all() {
-        let mut frame = encapsulate(form, &client_packet(form.inner_family));
-        change(&mut frame, form);
-        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{form:?}");
+    for variant in TunnelVariant::all() {
+        let mut frame = encapsulate(variant, &client_packet(variant.inner_family));
+        change(&mut frame, variant);
+        assert_eq!(run_expecting_counter(&decapsulation, &frame, Some(counter)).0, XDP_DROP, "{variant:?}");
     }
 }
 
@@ -98,16 +98,16 @@ fn expect_drop_of_changed_packet(counter: &str, change: impl Fn(&mut Vec<u8>, Tu
 fn packet_of_a_load_balancer_loses_its_outer_header() {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
-    for form in TunnelVariant::all() {
-        let (client, vip) = (client(form.inner_family), service_vip(form.inner_family));
+    for variant in TunnelVariant::all() {
+        let (client, vip) = (client(variant.inner_family), service_vip(variant.inner_family));
         let inner_fragment = ip_frame(
             client.ip(),
             vip.ip(),
             UDP_PROTOCOL,
             MORE_FRAGMENTS,
-            &udp_frame(form.inner_family, 53)[ETHERNET_BYTES + 20..],
+            &udp_frame(variant.inner_family, 53)[ETHERNET_BYTES + 20..],
         );
-        let mut inner_frames = vec![client_packet(form.inner_family), inner_fragment];
+        let mut inner_frames = vec![client_packet(variant.inner_family), inner_fragment];
         match (client, vip) {
             (SocketAddr::V4(_), _) => {
                 inner_frames
@@ -118,12 +118,12 @@ fn packet_of_a_load_balancer_loses_its_outer_header() {
                 inner_frames.push(TcpPacket { extension_headers, ..TcpPacket::between(client, vip) }.frame());
             }
         }
-        for inner in inner_frames {
-            let frame = encapsulate(form, &inner);
+        for inner_frame in inner_frames {
+            let frame = encapsulate(variant, &inner_frame);
             assert_eq!(
                 run_expecting_counter(&decapsulation, &frame, Some("decapsulated")),
-                (XDP_PASS, inner),
-                "{form:?}"
+                (XDP_PASS, inner_frame),
+                "{variant:?}"
             );
         }
     }
@@ -132,9 +132,9 @@ fn packet_of_a_load_balancer_loses_its_outer_header() {
 #[test]
 fn padding_behind_the_outer_packet_is_no_error() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelVariant::all() {
-        let inner_frame = client_packet(form.inner_family);
-        let frame = [encapsulate(form, &inner_frame), vec![0; 9]].concat();
+    for variant in TunnelVariant::all() {
+        let inner_frame = client_packet(variant.inner_family);
+        let frame = [encapsulate(variant, &inner_frame), vec![0; 9]].concat();
         assert_eq!(
             run_expecting_counter(&load_decapsulation(), &frame, Some("decapsulated")),
             (XDP_PASS, [inner_frame, vec![0; 9]].concat())
@@ -147,24 +147,24 @@ fn foreign_packets_pass_unchanged() {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
     let mut foreign_frames = vec![vec![0; 60]];
-    for form in TunnelVariant::all() {
-        let mut wrong_family_frame = encapsulate(form, &client_packet(form.inner_family));
-        wrong_family_frame[12..14].copy_from_slice(if form.outer_family == Family::Ipv4 {
+    for variant in TunnelVariant::all() {
+        let mut wrong_family_frame = encapsulate(variant, &client_packet(variant.inner_family));
+        wrong_family_frame[12..14].copy_from_slice(if variant.outer_family == Family::Ipv4 {
             &[0x86, 0xdd]
         } else {
             &[8, 0]
         });
         foreign_frames.extend([
-            client_packet(form.inner_family),
-            udp_frame(form.inner_family, 6081),
+            client_packet(variant.inner_family),
+            udp_frame(variant.inner_family, 6081),
             wrong_family_frame,
         ]);
     }
     let gue = TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv4, outer_family: Family::Ipv4 };
     let mut later_fragment = encapsulate(gue, &client_packet(gue.inner_family));
     later_fragment[ETHERNET_BYTES + 7] = 5;
-    let ipv6_outer_form = TunnelVariant { outer_family: Family::Ipv6, ..gue };
-    let mut ipv6_fragment = encapsulate(ipv6_outer_form, &client_packet(gue.inner_family));
+    let ipv6_outer_variant = TunnelVariant { outer_family: Family::Ipv6, ..gue };
+    let mut ipv6_fragment = encapsulate(ipv6_outer_variant, &client_packet(gue.inner_family));
     ipv6_fragment[ETHERNET_BYTES + 6] = FRAGMENT_HEADER_NUMBER;
     for frame in foreign_frames.into_iter().chain([later_fragment, ipv6_fragment]) {
         assert_eq!(run_expecting_counter(&decapsulation, &frame, None), (XDP_PASS, frame));
@@ -173,15 +173,15 @@ fn foreign_packets_pass_unchanged() {
 
 #[test]
 fn source_that_is_no_load_balancer_is_dropped() {
-    expect_drop_of_changed_packet("drop_decap_foreign_source", |frame, form| {
-        frame[ETHERNET_BYTES + if form.outer_family == Family::Ipv4 { 15 } else { 23 }] ^= 1;
+    expect_drop_of_changed_packet("drop_decap_foreign_source", |frame, variant| {
+        frame[ETHERNET_BYTES + if variant.outer_family == Family::Ipv4 { 15 } else { 23 }] ^= 1;
     });
 }
 
 #[test]
 fn inner_destination_that_is_no_vip_is_dropped() {
-    expect_drop_of_changed_packet("drop_decap_foreign_destination", |frame, form| {
-        frame[ETHERNET_BYTES + form.overhead_bytes() + ip_header_bytes(form.inner_family) - 1] ^= 1
+    expect_drop_of_changed_packet("drop_decap_foreign_destination", |frame, variant| {
+        frame[ETHERNET_BYTES + variant.overhead_bytes() + ip_header_bytes(variant.inner_family) - 1] ^= 1
     });
 }
 
@@ -189,13 +189,13 @@ fn inner_destination_that_is_no_vip_is_dropped() {
 fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
-    for form in TunnelVariant::all().filter(|form| form.outer_family == Family::Ipv4) {
-        let mut first_fragment = encapsulate(form, &client_packet(form.inner_family));
+    for variant in TunnelVariant::all().filter(|form| form.outer_family == Family::Ipv4) {
+        let mut first_fragment = encapsulate(variant, &client_packet(variant.inner_family));
         first_fragment[ETHERNET_BYTES + 6] = 0x20;
-        let mut later_fragment = encapsulate(form, &client_packet(form.inner_family));
+        let mut later_fragment = encapsulate(variant, &client_packet(variant.inner_family));
         later_fragment[ETHERNET_BYTES + 7] = 5;
         // A later fragment has no ports, so the program cannot recognise it as GUE.
-        let fragments = if form.forwarding == Forwarding::Ipip {
+        let fragments = if variant.forwarding == Forwarding::Ipip {
             vec![first_fragment, later_fragment]
         } else {
             vec![first_fragment]
@@ -209,64 +209,69 @@ fn fragment_of_an_encapsulated_ipv4_packet_is_dropped() {
 #[test]
 fn encapsulated_tunnel_packet_is_dropped() {
     for protocol in [4, 41, 47] {
-        expect_drop_of_changed_packet("drop_decap_nested", |frame, form| {
-            let tunnel_frame =
-                ip_frame(client(form.inner_family).ip(), service_vip(form.inner_family).ip(), protocol, 0, b"packet");
-            *frame = encapsulate(form, &tunnel_frame);
+        expect_drop_of_changed_packet("drop_decap_nested", |frame, variant| {
+            let tunnel_frame = ip_frame(
+                client(variant.inner_family).ip(),
+                service_vip(variant.inner_family).ip(),
+                protocol,
+                0,
+                b"packet",
+            );
+            *frame = encapsulate(variant, &tunnel_frame);
         });
     }
-    expect_drop_of_changed_packet("drop_decap_nested", |frame, form| {
-        *frame = encapsulate(form, &udp_frame(form.inner_family, intf::GUE_PORT as u16));
+    expect_drop_of_changed_packet("drop_decap_nested", |frame, variant| {
+        *frame = encapsulate(variant, &udp_frame(variant.inner_family, intf::GUE_PORT as u16));
     });
 }
 
 #[test]
 fn encapsulated_tunnel_behind_extension_headers_is_dropped() {
-    expect_drop_of_changed_packet("drop_decap_nested", |frame, form| {
-        let ipv6_inner_form = TunnelVariant { inner_family: Family::Ipv6, ..form };
+    expect_drop_of_changed_packet("drop_decap_nested", |frame, variant| {
+        let ipv6_inner_variant = TunnelVariant { inner_family: Family::Ipv6, ..variant };
         let (IpAddr::V6(client), IpAddr::V6(vip)) =
-            (client(ipv6_inner_form.inner_family).ip(), service_vip(ipv6_inner_form.inner_family).ip())
+            (client(ipv6_inner_variant.inner_family).ip(), service_vip(ipv6_inner_variant.inner_family).ip())
         else {
             panic!()
         };
         let extension_headers: Vec<ExtensionHeader> =
             vec![(0, vec![0, 0, 1, 4, 0, 0, 0, 0]), (60, vec![0, 0, 1, 4, 0, 0, 0, 0])];
-        *frame = encapsulate(ipv6_inner_form, &ipv6_frame([client, vip], &extension_headers, 4, b"packet"));
+        *frame = encapsulate(ipv6_inner_variant, &ipv6_frame([client, vip], &extension_headers, 4, b"packet"));
     });
 }
 
 #[test]
 fn contradicting_lengths_are_dropped() {
     let length_field_offset = |family| if family == Family::Ipv4 { 3 } else { 5 };
-    expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
-        frame[ETHERNET_BYTES + length_field_offset(form.outer_family)] ^= 1
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
+        frame[ETHERNET_BYTES + length_field_offset(variant.outer_family)] ^= 1
     });
-    expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
-        frame[ETHERNET_BYTES + form.overhead_bytes() + length_field_offset(form.inner_family)] ^= 1;
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
+        frame[ETHERNET_BYTES + variant.overhead_bytes() + length_field_offset(variant.inner_family)] ^= 1;
     });
     // Flipping the first bit gives the other IP version, and flipping the second an unknown version.
-    for flipped in [0x20, 0x80] {
-        expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
-            frame[ETHERNET_BYTES + form.overhead_bytes()] ^= flipped
+    for flipped_bits in [0x20, 0x80] {
+        expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
+            frame[ETHERNET_BYTES + variant.overhead_bytes()] ^= flipped_bits
         });
     }
     expect_drop_of_changed_packet("drop_decap_truncated", |frame, _| frame.truncate(frame.len() - 1));
-    expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| {
-        frame.truncate(ETHERNET_BYTES + form.overhead_bytes() + ip_header_bytes(form.inner_family) - 1);
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| {
+        frame.truncate(ETHERNET_BYTES + variant.overhead_bytes() + ip_header_bytes(variant.inner_family) - 1);
     });
-    expect_drop_of_changed_packet("drop_decap_truncated", |frame, form| match form.inner_family {
+    expect_drop_of_changed_packet("drop_decap_truncated", |frame, variant| match variant.inner_family {
         // The length in the IP header becomes four words, which is too short.
-        Family::Ipv4 => frame[ETHERNET_BYTES + form.overhead_bytes()] ^= 1,
-        Family::Ipv6 => frame.truncate(ETHERNET_BYTES + form.overhead_bytes()),
+        Family::Ipv4 => frame[ETHERNET_BYTES + variant.overhead_bytes()] ^= 1,
+        Family::Ipv6 => frame.truncate(ETHERNET_BYTES + variant.overhead_bytes()),
     });
 }
 
 #[test]
 fn datagram_length_longer_than_its_packet_is_dropped() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
-        let mut frame = encapsulate(form, &client_packet(form.inner_family));
-        frame[ETHERNET_BYTES + ip_header_bytes(form.outer_family) + 5] -= 1;
+    for variant in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
+        let mut frame = encapsulate(variant, &client_packet(variant.inner_family));
+        frame[ETHERNET_BYTES + ip_header_bytes(variant.outer_family) + 5] -= 1;
         assert_eq!(run_expecting_counter(&load_decapsulation(), &frame, Some("drop_decap_truncated")).0, XDP_DROP);
     }
 }
@@ -275,17 +280,17 @@ fn datagram_length_longer_than_its_packet_is_dropped() {
 fn congestion_mark_is_copied_to_the_inner_packet_or_drops_it() {
     skip_if!(missing_bpf_rights());
     let decapsulation = load_decapsulation();
-    for (form, inner_ecn) in TunnelVariant::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
-        let mut inner_frame = client_packet(form.inner_family);
+    for (variant, inner_ecn) in TunnelVariant::all().flat_map(|form| [1, 2, 3].map(|ecn| (form, ecn))) {
+        let mut inner_frame = client_packet(variant.inner_family);
         // The upper bits contain DSCP 46.
         set_traffic_class(&mut inner_frame, 0xb8 | inner_ecn);
-        let mut frame = encapsulate(form, &inner_frame);
+        let mut frame = encapsulate(variant, &inner_frame);
         set_traffic_class(&mut frame, CONGESTION_EXPERIENCED);
         set_traffic_class(&mut inner_frame, 0xb8 | CONGESTION_EXPERIENCED);
         assert_eq!(
             run_expecting_counter(&decapsulation, &frame, Some("decapsulated")),
             (XDP_PASS, inner_frame),
-            "{form:?} {inner_ecn}"
+            "{variant:?} {inner_ecn}"
         );
     }
     expect_drop_of_changed_packet("drop_decap_congestion", |frame, _| set_traffic_class(frame, CONGESTION_EXPERIENCED));
@@ -294,17 +299,17 @@ fn congestion_mark_is_copied_to_the_inner_packet_or_drops_it() {
 #[test]
 fn packets_of_removed_sources_and_vips_are_dropped() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelVariant::all() {
+    for variant in TunnelVariant::all() {
         let decapsulation = load_decapsulation();
-        let frame = encapsulate(form, &client_packet(form.inner_family));
-        let (other_family, of_form) =
-            Family::BOTH.into_iter().partition::<Vec<_>, _>(|family| *family != form.inner_family);
-        assert_eq!(of_form, [form.inner_family]);
+        let frame = encapsulate(variant, &client_packet(variant.inner_family));
+        let (other_families, inner_families) =
+            Family::BOTH.into_iter().partition::<Vec<_>, _>(|family| *family != variant.inner_family);
+        assert_eq!(inner_families, [variant.inner_family]);
         decapsulation
-            .set_vips(&other_family.iter().map(|family| service_vip(*family).ip()).collect::<Vec<_>>())
+            .set_vips(&other_families.iter().map(|family| service_vip(*family).ip()).collect::<Vec<_>>())
             .unwrap();
         assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("drop_decap_foreign_destination")).0, XDP_DROP);
-        decapsulation.set_vips(&[service_vip(form.inner_family).ip()]).unwrap();
+        decapsulation.set_vips(&[service_vip(variant.inner_family).ip()]).unwrap();
         assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("decapsulated")).0, XDP_PASS);
         decapsulation.set_sources(&[]).unwrap();
         assert_eq!(run_expecting_counter(&decapsulation, &frame, Some("drop_decap_foreign_source")).0, XDP_DROP);
@@ -315,32 +320,32 @@ fn packets_of_removed_sources_and_vips_are_dropped() {
 fn encapsulated_packet_arrives_unchanged() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(35, 0);
-    for form in TunnelVariant::all() {
-        let mode = ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() };
+    for variant in TunnelVariant::all() {
+        let mode = ServiceMode { forwarding: variant.forwarding, ..ServiceMode::default() };
         let mut balancer = Balancer::with_model(
-            &[(service_address(service_vip(form.inner_family)), mode)],
+            &[(service_address(service_vip(variant.inner_family)), mode)],
             Options::default(),
             &mut rng,
         );
         balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, 1500);
         let server_ids = balancer.replace_servers(0, 1, &mut rng);
-        let address = server_outer_address(form.outer_family, server_ids[0]);
-        balancer.lb.set_tunnel(server_ids[0], Tunnel { address, source_port: None }).unwrap();
+        let address = server_outer_address(variant.outer_family, server_ids[0]);
+        balancer.lb.set_tunnel(server_ids[0], Tunnel { destination_address: address, source_port: None }).unwrap();
         balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
         let tcp_options = aligned_timestamp_option(7, 0);
         let syn = TcpPacket {
             flags: SYN,
             tcp_options,
-            ..TcpPacket::between(client(form.inner_family), service_vip(form.inner_family))
+            ..TcpPacket::between(client(variant.inner_family), service_vip(variant.inner_family))
         }
         .frame();
-        let (verdict, packet) = balancer.run(&syn);
-        assert_eq!(verdict, XDP_TX);
+        let (xdp_action, packet) = balancer.run(&syn);
+        assert_eq!(xdp_action, XDP_TX);
         let decapsulated_frame = run_expecting_counter(&load_decapsulation(), &packet, Some("decapsulated"));
         assert_eq!(
             decapsulated_frame,
             (XDP_PASS, [&packet[..ETHERNET_BYTES - 2], &syn[ETHERNET_BYTES - 2..]].concat()),
-            "{form:?}"
+            "{variant:?}"
         );
     }
 }

@@ -32,9 +32,9 @@ fn only_an_expected_response_completes_a_request() {
     skip_if!(missing_bpf_rights());
     run_in_namespace(|| {
         let env = TestEnv::new(1, &dispatch_options(Policy::ShortestQueue));
-        let (first, second) = (client_socket(), client_socket());
-        env.send_request(&first, b"a");
-        env.send_request(&second, b"b");
+        let (first_client, second_client) = (client_socket(), client_socket());
+        env.send_request(&first_client, b"a");
+        env.send_request(&second_client, b"b");
         let requests = env.read_requests(2);
         assert_eq!(env.outstanding_counts(), [2]);
         env.send_response(&requests[0]);
@@ -46,7 +46,7 @@ fn only_an_expected_response_completes_a_request() {
         // These datagrams are no responses. One goes to a client without a request, one comes from a foreign socket.
         let foreign_socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         env.worker_sockets[&0].send_to(b"x", foreign_socket.local_addr().unwrap()).unwrap();
-        foreign_socket.send_to(b"x", second.local_addr().unwrap()).unwrap();
+        foreign_socket.send_to(b"x", second_client.local_addr().unwrap()).unwrap();
         assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![1], 3));
         env.send_response(&requests[1]);
         let worker_counts = env.worker_counts(0);
@@ -68,7 +68,7 @@ fn request_ids_distinguish_requests_of_one_client() {
     run_in_namespace(|| {
         let mut options = dispatch_options(Policy::ShortestQueue);
         // Responses have one more byte before the request id than requests.
-        options.request_id_position = Some(RequestIdPosition { offset: 1, response_offset: 2, bytes: 2 });
+        options.request_id_position = Some(RequestIdPosition { offset: 1, response_offset: 2, byte_count: 2 });
         let env = TestEnv::new(1, &options);
         let client = client_socket();
         (0..3u8).for_each(|id| env.send_request(&client, &[9, id, 7]));
@@ -189,7 +189,7 @@ fn request_dropped_by_a_full_receive_buffer_is_abandoned_at_once() {
                 );
             }
             // Only the dropped requests were abandoned, so every response finds its request.
-            env.read_requests(waiting_requests as usize).iter().for_each(|read| env.send_response(read));
+            env.read_requests(waiting_requests as usize).iter().for_each(|request| env.send_response(request));
             assert_eq!((outstanding_sum(&env), unmatched_response_count(&env)), (0, 0), "{policy:?}");
         });
     }
@@ -207,10 +207,10 @@ fn uncounted_waiting_request_becomes_outstanding() {
         poll_repeatedly(&mut env, 1);
         assert_eq!(env.outstanding_counts(), [40]);
         let requests = env.read_requests(40);
-        requests[..8].iter().for_each(|read| env.send_response(read));
+        requests[..8].iter().for_each(|request| env.send_response(request));
         poll_repeatedly(&mut env, 1);
         assert_eq!(env.outstanding_counts(), [24]);
-        requests[8..].iter().for_each(|read| env.send_response(read));
+        requests[8..].iter().for_each(|request| env.send_response(request));
         assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0], 8));
     });
 }
@@ -241,7 +241,7 @@ fn stalled_worker_is_disabled_until_it_responds() {
             assert_eq!(env.outstanding_counts().iter().sum::<u32>(), 7);
             // The first stalled worker responds to a request of its queue.
             let requests = env.read_requests(7);
-            env.send_response(requests.iter().find(|read| read.worker_slot == waiting_slot).unwrap());
+            env.send_response(requests.iter().find(|request| request.worker_slot == waiting_slot).unwrap());
             assert!(env.worker_counts(waiting_slot).is_eligible, "{policy:?}");
         });
     }
@@ -276,7 +276,7 @@ fn dead_worker_loses_no_request_and_its_slot_is_reused() {
             assert!(env.worker_counts(1).is_eligible);
             (0..60).for_each(|_| env.send_request(&client_socket(), b"c"));
             let requests = env.read_requests(60);
-            assert!(requests.iter().any(|read| read.worker_slot == 1), "{policy:?}");
+            assert!(requests.iter().any(|request| request.worker_slot == 1), "{policy:?}");
         });
     }
 }
@@ -299,7 +299,7 @@ fn upgrade_takes_over_sockets_and_requests_in_flight() {
         .unwrap();
         assert!(env.dispatch.is_taken_over());
         assert_eq!((env.dispatch.worker_sockets(), env.outstanding_counts()), (sockets_before, vec![2, 2]));
-        env.read_requests(4).iter().for_each(|read| env.send_response(read));
+        env.read_requests(4).iter().for_each(|request| env.send_response(request));
         assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0, 0], 0));
         env.dispatch.attach(env.worker_sockets[&0].as_fd()).unwrap();
         (0..4).for_each(|_| env.send_request(&clients[0], b"b"));
@@ -321,11 +321,11 @@ fn detach_returns_sockets_to_the_kernels_choice() {
         let error = second_dispatch.add_worker(socket.as_fd(), 1).unwrap_err().to_string();
         assert!(error.contains("is it in another one"), "{error}");
         reuseport::detach(socket.as_fd()).unwrap();
-        dispatch::remove(&env.pins.0).unwrap();
+        dispatch::remove_pins_and_programs(&env.pins.0).unwrap();
         let clients: Vec<UdpSocket> = (0..50).map(|_| client_socket()).collect();
         clients.iter().for_each(|client| _ = client.send(b"a").unwrap());
         let requests = env.read_requests(50);
-        assert!((0..2).all(|slot| requests.iter().any(|read| read.worker_slot == slot)));
+        assert!((0..2).all(|slot| requests.iter().any(|request| request.worker_slot == slot)));
         assert_eq!(env.outstanding_counts(), [0, 0]);
         assert_eq!(second_dispatch.add_worker(socket.as_fd(), 1).unwrap(), 0);
         env.worker_sockets.clear();
@@ -343,7 +343,7 @@ fn ipv6_clients_are_counted() {
         clients[1].connect("127.0.0.1:5300").unwrap();
         clients.iter().for_each(|client| env.send_request(client, b"a"));
         assert_eq!(env.outstanding_counts(), [1, 1]);
-        env.read_requests(2).iter().for_each(|read| env.send_response(read));
+        env.read_requests(2).iter().for_each(|request| env.send_response(request));
         assert_eq!((env.outstanding_counts(), unmatched_response_count(&env)), (vec![0, 0], 0));
         assert_eq!(env.counter(intf::DISPATCH_COUNTER_UNTRACKED), 0);
     });
@@ -360,22 +360,24 @@ fn service_times_are_observed_by_type() {
         let env = TestEnv::new(1, &options);
         let client = client_socket();
         // Lower and upper bounds on the sum of each type's service times (ns), which hold on any slow machine.
-        let (mut at_least, mut at_most) = ([0, 0], [0, 0]);
-        for (payload, kind, time) in [(&b"slow"[..], 0, 20), (b"fast", 1, 1), (b"slow", 0, 20), (b"fast", 1, 1)] {
-            let service_time = Duration::from_millis(time);
+        let (mut min_times_ns, mut max_times_ns) = ([0, 0], [0, 0]);
+        for (payload, type_index, time_ms) in
+            [(&b"slow"[..], 0, 20), (b"fast", 1, 1), (b"slow", 0, 20), (b"fast", 1, 1)]
+        {
+            let service_time = Duration::from_millis(time_ms);
             let start_time = Instant::now();
             env.send_request(&client, payload);
             let request = env.read_one_request();
             std::thread::sleep(service_time);
             env.send_response(&request);
-            at_least[kind] += service_time.as_nanos() as u64;
-            at_most[kind] += start_time.elapsed().as_nanos() as u64;
+            min_times_ns[type_index] += service_time.as_nanos() as u64;
+            max_times_ns[type_index] += start_time.elapsed().as_nanos() as u64;
         }
         let observed_times = env.dispatch.ledger().observed_service_times(2);
         assert_eq!(observed_times.iter().map(|(_, count)| *count).collect::<Vec<_>>(), [2, 2]);
-        for (kind, (sum, _)) in observed_times.iter().enumerate() {
-            let expected_range = at_least[kind]..=at_most[kind];
-            assert!(expected_range.contains(sum), "{observed_times:?}: {kind} took {expected_range:?}");
+        for (type_index, (sum, _)) in observed_times.iter().enumerate() {
+            let expected_range = min_times_ns[type_index]..=max_times_ns[type_index];
+            assert!(expected_range.contains(sum), "{observed_times:?}: {type_index} took {expected_range:?}");
         }
     });
 }

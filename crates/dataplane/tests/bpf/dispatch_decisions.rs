@@ -24,25 +24,26 @@ const SERVICE_TIMES: [Duration; 3] =
 fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[UdpSocket]) {
     let mut rng = seeded_rng(7, 1);
     let mut unanswered_requests: Vec<(ReceivedDatagram, DispatchHeader)> = Vec::new();
-    for id in 0..REQUEST_COUNT {
+    for request_id in 0..REQUEST_COUNT {
         let class = rng.next_u32() as u8 % 3;
         let expected_service_time = RoundedServiceTime::new(SERVICE_TIMES[usize::from(class)]).as_ns();
         let header = DispatchHeader { service: class.min(1), expected_service_time, request_hash: 0, flow_hash: 0 };
         let chosen_client = &clients[rng.next_u32() as usize % clients.len()];
-        env.send_request(chosen_client, &[&id.to_le_bytes()[..], b"type", &[class]].concat());
+        env.send_request(chosen_client, &[&request_id.to_le_bytes()[..], b"type", &[class]].concat());
         let request = env.read_one_request();
-        assert_eq!(model.place(0, &header), Some(request.worker_slot as u16), "request {id} of class {class}");
+        assert_eq!(model.place(0, &header), Some(request.worker_slot as u16), "request {request_id} of class {class}");
         unanswered_requests.push((request, header));
         let answers_faster = unanswered_requests.len() > 40;
         while !unanswered_requests.is_empty() && rng.next_u32() % 16 < if answers_faster { 9 } else { 6 } {
-            let (read, header) = unanswered_requests.swap_remove(rng.next_u32() as usize % unanswered_requests.len());
-            env.send_response(&read);
-            model.record_completion(read.worker_slot as u16, &header);
+            let (answered_request, header) =
+                unanswered_requests.swap_remove(rng.next_u32() as usize % unanswered_requests.len());
+            env.send_response(&answered_request);
+            model.record_completion(answered_request.worker_slot as u16, &header);
         }
     }
     assert_eq!(env.outstanding_counts().iter().sum::<u32>() as usize, unanswered_requests.len());
-    for (read, _) in &unanswered_requests {
-        env.send_response(read);
+    for (request, _) in &unanswered_requests {
+        env.send_response(request);
     }
     let worker_counts = env.dispatch.ledger().worker_counts();
     assert!(
@@ -62,7 +63,7 @@ fn assert_equals_model(env: &TestEnv, model: &mut impl Dispatcher, clients: &[Ud
 
 fn start_test_env(workers: usize, policy: Policy) -> TestEnv {
     let mut options = dispatch_options(policy);
-    options.request_id_position = Some(RequestIdPosition { offset: 0, response_offset: 0, bytes: 4 });
+    options.request_id_position = Some(RequestIdPosition { offset: 0, response_offset: 0, byte_count: 4 });
     options.type_offset = 4;
     let request_type = |number: u8, class| RequestType {
         value: [b't', b'y', b'p', b'e', number, 0, 0, 0],
@@ -115,10 +116,11 @@ fn rr_chooses_workers_as_the_model_does() {
 #[test]
 fn jbsrq_chooses_workers_as_the_model_does() {
     skip_if!(missing_bpf_rights());
-    for (workers, reserved, bound, reserved_bound) in [(4, 1, 4, 0), (7, 2, 3, 1), (1, 1, 1, 0)] {
+    for (workers, reserved_cores, queue_bound, reserved_bound) in [(4, 1, 4, 0), (7, 2, 3, 1), (1, 1, 1, 0)] {
         run_in_namespace(|| {
             let env = start_test_env(workers, Policy::RankedQueue);
-            let class_bounds = |workers| ClassBounds::with_reserved_cores(workers, 2, reserved, bound, reserved_bound);
+            let class_bounds =
+                |workers| ClassBounds::with_reserved_cores(workers, 2, reserved_cores, queue_bound, reserved_bound);
             env.dispatch.set_request_limits(class_bounds);
             let mut model = ClassBoundedShortestQueue::new(class_bounds(workers as u16));
             assert_equals_model(&env, &mut model, &new_clients());

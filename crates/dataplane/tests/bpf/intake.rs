@@ -34,8 +34,8 @@ fn expect_counter(program: &IntakeProgram, frame: &[u8], counter: Option<&str>, 
     let outcome = test_run::run(program.program(), frame, 1).unwrap();
     let counters_after = program.counters().unwrap();
     let increased_counters: Vec<_> = (0..COUNTER_NAMES.len())
-        .filter(|at| counters_after[*at] != counters_before[*at])
-        .map(|at| COUNTER_NAMES[at])
+        .filter(|counter_index| counters_after[*counter_index] != counters_before[*counter_index])
+        .map(|counter_index| COUNTER_NAMES[counter_index])
         .collect();
     assert_eq!((outcome.verdict, increased_counters), (XDP_PASS, Vec::from_iter(counter)), "{case}");
     assert_eq!(outcome.packet, frame, "{case}: unchanged");
@@ -69,14 +69,14 @@ fn requests_of_every_length_are_accepted() {
         let frame = with_udp_checksum(request_datagram(payload).frame());
         expect_counter(&program, &frame, NO_SOCKET_COUNTER, &format!("{length} bytes"));
         // A changed bit is detected in the header, in the checksum and in the last byte.
-        for at in [UDP_OFFSET + 1, UDP_CHECKSUM_OFFSET, frame.len() - 1] {
+        for damaged_offset in [UDP_OFFSET + 1, UDP_CHECKSUM_OFFSET, frame.len() - 1] {
             let mut damaged_frame = frame.clone();
-            damaged_frame[at] ^= 4;
+            damaged_frame[damaged_offset] ^= 4;
             expect_counter(
                 &program,
                 &damaged_frame,
                 Some("passed_checksum"),
-                &format!("{length} bytes, damaged at {at}"),
+                &format!("{length} bytes, damaged at {damaged_offset}"),
             );
         }
     }
@@ -104,9 +104,9 @@ fn udp_datagrams_without_or_with_offloaded_checksum_are_accepted() {
 fn other_traffic_passes_without_being_counted() {
     skip_if!(missing_bpf_rights());
     let program = load_intake_program();
-    let changed_frame = |at: usize, value: u8| {
+    let changed_frame = |offset: usize, value: u8| {
         let mut frame = with_udp_checksum(request_datagram(b"get".to_vec()).frame());
-        frame[at] = value;
+        frame[offset] = value;
         frame
     };
     let vlan_frame = {

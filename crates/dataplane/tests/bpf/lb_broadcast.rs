@@ -44,35 +44,35 @@ fn frame_with_unknown_cookie(client: (Ipv4Addr, u16), vip: (Ipv4Addr, u16), tsec
 }
 
 fn is_broadcast(balancer: &Balancer, frame: &[u8]) -> bool {
-    let (verdict, packet) = balancer.run(frame);
-    verdict == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
+    let (xdp_action, packet) = balancer.run(frame);
+    xdp_action == XDP_TX && packet[..6] == MacAddress::BROADCAST.0
 }
 
 /// Sends 100 genuine ICMP errors, each from another router, among 10,000 forged packets within a second. Returns how
 /// many of the genuine errors pass.
-fn count_accepted_errors(balancer: &Balancer, forged: impl FnMut() -> Vec<u8>) -> usize {
-    count_accepted_errors_from(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged)
+fn count_accepted_errors(balancer: &Balancer, forged_frame: impl FnMut() -> Vec<u8>) -> usize {
+    count_accepted_errors_from(|n| Ipv4Addr::from(0x0a01_0000 + n), balancer, forged_frame)
 }
 
 /// Counts like [`count_accepted_errors`], but the genuine errors come from the addresses that `router` returns.
 fn count_accepted_errors_from(
     router: fn(u32) -> Ipv4Addr,
     balancer: &Balancer,
-    mut forged: impl FnMut() -> Vec<u8>,
+    mut forged_frame: impl FnMut() -> Vec<u8>,
 ) -> usize {
     const FORGED_INTERVAL: Duration = Duration::from_micros(100);
-    let (mut next, mut accepted) = (Instant::now(), 0);
+    let (mut next_send_time, mut accepted_count) = (Instant::now(), 0);
     for n in 0..10_000u32 {
         // If the machine pauses, the missed packets are not sent later, because they would raise the rate.
-        while Instant::now() < next {}
-        next = (next + FORGED_INTERVAL).max(Instant::now());
-        balancer.run(&forged());
+        while Instant::now() < next_send_time {}
+        next_send_time = (next_send_time + FORGED_INTERVAL).max(Instant::now());
+        balancer.run(&forged_frame());
         if n % 100 == 0 {
             let router_address = router(n);
-            accepted += usize::from(is_broadcast(balancer, &icmp_error(router_address, (router_address, 4000))));
+            accepted_count += usize::from(is_broadcast(balancer, &icmp_error(router_address, (router_address, 4000))));
         }
     }
-    accepted
+    accepted_count
 }
 
 #[test]

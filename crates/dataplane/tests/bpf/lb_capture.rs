@@ -47,10 +47,10 @@ fn run_with_signals(wait: impl FnOnce()) {
     unsafe { nix::sys::signal::signal(nix::sys::signal::Signal::SIGUSR1, signal_handler) }.unwrap();
     // SAFETY: takes nothing.
     let waiting_thread = unsafe { libc::pthread_self() };
-    let (began, is_over) = (Instant::now(), AtomicBool::new(false));
+    let (start_time, is_over) = (Instant::now(), AtomicBool::new(false));
     let wait_duration = std::thread::scope(|scope| {
         scope.spawn(|| {
-            while !is_over.load(Ordering::Relaxed) && began.elapsed() < 2 * INTERRUPTED_WAIT_TIMEOUT {
+            while !is_over.load(Ordering::Relaxed) && start_time.elapsed() < 2 * INTERRUPTED_WAIT_TIMEOUT {
                 std::thread::sleep(Duration::from_millis(20));
                 // SAFETY: the thread lives longer than this one.
                 unsafe { libc::pthread_kill(waiting_thread, libc::SIGUSR1) };
@@ -58,7 +58,7 @@ fn run_with_signals(wait: impl FnOnce()) {
         });
         wait();
         is_over.store(true, Ordering::Relaxed);
-        began.elapsed()
+        start_time.elapsed()
     });
     assert!(wait_duration < INTERRUPTED_WAIT_TIMEOUT, "the wait was not interrupted");
 }
@@ -68,11 +68,11 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     skip_if!(missing_bpf_rights());
     // On one CPU, packets keep their order.
     pin_to_one_cpu();
-    let (pair, pins) = (VethPair::new(), PinDirectory::new());
+    let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
-    pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
-    let device_mac = pair.server.run_inside(|| mac_address("eth0").0);
+    veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let device_mac = veth_pair.server.run_inside(|| mac_address("eth0").0);
     let stateless_service = |vip| (service_address(vip), ServiceMode::default());
     let service_indexes = lb.set_services(&[stateless_service(VIP), stateless_service(OTHER_VIP)]).unwrap();
     lb.set_service_name(service_indexes[0], "web");
@@ -81,7 +81,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
         lb.set_server(*index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(*index, &random_table(PlacementRule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
     }
-    let services_with_names: Vec<(ServiceAddress, String)> = capture::services(&pins.path()).unwrap();
+    let services_with_names: Vec<(ServiceAddress, String)> = capture::pinned_services(&pins.path()).unwrap();
     assert_eq!(
         services_with_names,
         [(service_address(VIP), "web".to_owned()), (service_address(OTHER_VIP), String::new())]
@@ -113,7 +113,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
         TcpPacket { destination_mac: device_mac, ..TcpPacket::new(CLIENT, OTHER_VIP) }.frame(),
     ];
     let send_frames = |frames: &[Vec<u8>]| {
-        pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send_frame(frame)));
+        veth_pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send_frame(frame)));
     };
     send_frames(&sent_frames);
     let captured_packets = collect_packets(&mut capture, 4);
@@ -131,7 +131,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     );
     for (packet, frame) in captured_packets.iter().zip(&sent_frames) {
         assert_eq!(packet.frame_in, frame[..frame.len().min(200)]);
-        assert_eq!(packet.length as usize, frame.len());
+        assert_eq!(packet.frame_length as usize, frame.len());
     }
     assert_eq!(captured_packets[0].frame_out[..6], SERVER_MAC.0);
 
@@ -140,16 +140,16 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     // The daemon replaces the capturing program by another variant, and the capture continues with that variant.
     let hash_table_mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
     lb.set_services(&[(service_address(VIP), hash_table_mode)]).unwrap();
-    let (mut captured, limit) = (Vec::new(), Instant::now() + INTERRUPTED_WAIT_TIMEOUT);
+    let (mut later_packets, deadline) = (Vec::new(), Instant::now() + INTERRUPTED_WAIT_TIMEOUT);
     for port in CLIENT.1 + 1.. {
         let syn_packet = TcpPacket { destination_mac: device_mac, flags: SYN, ..TcpPacket::new((CLIENT.0, port), VIP) };
         send_frames(&[TcpPacket { tcp_options: aligned_timestamp_option(1, 0), ..syn_packet }.frame()]);
-        capture.poll(Duration::from_millis(50), &mut |packet| captured.push(packet)).unwrap();
-        if !captured.is_empty() || Instant::now() > limit {
+        capture.poll(Duration::from_millis(50), &mut |packet| later_packets.push(packet)).unwrap();
+        if !later_packets.is_empty() || Instant::now() > deadline {
             break;
         }
     }
-    assert!(!captured.is_empty() && captured.iter().all(|packet| packet.outcome == "new_connection"));
+    assert!(!later_packets.is_empty() && later_packets.iter().all(|packet| packet.outcome == "new_connection"));
     assert_eq!(capture.lost_record_count(), 0);
 
     let unknown_service = capture::Options { service: service_address((VIP.0, 443)), ..options };
@@ -162,19 +162,22 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
 #[test]
 fn ipv6_packets_of_the_service_are_captured() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (VethPair::new(), PinDirectory::new());
+    let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
     let mut lb = LoadBalancer::load(options).unwrap();
-    pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
-    let device_mac = pair.server.run_inside(|| mac_address("eth0").0);
-    let (watched, other) = (service_vip(Family::Ipv6), SocketAddr::new(service_vip(Family::Ipv6).ip(), 81));
-    let services = [watched, other].map(|vip| (service_address(vip), ServiceMode::default()));
+    veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+    let device_mac = veth_pair.server.run_inside(|| mac_address("eth0").0);
+    let (captured_vip, other_vip) = (service_vip(Family::Ipv6), SocketAddr::new(service_vip(Family::Ipv6).ip(), 81));
+    let services = [captured_vip, other_vip].map(|vip| (service_address(vip), ServiceMode::default()));
     for index in lb.set_services(&services).unwrap() {
         lb.set_server(index, id(7), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(index, &random_table(PlacementRule::Table, 1, 1, &[id(7)], &mut seeded_rng(1, 0))).unwrap();
     }
-    let options =
-        capture::Options { pin_directory: pins.path(), service: service_address(watched), max_captured_bytes: 200 };
+    let options = capture::Options {
+        pin_directory: pins.path(),
+        service: service_address(captured_vip),
+        max_captured_bytes: 200,
+    };
     let mut capture = Capture::start(options).unwrap();
     let syn_frame = |vip| {
         let tcp =
@@ -182,8 +185,8 @@ fn ipv6_packets_of_the_service_are_captured() {
         TcpPacket { tcp_options: aligned_timestamp_option(1, 0), ..tcp }.frame()
     };
     // One receive queue keeps the order of both packets.
-    let frames = [syn_frame(other), syn_frame(watched)];
-    pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send_frame(frame)));
+    let frames = [syn_frame(other_vip), syn_frame(captured_vip)];
+    veth_pair.client.run_inside(|| frames.iter().for_each(|frame| PacketSocket::open("eth0").send_frame(frame)));
     let captured_packets = collect_packets(&mut capture, 1);
     let outcomes_and_frames: Vec<_> =
         captured_packets.iter().map(|packet| (packet.outcome, &packet.frame_in)).collect();

@@ -37,26 +37,28 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
     balancer.lb.tick(Duration::from_millis(12_345));
     let opened_connections: Vec<_> =
         (0..500).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
-    let reached_servers: BTreeSet<_> = opened_connections.iter().map(|opened| opened.server).collect();
+    let reached_servers: BTreeSet<_> = opened_connections.iter().map(|connection| connection.server).collect();
     assert_eq!(reached_servers, ids.iter().copied().collect(), "the rule is obeyed");
-    for opened in &opened_connections {
-        let entry = balancer.connection_entry(opened.client).unwrap();
-        assert_eq!(entry.identity.server, opened.server);
-        assert_eq!(decode_cookie_index(opened.cookie_index), (own_owner_number(), entry.index.slot()));
-        let connection_hash = balancer.connection_hash(opened.client);
+    for connection in &opened_connections {
+        let entry = balancer.connection_entry(connection.client).unwrap();
+        assert_eq!(entry.identity.server, connection.server);
+        assert_eq!(decode_cookie_index(connection.cookie_index), (own_owner_number(), entry.index.slot()));
+        let connection_hash = balancer.connection_hash(connection.client);
         let table_size = TableSize::try_from(4096).unwrap();
         assert_eq!(
             (entry.index.partition(), entry.identity.tag),
             (connection_hash.partition(table_size), connection_hash.tag())
         );
-        assert_eq!((entry.packet_count, entry.bytes), (1, syn_frame(opened.client).len() as u64));
+        assert_eq!((entry.packet_count, entry.byte_count), (1, syn_frame(connection.client).len() as u64));
         assert_eq!(
             (entry.opened_at, entry.last_packet_at, entry.is_closing),
             (ClockTicks(123), ClockTicks(123), false)
         );
     }
-    let entry_indexes: BTreeSet<_> =
-        opened_connections.iter().map(|opened| balancer.connection_entry(opened.client).unwrap().index).collect();
+    let entry_indexes: BTreeSet<_> = opened_connections
+        .iter()
+        .map(|connection| balancer.connection_entry(connection.client).unwrap().index)
+        .collect();
     assert_eq!(entry_indexes.len(), opened_connections.len());
 
     // The result does not depend on the table, the keys or the path (fast or slow).
@@ -65,39 +67,40 @@ fn new_connection_takes_an_entry_that_later_packets_find() {
     balancer.install_table(0, &table);
     balancer.set_random_keys(&mut rng);
     let unaligned_timestamp = [&[1][..], &timestamp_option(1, 0), &[0]].concat();
-    for opened in &opened_connections {
-        balancer.expect_found_by_index(opened);
-        let mut slow_path_packet = established_packet(&balancer.fleet_keys, opened.client, opened.cookie_index, ACK);
+    for connection in &opened_connections {
+        balancer.expect_found_by_index(connection);
+        let mut slow_path_packet =
+            established_packet(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK);
         let tsecr = cookie::stamp_tsval(
             &balancer.fleet_keys,
             &support::FOREIGN_TIME_KEY,
-            &tuple_to_vip(opened.client),
-            Cookie::TableIndex(opened.cookie_index),
+            &tuple_to_vip(connection.client),
+            Cookie::TableIndex(connection.cookie_index),
             5,
         );
         slow_path_packet.tcp_options = unaligned_timestamp.clone();
         slow_path_packet.tcp_options[7..11].copy_from_slice(&tsecr.to_be_bytes());
         let slow_path_frame = slow_path_packet.frame();
-        balancer.expect_sent_to(0, &slow_path_frame, opened.server, "connection_table");
-        let entry = balancer.connection_entry(opened.client).unwrap();
-        let forwarded_bytes = syn_frame(opened.client).len()
+        balancer.expect_sent_to(0, &slow_path_frame, connection.server, "connection_table");
+        let entry = balancer.connection_entry(connection.client).unwrap();
+        let forwarded_bytes = syn_frame(connection.client).len()
             + slow_path_frame.len()
-            + established_frame(&balancer, opened.client, 0).len();
-        assert_eq!((entry.packet_count, entry.bytes), (3, forwarded_bytes as u64));
+            + established_frame(&balancer, connection.client, 0).len();
+        assert_eq!((entry.packet_count, entry.byte_count), (3, forwarded_bytes as u64));
         assert_eq!((entry.opened_at, entry.last_packet_at), (ClockTicks(123), ClockTicks(200)));
     }
     // FIN and RST mark an entry as closing, and a SYN removes the mark.
-    for (opened, flags) in opened_connections.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
-        let frame = established_packet(&balancer.fleet_keys, opened.client, opened.cookie_index, flags).frame();
-        let closed_count = || balancer.lb.traffic(opened.server).closed;
+    for (connection, flags) in opened_connections.iter().zip([ACK | FIN, ACK | RST].into_iter().cycle()) {
+        let frame = established_packet(&balancer.fleet_keys, connection.client, connection.cookie_index, flags).frame();
+        let closed_count = || balancer.lb.server_traffic(connection.server).closed_connection_count;
         let closed_before = closed_count();
         for _ in 0..3 {
-            balancer.expect_sent_to(0, &frame, opened.server, "connection_table");
+            balancer.expect_sent_to(0, &frame, connection.server, "connection_table");
         }
         assert_eq!(closed_count(), closed_before + 1, "sent again it closes nothing");
-        assert!(balancer.connection_entry(opened.client).unwrap().is_closing);
-        assert_eq!(balancer.send_syn(opened.client).1, Some(opened.cookie_index));
-        assert!(!balancer.connection_entry(opened.client).unwrap().is_closing);
+        assert!(balancer.connection_entry(connection.client).unwrap().is_closing);
+        assert_eq!(balancer.send_syn(connection.client).1, Some(connection.cookie_index));
+        assert!(!balancer.connection_entry(connection.client).unwrap().is_closing);
     }
     assert_eq!(balancer.event_count(0, "connection_unknown"), 0);
 }
@@ -129,15 +132,15 @@ fn server_learns_the_index_at_any_option_offset() {
             };
             tcp.frame_with_sequence(77, 0)
         };
-        let (verdict, forwarded) = balancer.run_expecting_counter(&syn_with(tsecr), Some(0), "new_connection");
+        let (xdp_action, forwarded_frame) = balancer.run_expecting_counter(&syn_with(tsecr), Some(0), "new_connection");
         let entry = balancer.connection_entry(client).expect("it got an entry");
         let mut expected_frame = syn_with(encode_syn_tsecr(own_owner_number(), entry.index.slot()));
         expected_frame[..6].copy_from_slice(&balancer.server_macs[&(0, entry.identity.server)].0);
         expected_frame[6..12].copy_from_slice(&OWN_MAC.0);
-        assert_eq!(verdict, XDP_TX);
-        assert_eq!(tcp_segment_sum(&forwarded), 0xffff, "round {round}: the checksum is wrong");
+        assert_eq!(xdp_action, XDP_TX);
+        assert_eq!(tcp_segment_sum(&forwarded_frame), 0xffff, "round {round}: the checksum is wrong");
         // `tcp_sum` alone would accept 0 and 0xffff as the same sum.
-        assert_eq!(forwarded, expected_frame, "round {round}");
+        assert_eq!(forwarded_frame, expected_frame, "round {round}");
         rng.next_u32();
     }
 }
@@ -162,9 +165,9 @@ fn retransmitted_syn_gets_its_entry_while_its_server_is_eligible() {
 
     let draining_server = Server { mac: Some(balancer.server_macs[&(0, first_connection.server)]), is_eligible: false };
     balancer.lb.set_server(balancer.service_indexes[0], first_connection.server, draining_server);
-    let (server, number) = balancer.send_syn(first_connection.client);
+    let (server, cookie_index) = balancer.send_syn(first_connection.client);
     assert_ne!(server, first_connection.server);
-    assert!(number.is_some_and(|number| number != first_connection.cookie_index));
+    assert!(cookie_index.is_some_and(|number| number != first_connection.cookie_index));
     assert_eq!(balancer.lb.scan_used_entry_count(), 52);
 }
 
@@ -173,8 +176,8 @@ fn connection_holds_one_entry_while_few_others_of_its_hash_open() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
     let (balancer, _) = stateful_balancer(4096, &mut rng);
-    let first = balancer.open_connection_with_entry(random_client(&mut rng));
-    let entry_set = balancer.connection_hash(first.client).recent_syn_set_index();
+    let first_connection = balancer.open_connection_with_entry(random_client(&mut rng));
+    let entry_set = balancer.connection_hash(first_connection.client).recent_syn_set_index();
     for round in 1..=20 {
         let mut other_clients = Vec::new();
         while other_clients.len() < intf::RECENT_WAYS as usize - 1 {
@@ -183,8 +186,12 @@ fn connection_holds_one_entry_while_few_others_of_its_hash_open() {
                 other_clients.push(balancer.open_connection_with_entry(other_client));
             }
         }
-        for again in other_clients.iter().chain([&first]) {
-            assert_eq!(balancer.send_syn(again.client), (again.server, Some(again.cookie_index)), "round {round}");
+        for connection in other_clients.iter().chain([&first_connection]) {
+            assert_eq!(
+                balancer.send_syn(connection.client),
+                (connection.server, Some(connection.cookie_index)),
+                "round {round}"
+            );
         }
         assert_eq!(balancer.lb.scan_used_entry_count(), 1 + round * other_clients.len());
     }
@@ -267,42 +274,47 @@ fn packet_with_an_index_of_another_table_goes_to_its_owner_or_is_broadcast() {
     let options = Options { broadcast_limits, ..Options::default() };
     let mut balancer = Balancer::without_model(&[(service_address(VIP), STATEFUL_MODE)], options, &mut rng);
     balancer.lb.set_owner_number(Some(own_owner_number()));
-    let (alive, lost, never) = (owner_number(9), owner_number(0), owner_number(15));
+    let (live_owner, lost_owner, unknown_owner) = (owner_number(9), owner_number(0), owner_number(15));
     let owner_mac = MacAddress([2, 0, 0, 0, 9, 9]);
-    balancer.lb.set_owner_mac(alive, Some(owner_mac));
-    balancer.lb.set_owner_mac(lost, None);
-    let frame_with_owner = |balancer: &Balancer, of, rng: &mut _| {
-        established_frame(balancer, random_client(rng), encode_cookie_index(of, 77))
+    balancer.lb.set_owner_mac(live_owner, Some(owner_mac));
+    balancer.lb.set_owner_mac(lost_owner, None);
+    let frame_with_owner = |balancer: &Balancer, owner, rng: &mut _| {
+        established_frame(balancer, random_client(rng), encode_cookie_index(owner, 77))
     };
     for flags in [ACK, ACK | FIN] {
         for _ in 0..50 {
-            let cookie_index = encode_cookie_index(alive, uniform_below(&mut rng, 1024));
+            let cookie_index = encode_cookie_index(live_owner, uniform_below(&mut rng, 1024));
             let frame = established_packet(&balancer.fleet_keys, random_client(&mut rng), cookie_index, flags).frame();
             balancer.expect_sent_to_mac(&frame, owner_mac, "to_owner");
         }
     }
     // A packet from another load balancer is broadcast, because a packet is sent to an owner only once.
-    let mut forwarded_frame = frame_with_owner(&balancer, alive, &mut rng);
+    let mut forwarded_frame = frame_with_owner(&balancer, live_owner, &mut rng);
     forwarded_frame[6..12].copy_from_slice(&owner_mac.0);
     balancer.expect_sent_to_mac(&forwarded_frame, MacAddress::BROADCAST, "broadcast_owner_lost");
 
     // The burst is 40 packets, of which one is used. One more packet is allowed per second.
-    let verdicts: Vec<i32> = (0..60).map(|_| balancer.run(&frame_with_owner(&balancer, lost, &mut rng)).0).collect();
-    let broadcast_count = verdicts.iter().filter(|verdict| **verdict == XDP_TX).count();
+    let xdp_actions: Vec<i32> =
+        (0..60).map(|_| balancer.run(&frame_with_owner(&balancer, lost_owner, &mut rng)).0).collect();
+    let broadcast_count = xdp_actions.iter().filter(|xdp_action| **xdp_action == XDP_TX).count();
     assert!((39..=45).contains(&broadcast_count), "{broadcast_count} of 60 broadcast");
     // On a slow machine the bucket may have new tokens, which the first packets use up.
-    let expect_dropped_above_rate = |balancer: &Balancer, of, name: &str, rng: &mut _| {
-        let mut spend_tokens = (0..5).map(|_| balancer.run(&frame_with_owner(balancer, of, rng)).0);
-        assert!(spend_tokens.any(|verdict| verdict == XDP_DROP), "{name}: five of five are broadcast");
-        balancer.expect_unforwarded(&frame_with_owner(balancer, of, rng), XDP_DROP, 0, name);
+    let expect_dropped_above_rate = |balancer: &Balancer, owner, name: &str, rng: &mut _| {
+        let mut spend_tokens = (0..5).map(|_| balancer.run(&frame_with_owner(balancer, owner, rng)).0);
+        assert!(spend_tokens.any(|xdp_action| xdp_action == XDP_DROP), "{name}: five of five are broadcast");
+        balancer.expect_unforwarded(&frame_with_owner(balancer, owner, rng), XDP_DROP, 0, name);
     };
-    expect_dropped_above_rate(&balancer, lost, "drop_broadcast_rate_limited", &mut rng);
+    expect_dropped_above_rate(&balancer, lost_owner, "drop_broadcast_rate_limited", &mut rng);
     // An owner number that was never in use has a burst of one packet.
-    balancer.expect_sent_to_mac(&frame_with_owner(&balancer, never, &mut rng), MacAddress::BROADCAST, "broadcast");
-    expect_dropped_above_rate(&balancer, never, "drop_unknown_cookie", &mut rng);
+    balancer.expect_sent_to_mac(
+        &frame_with_owner(&balancer, unknown_owner, &mut rng),
+        MacAddress::BROADCAST,
+        "broadcast",
+    );
+    expect_dropped_above_rate(&balancer, unknown_owner, "drop_unknown_cookie", &mut rng);
     assert_eq!(balancer.event_count(0, "connection_unknown"), 0, "our own table was not asked");
-    balancer.lb.remove_owner(alive);
-    expect_dropped_above_rate(&balancer, alive, "drop_unknown_cookie", &mut rng);
+    balancer.lb.remove_owner(live_owner);
+    expect_dropped_above_rate(&balancer, live_owner, "drop_unknown_cookie", &mut rng);
 }
 
 #[test]
@@ -316,12 +328,12 @@ fn connections_without_an_owner_number_are_stateless() {
     assert_eq!((balancer.lb.owner_number(), balancer.lb.packet_clock()), (None, ClockTicks(90)));
     for _ in 0..20 {
         let client = random_client(&mut rng);
-        let (server, number) = balancer.send_syn(client);
-        assert_eq!(number, None);
+        let (server, cookie_index) = balancer.send_syn(client);
+        assert_eq!(cookie_index, None);
         // A TSecr that only a load balancer may write is not accepted from a client.
         let forged_syn = syn_with_tsecr(client, encode_syn_tsecr(own_owner_number(), 3)).frame();
-        let (_, forwarded) = balancer.run_expecting_counter(&forged_syn, Some(0), "new_connection");
-        assert_eq!((tsecr_of(&forwarded), tcp_segment_sum(&forwarded)), (0, 0xffff));
+        let (_, forwarded_frame) = balancer.run_expecting_counter(&forged_syn, Some(0), "new_connection");
+        assert_eq!((tsecr_of(&forwarded_frame), tcp_segment_sum(&forwarded_frame)), (0, 0xffff));
         let tsecr = cookie::stamp_tsval(
             &balancer.fleet_keys,
             &support::FOREIGN_TIME_KEY,
@@ -349,29 +361,29 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
     let (mut balancer, _) = stateful_balancer(2048, &mut rng);
     let genuine_connections: Vec<_> =
         (0..700).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
-    genuine_connections.iter().for_each(|opened| balancer.expect_found_by_index(opened));
+    genuine_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
     let entries_before: BTreeMap<_, _> = genuine_connections
         .iter()
-        .map(|opened| (opened.client, balancer.connection_entry(opened.client).unwrap().identity))
+        .map(|connection| (connection.client, balancer.connection_entry(connection.client).unwrap().identity))
         .collect();
 
     let mut refused_count = 0;
     for _ in 0..5000 {
-        let (verdict, forwarded) = balancer.run(&syn_frame(random_client(&mut rng)));
-        assert_eq!(verdict, XDP_TX);
-        refused_count += u64::from(tsecr_of(&forwarded) == 0);
+        let (xdp_action, forwarded_frame) = balancer.run(&syn_frame(random_client(&mut rng)));
+        assert_eq!(xdp_action, XDP_TX);
+        refused_count += u64::from(tsecr_of(&forwarded_frame) == 0);
     }
     assert_eq!(refused_count, 5000 - (2048 - 700));
     assert_eq!(balancer.lb.scan_used_entry_count(), 2048, "every partition is full");
     assert_eq!(balancer.event_count(0, "connection_table_full"), refused_count);
-    for opened in &genuine_connections {
-        assert_eq!(balancer.connection_entry(opened.client).unwrap().identity, entries_before[&opened.client]);
-        balancer.expect_found_by_index(opened);
+    for connection in &genuine_connections {
+        assert_eq!(balancer.connection_entry(connection.client).unwrap().identity, entries_before[&connection.client]);
+        balancer.expect_found_by_index(connection);
     }
     // A genuine connection during the flood gets a stateless cookie and works.
     let late_client = random_client(&mut rng);
-    let (server, number) = balancer.send_syn(late_client);
-    assert_eq!(number, None);
+    let (server, cookie_index) = balancer.send_syn(late_client);
+    assert_eq!(cookie_index, None);
     let tsecr = cookie::stamp_tsval(
         &balancer.fleet_keys,
         &support::FOREIGN_TIME_KEY,
@@ -393,13 +405,13 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
         assert!(
             due_connections
                 .iter()
-                .all(|(connection, due)| *due == ExpiryReason::HalfOpen && connection.packet_count == 1)
+                .all(|(connection, reason)| *reason == ExpiryReason::HalfOpen && connection.packet_count == 1)
         );
         let connections_to_free: Vec<_> = due_connections.into_iter().map(|(connection, _)| connection).collect();
         freed_count += balancer.lb.free_connections(&connections_to_free).unwrap();
     }
     assert_eq!((freed_count, balancer.lb.scan_used_entry_count()), (2048 - 700, 700));
-    genuine_connections.iter().for_each(|opened| balancer.expect_found_by_index(opened));
+    genuine_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
     balancer.open_connection_with_entry(random_client(&mut rng));
 }
 
@@ -410,14 +422,15 @@ fn entry_is_freed_once_and_only_if_unchanged() {
     let (mut balancer, _) = stateful_balancer(1024, &mut rng);
     let opened_connections: Vec<_> =
         (0..1024).map(|_| balancer.open_connection_with_entry(random_client(&mut rng))).collect();
-    let (first, second) = (opened_connections[0], opened_connections[1]);
-    let entries_before = [first, second].map(|opened| balancer.connection_entry(opened.client).unwrap());
+    let (first_connection, second_connection) = (opened_connections[0], opened_connections[1]);
+    let entries_before =
+        [first_connection, second_connection].map(|connection| balancer.connection_entry(connection.client).unwrap());
     // The second connection has another packet after its entry was read.
-    balancer.expect_found_by_index(&second);
+    balancer.expect_found_by_index(&second_connection);
     assert_eq!(balancer.lb.free_connections(&[entries_before[0], entries_before[1], entries_before[0]]).unwrap(), 1);
     assert_eq!(balancer.lb.free_connections(&entries_before).unwrap(), 0);
-    balancer.expect_found_by_index(&second);
-    let frame = established_frame(&balancer, first.client, first.cookie_index);
+    balancer.expect_found_by_index(&second_connection);
+    let frame = established_frame(&balancer, first_connection.client, first_connection.cookie_index);
     balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
     assert_eq!(balancer.event_count(0, "connection_unknown"), 1);
 
@@ -447,20 +460,20 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
     let due_after = |balancer: &mut Balancer, seconds| -> BTreeMap<_, ExpiryReason> {
         balancer.lb.tick(Duration::from_secs(seconds));
         let due_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 4096);
-        due_connections.iter().map(|(connection, due)| (ipv4_client(connection), *due)).collect()
+        due_connections.iter().map(|(connection, reason)| (ipv4_client(connection), *reason)).collect()
     };
     let expected_set = |connections: &[_]| connections.iter().copied().collect::<BTreeMap<_, ExpiryReason>>();
-    let (half_open, closing, idle_due) = (
+    let (half_open_due, closing_due, idle_due) = (
         (half_open.client, ExpiryReason::HalfOpen),
         (closing.client, ExpiryReason::Closing),
         (idle.client, ExpiryReason::Idle),
     );
     assert_eq!(due_after(&mut balancer, 9), expected_set(&[]));
-    assert_eq!(due_after(&mut balancer, 10), expected_set(&[half_open]));
-    assert_eq!(due_after(&mut balancer, 60), expected_set(&[half_open, closing]));
-    assert_eq!(due_after(&mut balancer, 300), expected_set(&[half_open, closing, idle_due]));
+    assert_eq!(due_after(&mut balancer, 10), expected_set(&[half_open_due]));
+    assert_eq!(due_after(&mut balancer, 60), expected_set(&[half_open_due, closing_due]));
+    assert_eq!(due_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due, idle_due]));
     balancer.expect_found_by_index(&idle);
-    assert_eq!(due_after(&mut balancer, 300), expected_set(&[half_open, closing]));
+    assert_eq!(due_after(&mut balancer, 300), expected_set(&[half_open_due, closing_due]));
     balancer.lb.remove_server(balancer.service_indexes[0], idle.server);
     assert_eq!(due_after(&mut balancer, 300)[&idle.client], ExpiryReason::ServerGone);
 }
@@ -469,7 +482,7 @@ fn entries_expire_by_their_timers_or_when_their_server_is_removed() {
 fn removed_service_leaves_no_entries() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(110, 0);
-    for after in [vec![], vec![(service_address(VIP), ServiceMode::default())]] {
+    for new_services in [vec![], vec![(service_address(VIP), ServiceMode::default())]] {
         let (mut balancer, _) = stateful_balancer(1024, &mut rng);
         for _ in 0..100 {
             balancer.open_connection_with_entry(random_client(&mut rng));
@@ -477,7 +490,7 @@ fn removed_service_leaves_no_entries() {
         assert_eq!(balancer.lb.scan_used_entry_count(), 100);
         balancer.lb.set_services(&[(service_address(VIP), STATEFUL_MODE)]).unwrap();
         assert_eq!(balancer.lb.scan_used_entry_count(), 100);
-        balancer.lb.set_services(&after).unwrap();
+        balancer.lb.set_services(&new_services).unwrap();
         assert_eq!(balancer.lb.scan_used_entry_count(), 0);
     }
 }

@@ -28,25 +28,25 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
     let (timers, prefix) = (ConnectionTimeouts::default(), Ipv4Addr::new(192, 0, 2, 0));
     let hash_key = balancer.lb.connection_hash_key();
     let source_shard_of = |address: Ipv4Addr| source_prefix_shard(&hash_key, address.into());
-    let (mut now, mut refused) = (Duration::from_secs(1000), 0);
+    let (mut now, mut refused_count) = (Duration::from_secs(1000), 0);
     for tick in 0..250u32 {
         now += TICK_INTERVAL;
         balancer.lb.tick(now);
         balancer.lb.update_source_prefix_limit();
-        let has_entry = |client| {
-            let (verdict, forwarded) = balancer.run(&syn_frame(client));
-            assert_eq!(verdict, XDP_TX);
-            cookie_index_of(&forwarded)
+        let cookie_index_for = |client| {
+            let (xdp_action, forwarded_frame) = balancer.run(&syn_frame(client));
+            assert_eq!(xdp_action, XDP_TX);
+            cookie_index_of(&forwarded_frame)
         };
         for n in 0..FLOOD_SYNS_PER_TICK {
             let syn_number = tick * FLOOD_SYNS_PER_TICK + n;
-            has_entry((Ipv4Addr::from(u32::from(prefix) + syn_number % 256), (syn_number / 256) as u16));
+            cookie_index_for((Ipv4Addr::from(u32::from(prefix) + syn_number % 256), (syn_number / 256) as u16));
         }
         // Prefixes share counters by their hash. One prefix in 4,096 shares the flood's counter and is left out.
         let other_sources = std::iter::repeat_with(|| Ipv4Addr::from(0x0b00_0000 + (rng.next_u32() >> 8)))
             .filter(|address| source_shard_of(*address) != source_shard_of(prefix));
         for client in other_sources.take(GENUINE_SYNS_PER_TICK as usize).map(|address| (address, 4000)) {
-            refused += u32::from(has_entry(client).is_none());
+            refused_count += u32::from(cookie_index_for(client).is_none());
         }
         let used_entries = balancer.lb.scan_used_entry_count();
         assert_eq!(balancer.lb.used_entry_count(), used_entries as u64, "the gauge is of now");
@@ -55,45 +55,49 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
             .lb
             .scan_expired_connections(&timers, ENTRY_COUNT / TICKS_PER_SWEEP)
             .into_iter()
-            .map(|(due, _)| due)
+            .map(|(connection, _)| connection)
             .collect();
         balancer.lb.free_connections(&due_connections).unwrap();
         let clock = balancer.lb.packet_clock();
-        let oldest_age =
-            balancer.lb.connections(balancer.service_indexes[0]).map(|held| clock.since(held.last_packet_at)).max();
+        let oldest_age = balancer
+            .lb
+            .connections(balancer.service_indexes[0])
+            .map(|connection| clock.saturating_duration_since(connection.last_packet_at))
+            .max();
         assert!(
             oldest_age.is_none_or(|oldest| oldest <= timers.half_open + TICK_INTERVAL * (TICKS_PER_SWEEP + 1)),
             "{oldest_age:?}"
         );
     }
-    assert_eq!(refused, 0, "of {} genuine connections", 250 * GENUINE_SYNS_PER_TICK);
+    assert_eq!(refused_count, 0, "of {} genuine connections", 250 * GENUINE_SYNS_PER_TICK);
     assert_eq!(balancer.event_count(0, "connection_table_full"), 0, "no partition was full");
     assert!(balancer.event_count(0, "connection_source_limited") > 0);
 }
 
-/// Sends `per_beat` SYNs in each of `beats` ticks from one source prefix. Returns the percentage of the table that the
-/// prefix then holds. With `is_slow`, each connection is also established.
-fn percentage_held_by_prefix(addresses: u32, per_beat: u32, beats: u32, is_slow: bool) -> f64 {
+/// Sends `syns_per_tick` SYNs in each of `ticks` ticks from one source prefix. Returns the percentage of the table that
+/// the prefix then holds. With `is_slow`, each connection is also established.
+fn percentage_held_by_prefix(addresses: u32, syns_per_tick: u32, ticks: u32, is_slow: bool) -> f64 {
     let mut rng = seeded_rng(132, 0);
     let (mut balancer, _) = stateful_balancer(ENTRY_COUNT.into(), &mut rng);
     let timers = ConnectionTimeouts::default();
     let mut now = Duration::from_secs(1000);
-    for tick in 0..beats {
+    for tick in 0..ticks {
         now += TICK_INTERVAL;
         balancer.lb.tick(now);
         if tick % TICKS_PER_COUNT == 0 {
             balancer.lb.recount_connections();
         }
         balancer.lb.update_source_prefix_limit();
-        for n in tick * per_beat..(tick + 1) * per_beat {
+        for n in tick * syns_per_tick..(tick + 1) * syns_per_tick {
             let client = (Ipv4Addr::from(0xc000_0200 + n % addresses), (n / addresses) as u16);
-            let (_, forwarded) = balancer.run(&syn_frame(client));
-            if let Some(number) = cookie_index_of(&forwarded).filter(|_| is_slow) {
-                balancer.run(&established_frame(&balancer, client, number));
+            let (_, forwarded_frame) = balancer.run(&syn_frame(client));
+            if let Some(cookie_index) = cookie_index_of(&forwarded_frame).filter(|_| is_slow) {
+                balancer.run(&established_frame(&balancer, client, cookie_index));
             }
         }
         let due_connections = balancer.lb.scan_expired_connections(&timers, ENTRY_COUNT / TICKS_PER_SWEEP);
-        let connections_to_free: Vec<Connection> = due_connections.into_iter().map(|(due, _)| due).collect();
+        let connections_to_free: Vec<Connection> =
+            due_connections.into_iter().map(|(connection, _)| connection).collect();
         balancer.lb.free_connections(&connections_to_free).unwrap();
     }
     balancer.lb.scan_used_entry_count() as f64 * 100.0 / f64::from(ENTRY_COUNT)
@@ -110,5 +114,5 @@ fn one_prefix_holds_at_most_a_quarter_of_the_table() {
         ("handshakes of a /24, slowly", percentage_held_by_prefix(256, 8, 3000, true)),
     ];
     println!("{held_percentages:?} % of the table");
-    assert!(held_percentages.iter().all(|(_, held)| *held <= 25.5), "{held_percentages:?}");
+    assert!(held_percentages.iter().all(|(_, percentage)| *percentage <= 25.5), "{held_percentages:?}");
 }

@@ -46,25 +46,27 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     balancer.lb.drop_model();
     let program = balancer.lb.program().try_clone_to_owned().unwrap();
     let is_done = AtomicBool::new(false);
-    let (sent, with_entry, started) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
-    let continues = |number: u32| {
+    let (syn_counter, entry_counter, start_time) = (AtomicU64::new(0), AtomicU64::new(0), Instant::now());
+    let must_continue = |number: u32| {
         number < MIN_SYNS_PER_THREAD
-            || (with_entry.load(Ordering::Relaxed) <= MIN_OPERATIONS && started.elapsed() < TIME_LIMIT)
+            || (entry_counter.load(Ordering::Relaxed) <= MIN_OPERATIONS && start_time.elapsed() < TIME_LIMIT)
     };
     let mut freed_counts_by_client: BTreeMap<(Ipv4Addr, u16), u32> = BTreeMap::new();
     let clients_with_entry: BTreeSet<(Ipv4Addr, u16)> = std::thread::scope(|scope| {
         let sender_threads: Vec<_> = (0..THREAD_COUNT)
             .map(|thread| {
-                let (program, go_on, sent, with_entry) = (program.as_fd(), &continues, &sent, &with_entry);
+                let (program, must_continue, syn_counter, entry_counter) =
+                    (program.as_fd(), &must_continue, &syn_counter, &entry_counter);
                 scope.spawn(move || {
-                    let clients =
-                        (0..).take_while(|number| go_on(*number)).map(|number| client_of_thread(thread, number));
+                    let clients = (0..)
+                        .take_while(|number| must_continue(*number))
+                        .map(|number| client_of_thread(thread, number));
                     let clients_with_entry = clients.filter(|client| {
                         let outcome = test_run::run(program, &syn_frame(*client), 1).unwrap();
                         assert_eq!(outcome.verdict, XDP_TX);
                         let has_entry = cookie_index_of(&outcome.packet).is_some();
-                        sent.fetch_add(1, Ordering::Relaxed);
-                        with_entry.fetch_add(u64::from(has_entry), Ordering::Relaxed);
+                        syn_counter.fetch_add(1, Ordering::Relaxed);
+                        entry_counter.fetch_add(u64::from(has_entry), Ordering::Relaxed);
                         has_entry
                     });
                     clients_with_entry.collect::<Vec<_>>()
@@ -81,12 +83,12 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
             let service_index = balancer.service_indexes[0];
             let some_connections: Vec<Connection> =
                 balancer.lb.connections(service_index).filter(|_| uniform_below(&mut rng, 3) == 0).collect();
-            let used_before = balancer.lb.scan_used_entry_count();
+            let used_entry_count = balancer.lb.scan_used_entry_count();
             let duplicated_connections: Vec<Connection> =
                 some_connections.iter().chain(&some_connections).copied().collect();
             // The entries are unchanged, because their clients send only one SYN.
             assert_eq!(balancer.lb.free_connections(&duplicated_connections).unwrap(), some_connections.len());
-            assert!(used_before <= ENTRY_COUNT as usize);
+            assert!(used_entry_count <= ENTRY_COUNT as usize);
             for connection in some_connections {
                 *freed_counts_by_client.entry(ipv4_client(&connection)).or_default() += 1;
             }
@@ -101,7 +103,7 @@ fn concurrent_cpus_and_user_space_neither_lose_nor_duplicate_slots() {
     assert!(remaining_clients.is_disjoint(&freed_clients));
     assert_eq!(remaining_clients.union(&freed_clients).copied().collect::<BTreeSet<_>>(), clients_with_entry);
     assert_eq!(balancer.lb.scan_used_entry_count(), remaining_clients.len());
-    let sent_count = sent.into_inner();
+    let sent_count = syn_counter.into_inner();
     assert!(
         clients_with_entry.len() as u64 > MIN_OPERATIONS,
         "{} of {sent_count} got an entry",
@@ -150,11 +152,11 @@ fn open_connection(lb: &mut LoadBalancer, client: (Ipv4Addr, u16)) -> Option<u16
 #[test]
 fn next_process_recovers_slots_and_resizes_an_empty_table() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (VethPair::new(), PinDirectory::new());
+    let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let mut rng = seeded_rng(121, 0);
     let start_process = |entries| -> anyhow::Result<LoadBalancer> {
         let mut lb = LoadBalancer::load(pinned_options(&pins, entries))?;
-        pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
+        veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
         Ok(lb)
     };
     let mut lb = start_process(2048).unwrap();
@@ -192,7 +194,10 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     let pinned_connections = PinnedConnections::open(&pins.path()).unwrap();
     assert_eq!(pinned_connections.connections(service_address(VIP)).collect::<Vec<_>>(), connections_before[10..]);
     assert_eq!(pinned_connections.connections(service_address((VIP.0, 81))).next(), None);
-    assert_eq!((pinned_connections.packet_clock(), pinned_connections.size().entry_count()), (ClockTicks(600), 2048));
+    assert_eq!(
+        (pinned_connections.packet_clock(), pinned_connections.table_size().entry_count()),
+        (ClockTicks(600), 2048)
+    );
     let first_opened_count =
         (0..20_000).filter(|number| open_connection(&mut lb, client_of_thread(1, *number)).is_some()).count();
     assert_eq!(first_opened_count, 2048 - 90, "every slot is free or in use");
@@ -219,22 +224,23 @@ fn next_process_recovers_slots_and_resizes_an_empty_table() {
     start_process(1024).unwrap().detach().unwrap();
 }
 
-/// Returns a balancer with the servers, cookie keys and MAC addresses of `before`, and an empty connection table.
-fn restart_with_empty_table(before: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer {
+/// Returns a balancer with the servers, cookie keys and MAC addresses of `previous_balancer`, and an empty connection
+/// table.
+fn restart_with_empty_table(previous_balancer: &Balancer, ids: &[ServerId], rng: &mut impl Rng) -> Balancer {
     let connection_key = Some(CookieKey { k0: rng.next_u64(), k1: rng.next_u64() });
     let mut restarted_balancer = Balancer::with_model(
         &[(service_address(VIP), STATEFUL_MODE)],
         Options {
-            connection_table_size: before.lb.connection_table_size(),
+            connection_table_size: previous_balancer.lb.connection_table_size(),
             connection_hash_key: connection_key,
             ..Options::default()
         },
         rng,
     );
-    restarted_balancer.lb.set_keys(&before.fleet_keys);
-    restarted_balancer.fleet_keys = before.fleet_keys;
+    restarted_balancer.lb.set_keys(&previous_balancer.fleet_keys);
+    restarted_balancer.fleet_keys = previous_balancer.fleet_keys;
     for server in ids {
-        let mac = before.server_macs[&(0, *server)];
+        let mac = previous_balancer.server_macs[&(0, *server)];
         restarted_balancer.lb.set_server(
             restarted_balancer.service_indexes[0],
             *server,
@@ -262,19 +268,24 @@ fn new_maps_have_a_new_connection_key() {
 fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(122, 0);
-    let (before, ids) = stateful_balancer(ENTRY_COUNT, &mut rng);
+    let (previous_balancer, ids) = stateful_balancer(ENTRY_COUNT, &mut rng);
     let old_connections: Vec<_> =
-        (0..3000).map(|_| before.open_connection_with_entry(random_client(&mut rng))).collect();
-    let expect_broadcast = |after: &Balancer, came_from: Option<MacAddress>| {
-        for opened in &old_connections {
-            let mut frame = established_frame(after, opened.client, opened.cookie_index);
-            if let Some(MacAddress(source)) = came_from {
+        (0..3000).map(|_| previous_balancer.open_connection_with_entry(random_client(&mut rng))).collect();
+    let expect_broadcast = |tested_balancer: &Balancer, source_mac: Option<MacAddress>| {
+        for connection in &old_connections {
+            let mut frame = established_frame(tested_balancer, connection.client, connection.cookie_index);
+            if let Some(MacAddress(source)) = source_mac {
                 frame[6..12].copy_from_slice(&source);
             }
-            after.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
+            tested_balancer.expect_broadcast_or_dropped(
+                0,
+                &frame,
+                ExpectedIdentification::Unchanged,
+                "drop_unknown_cookie",
+            );
         }
     };
-    let mut restarted_balancer = restart_with_empty_table(&before, &ids, &mut rng);
+    let mut restarted_balancer = restart_with_empty_table(&previous_balancer, &ids, &mut rng);
     // The controller has not sent the owner number yet.
     expect_broadcast(&restarted_balancer, None);
     assert_eq!(restarted_balancer.event_count(0, "connection_unknown"), 0);
@@ -288,11 +299,15 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
 
     // A peer sends packets with such an index to the owner, which broadcasts the packets instead of returning them.
     let (mut peer, owner_mac, peer_mac) =
-        (restart_with_empty_table(&before, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
+        (restart_with_empty_table(&previous_balancer, &ids, &mut rng), MacAddress([2, 0, 0, 0, 5, 5]), OWN_MAC);
     peer.lb.set_owner_number(Some(owner_number(9)));
     peer.lb.set_owner_mac(own_owner_number(), Some(owner_mac));
-    for opened in &old_connections {
-        peer.expect_sent_to_mac(&established_frame(&peer, opened.client, opened.cookie_index), owner_mac, "to_owner");
+    for connection in &old_connections {
+        peer.expect_sent_to_mac(
+            &established_frame(&peer, connection.client, connection.cookie_index),
+            owner_mac,
+            "to_owner",
+        );
     }
     restarted_balancer.lb.set_owner_mac(owner_number(9), Some(peer_mac));
     expect_broadcast(&restarted_balancer, Some(peer_mac));

@@ -53,7 +53,7 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(141, 0);
     let start_time = Duration::from_secs(1000);
-    let (mut balancer, before) = balancer_with_full_table(start_time, &mut rng);
+    let (mut balancer, initial_connections) = balancer_with_full_table(start_time, &mut rng);
     let refused_count = balancer.event_count(0, "connection_table_full");
     balancer.lb.tick(start_time + Duration::from_millis(9900));
     assert_eq!(open_connections(&balancer, 100, &mut rng).len(), 0, "a SYN may be sent again until then");
@@ -65,13 +65,15 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
         (refused_count + 100, 200)
     );
 
-    new_connections.iter().for_each(|opened| balancer.expect_found_by_index(opened));
+    new_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
     assert_eq!(
         (balancer.lb.used_entry_count(), balancer.lb.scan_used_entry_count()),
         (ENTRY_COUNT, ENTRY_COUNT as usize)
     );
-    let lost_connections: Vec<_> =
-        before.iter().filter(|opened| balancer.connection_entry(opened.client).is_none()).collect();
+    let lost_connections: Vec<_> = initial_connections
+        .iter()
+        .filter(|connection| balancer.connection_entry(connection.client).is_none())
+        .collect();
     assert_eq!(lost_connections.len(), 200);
     let frame = established_frame(&balancer, lost_connections[0].client, lost_connections[0].cookie_index);
     balancer.expect_broadcast_or_dropped(0, &frame, ExpectedIdentification::Unchanged, "drop_unknown_cookie");
@@ -81,33 +83,34 @@ fn new_connection_reuses_an_expired_entry_without_a_sweeper() {
 fn open_connections_lose_entries_only_without_a_sweeper() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(142, 0);
-    let (start, timers) = (Duration::from_secs(1000), ConnectionTimeouts::default());
-    let (mut balancer, opened) = balancer_with_full_table(start, &mut rng);
-    let (closing, open) = opened.split_at(opened.len() / 2);
-    open.iter().for_each(|opened| balancer.expect_found_by_index(opened));
-    for opened in closing {
-        let fin_frame = established_packet(&balancer.fleet_keys, opened.client, opened.cookie_index, ACK | FIN).frame();
-        balancer.expect_sent_to(0, &fin_frame, opened.server, "connection_table");
+    let (start_time, timers) = (Duration::from_secs(1000), ConnectionTimeouts::default());
+    let (mut balancer, connections) = balancer_with_full_table(start_time, &mut rng);
+    let (closing_connections, live_connections) = connections.split_at(connections.len() / 2);
+    live_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
+    for connection in closing_connections {
+        let fin_frame =
+            established_packet(&balancer.fleet_keys, connection.client, connection.cookie_index, ACK | FIN).frame();
+        balancer.expect_sent_to(0, &fin_frame, connection.server, "connection_table");
     }
     // Cases have the time since the last packet, whether user space has just swept, and how many entries may be reused.
     let cases = [
         (timers.closing - Duration::from_millis(100), false, 0),
         (timers.closing, true, 0),
         (timers.closing + Duration::from_millis(59_900), false, 0),
-        (timers.closing + Duration::from_secs(60), false, closing.len()),
+        (timers.closing + Duration::from_secs(60), false, closing_connections.len()),
         (timers.idle - Duration::from_millis(100), false, 0),
         (timers.idle, true, 0),
-        (timers.idle + Duration::from_secs(60), false, open.len()),
+        (timers.idle + Duration::from_secs(60), false, live_connections.len()),
     ];
-    for (idle, sweeps, expected) in cases {
-        balancer.lb.tick(start + idle);
-        if sweeps {
+    for (idle_time, is_swept, expected_count) in cases {
+        balancer.lb.tick(start_time + idle_time);
+        if is_swept {
             balancer.lb.scan_expired_connections(&timers, 0);
         }
         let reusing_connections = open_connections(&balancer, 8 * CONNECTIONS_PER_ROUND, &mut rng);
-        assert_eq!(reusing_connections.len(), expected, "after {idle:?}");
+        assert_eq!(reusing_connections.len(), expected_count, "after {idle_time:?}");
         // A packet establishes the new connections, so that they are idle for less time than the others.
-        reusing_connections.iter().for_each(|opened| balancer.expect_found_by_index(opened));
+        reusing_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
     }
 }
 
@@ -128,7 +131,7 @@ fn reused_entry_counts_for_its_new_source() {
     assert_eq!(balancer.send_syn(flood_client(20_000)).1, None);
     assert_eq!(balancer.event_count(0, "connection_source_limited"), 1, "a full table gives each prefix one entry");
     let is_from_flood = |connection: &Connection| ipv4_client(connection).0.octets()[..3] == [192, 0, 2];
-    while balancer.lb.connections(balancer.service_indexes[0]).any(|held| is_from_flood(&held)) {
+    while balancer.lb.connections(balancer.service_indexes[0]).any(|connection| is_from_flood(&connection)) {
         balancer.send_syn(random_client(&mut rng));
     }
     balancer.lb.tick(start_time + 2 * ConnectionTimeouts::default().half_open);
@@ -153,16 +156,17 @@ fn packets_read_the_clock_without_a_daemon() {
     let server_ids = balancer.replace_servers(0, 3, &mut rng);
     balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     balancer.lb.set_owner_number(Some(own_owner_number()));
-    let (opened, began) = (balancer.open_connection_with_entry(random_client(&mut rng)), Instant::now());
+    let (connection, start_time) = (balancer.open_connection_with_entry(random_client(&mut rng)), Instant::now());
     let first_time = balancer.lb.packet_clock();
     assert_ne!(first_time, ClockTicks(0), "the SYN read the clock");
-    while began.elapsed() < Duration::from_secs(1) {
-        balancer.expect_found_by_index(&opened);
+    while start_time.elapsed() < Duration::from_secs(1) {
+        balancer.expect_found_by_index(&connection);
     }
-    let elapsed_ticks = balancer.lb.packet_clock().since(first_time);
+    let elapsed_ticks = balancer.lb.packet_clock().saturating_duration_since(first_time);
     assert!(
-        elapsed_ticks >= Duration::from_millis(900) && elapsed_ticks <= began.elapsed() + Duration::from_millis(200),
+        elapsed_ticks >= Duration::from_millis(900)
+            && elapsed_ticks <= start_time.elapsed() + Duration::from_millis(200),
         "{elapsed_ticks:?}"
     );
-    assert_eq!(balancer.connection_entry(opened.client).unwrap().last_packet_at, balancer.lb.packet_clock());
+    assert_eq!(balancer.connection_entry(connection.client).unwrap().last_packet_at, balancer.lb.packet_clock());
 }

@@ -34,36 +34,39 @@ fn counters_of_a_reused_service_slot_start_at_zero() {
         };
         assert_eq!(balancer.run(&syn_frame.frame()).0, XDP_TX);
     }
-    let (index, total) = (balancer.service_indexes[0], balancer.lb.total_counters());
-    assert_eq!(balancer.lb.service_counters(index).packets_by_outcome[intf::LB_COUNTER_NEW_CONNECTION as usize], 10);
-    assert_eq!(balancer.lb.opened_connection_count(index), 10);
+    let (service_index, total_counters) = (balancer.service_indexes[0], balancer.lb.total_counters());
+    assert_eq!(
+        balancer.lb.service_counters(service_index).packets_by_outcome[intf::LB_COUNTER_NEW_CONNECTION as usize],
+        10
+    );
+    assert_eq!(balancer.lb.opened_connection_count(service_index), 10);
 
     let mut replace_service =
         |vip| balancer.lb.set_services(&[(service_address(vip), ServiceMode::default())]).unwrap()[0];
-    assert_eq!(replace_service(OTHER_VIP), index, "the place is used again");
-    assert_eq!(balancer.lb.service_counters(index), PacketCounters::default());
-    assert_eq!(balancer.lb.opened_connection_count(index), 0);
-    assert_eq!(balancer.lb.total_counters(), total, "what removed services counted stays in the total");
+    assert_eq!(replace_service(OTHER_VIP), service_index, "the place is used again");
+    assert_eq!(balancer.lb.service_counters(service_index), PacketCounters::default());
+    assert_eq!(balancer.lb.opened_connection_count(service_index), 0);
+    assert_eq!(balancer.lb.total_counters(), total_counters, "what removed services counted stays in the total");
 }
 
-/// Runs the program `times` times on one CPU, on one frame from receive queue 0.
-fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], times: u32) {
+/// Runs the program `run_count` times on one CPU, on one frame from receive queue 0.
+fn run_on_cpu(cpu: usize, program: BorrowedFd<'_>, frame: &[u8], run_count: u32) {
     let mut single_cpu = CpuSet::new();
     single_cpu.set(cpu).unwrap();
     sched_setaffinity(Pid::from_raw(0), &single_cpu).unwrap();
-    assert_eq!(test_run::run(program, frame, times).unwrap().verdict, XDP_TX);
+    assert_eq!(test_run::run(program, frame, run_count).unwrap().verdict, XDP_TX);
 }
 
 /// Runs the program on two CPUs at once, as on a bond whose two devices both have a queue 0. The kernel does not
 /// restore the frame between runs, so the load balancer gets the MAC address of its only server.
-fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>, times: u32) {
-    let server_mac = *balancer.server_macs.iter().find(|((_, of), _)| *of == server).unwrap().1;
+fn run_on_two_cpus(balancer: &mut Balancer, server: ServerId, mut frame: Vec<u8>, run_count: u32) {
+    let server_mac = *balancer.server_macs.iter().find(|((_, server_id), _)| *server_id == server).unwrap().1;
     balancer.lb.set_own_mac(server_mac);
     frame[..6].copy_from_slice(&server_mac.0);
     let (program, frame) = (balancer.lb.program(), &frame);
     std::thread::scope(|scope| {
         for cpu in 0..2 {
-            scope.spawn(move || run_on_cpu(cpu, program, frame, times));
+            scope.spawn(move || run_on_cpu(cpu, program, frame, run_count));
         }
     });
 }
@@ -85,8 +88,8 @@ fn connection_counts_of_two_cpus_are_exact() {
         TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }.frame();
     run_on_two_cpus(&mut balancer, server_ids[0], syn_frame, RUNS_PER_CPU);
     let expected_count = 2 * u64::from(RUNS_PER_CPU);
-    let (opened, traffic) =
-        (balancer.lb.opened_connection_count(balancer.service_indexes[0]), balancer.lb.traffic(server_ids[0]));
+    let (opened_count, traffic) =
+        (balancer.lb.opened_connection_count(balancer.service_indexes[0]), balancer.lb.server_traffic(server_ids[0]));
 
     let udp_server_ids = balancer.replace_servers(1, 1, &mut rng);
     let table = random_table(PlacementRule::LeastAssigned, 1, 1, &udp_server_ids, &mut rng);
@@ -95,6 +98,9 @@ fn connection_counts_of_two_cpus_are_exact() {
     run_on_two_cpus(&mut balancer, udp_server_ids[0], UdpDatagram::new(client, VIP).frame(), RUNS_PER_CPU);
     let assigned_count: u32 =
         balancer.lb.assigned_connection_counts(balancer.service_indexes[1], table.core_slots.len() as u16).iter().sum();
-    println!("of {expected_count}: opened {opened}, at the server {}, assigned {assigned_count}", traffic.opened);
-    assert_eq!([opened, traffic.opened, assigned_count.into()], [expected_count; 3]);
+    println!(
+        "of {expected_count}: opened {opened_count}, at the server {}, assigned {assigned_count}",
+        traffic.opened_connection_count
+    );
+    assert_eq!([opened_count, traffic.opened_connection_count, assigned_count.into()], [expected_count; 3]);
 }

@@ -84,10 +84,10 @@ fn connection_without_timestamps_stays_at_the_consistent_choice() {
                 (ACK | FIN, vec![1, 1, 1, 0], "flow_table", 1),
                 (RST, vec![], "flow_table", 1),
             ];
-            for (flags, options, name, more) in flags_and_options {
+            for (flags, options, name, inserted_count) in flags_and_options {
                 let frame = TcpPacket { flags, tcp_options: options, ..TcpPacket::new(client, VIP) }.frame();
                 balancer.expect_sent_with(0, &frame, chosen_server, names_previous, name);
-                assert_eq!(balancer.event_count(0, "flow_inserted") - inserted_before, more);
+                assert_eq!(balancer.event_count(0, "flow_inserted") - inserted_before, inserted_count);
             }
         }
     }

@@ -55,7 +55,7 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
         ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
         lb_stamping_mode,
     ];
-    for (mode, new_table) in tested_modes.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+    for (mode, has_new_table) in tested_modes.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
         let mut balancer = Balancer::with_model(&[(service_address(WEB_VIP), mode)], Options::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 6, &mut rng);
         // Random tables are drawn until every server has a bucket.
@@ -77,17 +77,17 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
             .collect();
         drain_server(&mut balancer, server_ids[0]);
         let mut refusing_macs = vec![balancer.server_macs[&(0, server_ids[0])]];
-        if new_table {
+        if has_new_table {
             let table = random_table(PlacementRule::Table, 2, 1, &server_ids[2..], &mut rng);
             balancer.install_table(0, &PlacementTable { down_servers: vec![server_ids[1]], ..table });
             refusing_macs.push(balancer.server_macs[&(0, server_ids[1])]);
         }
         assert!(refusing_macs.iter().all(|mac| destinations_before.contains(mac)));
-        for ([syn, ack], before) in flows_with_frames.iter().zip(destinations_before) {
+        for ([syn, ack], previous_destination) in flows_with_frames.iter().zip(destinations_before) {
             // With LB-side stamping, only servers' replies make flow table entries, and this test sends no replies.
             let uses_flow_table = mode != lb_stamping_mode;
             assert!(
-                !uses_flow_table || destination_of(&balancer, ack) == before,
+                !uses_flow_table || destination_of(&balancer, ack) == previous_destination,
                 "{mode:?}: what is established stays"
             );
             let opened_destination = destination_of(&balancer, syn);
@@ -129,12 +129,12 @@ fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
             &TcpPacket { flags, tcp_options: timestamp_option(7, 9), ..TcpPacket::new(client, WEB_VIP) }.frame(),
         )
     };
-    let receive_syn_ack = |balancer: &Balancer, server: MacAddress, verdict, counter| {
+    let receive_syn_ack = |balancer: &Balancer, server: MacAddress, expected_action, counter| {
         let mut frame =
             TcpPacket { flags: SYN | ACK, tcp_options: timestamp_option(9, 7), ..TcpPacket::new(WEB_VIP, client) }
                 .frame();
         frame[6..12].copy_from_slice(&server.0);
-        balancer.expect_unforwarded(&frame, verdict, 0, counter);
+        balancer.expect_unforwarded(&frame, expected_action, 0, counter);
     };
     let expect_syn_ack_passes =
         |balancer: &Balancer, server| receive_syn_ack(balancer, server, XDP_PASS, "reply_unchanged");
@@ -183,7 +183,7 @@ fn forged_syn_does_not_move_an_open_connection() {
         clients
             .iter()
             .zip(&destinations)
-            .filter(|(client, opened)| send_packet(balancer, **client, flags) != **opened)
+            .filter(|(client, destination)| send_packet(balancer, **client, flags) != **destination)
             .count()
     };
     assert_eq!(
@@ -220,12 +220,13 @@ fn syn_that_leaves_a_draining_server_names_it_as_previous() {
     balancer.run(&frame(ACK));
     drain_server(&mut balancer, server_ids[0]);
     let first_destination = balancer.forwarded_to(&frame(SYN));
-    let at = server_ids.iter().copied().find(|id| balancer.server_macs[&(0, *id)] == first_destination).unwrap();
-    assert_ne!(at, server_ids[0]);
+    let destination_id =
+        server_ids.iter().copied().find(|id| balancer.server_macs[&(0, *id)] == first_destination).unwrap();
+    assert_ne!(destination_id, server_ids[0]);
     balancer.expect_sent_with(
         0,
         &frame(ACK),
-        at,
+        destination_id,
         ExpectedIdentification::PreviousServer(Some(server_ids[0])),
         "flow_table",
     );
@@ -267,19 +268,20 @@ fn udp_flow_leaves_a_down_server_and_stays_at_a_draining_one() {
     balancer.install_table(0, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     let frames: Vec<_> = (0..200).map(|_| UdpDatagram::new(random_client(&mut rng), DNS_VIP).frame()).collect();
     let destinations_before: Vec<_> = frames.iter().map(|frame| balancer.forwarded_to(frame)).collect();
-    let (draining, down) = (balancer.server_macs[&(0, server_ids[0])], balancer.server_macs[&(0, server_ids[1])]);
+    let (draining_mac, down_mac) =
+        (balancer.server_macs[&(0, server_ids[0])], balancer.server_macs[&(0, server_ids[1])]);
     drain_server(&mut balancer, server_ids[0]);
     let table = random_table(PlacementRule::RoundRobin, 2, 1, &server_ids[2..], &mut rng);
     balancer.install_table(0, &PlacementTable { down_servers: vec![server_ids[1]], ..table });
     let destinations_after: Vec<_> = frames.iter().map(|frame| balancer.forwarded_to(frame)).collect();
-    for (before, after) in destinations_before.iter().zip(&destinations_after) {
-        if *before == down {
-            assert!(*after != down && *after != draining);
+    for (previous_destination, new_destination) in destinations_before.iter().zip(&destinations_after) {
+        if *previous_destination == down_mac {
+            assert!(*new_destination != down_mac && *new_destination != draining_mac);
         } else {
-            assert_eq!(before, after);
+            assert_eq!(previous_destination, new_destination);
         }
     }
-    assert!(destinations_before.contains(&down) && destinations_before.contains(&draining));
+    assert!(destinations_before.contains(&down_mac) && destinations_before.contains(&draining_mac));
     // The draining server is eligible again, but the table does not have it yet.
     set_eligible(&mut balancer, server_ids[0], true);
     assert_eq!(frames.iter().map(|frame| balancer.forwarded_to(frame)).collect::<Vec<_>>(), destinations_after);
@@ -342,10 +344,10 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
     }
     // Each service keeps two entries of a set of eight whatever other services send, so at most two flows per set are
     // used.
-    let (key, dns) = (balancer.lb.connection_hash_key(), balancer.service_indexes[0].get());
+    let (hash_key, dns_index) = (balancer.lb.connection_hash_key(), balancer.service_indexes[0].as_u16());
     let mut flows_by_set: HashMap<u64, u32> = HashMap::new();
     let mut has_free_entry = |client: (Ipv4Addr, u16)| {
-        let connection_hash = ConnectionHash::new(&key, dns, client.into());
+        let connection_hash = ConnectionHash::new(&hash_key, dns_index, client.into());
         let flows_in_set = flows_by_set
             .entry((u64::from(connection_hash.low_half()) * u64::from(ENTRY_COUNT / intf::FLOW_SET_ENTRIES)) >> 32)
             .or_default();
@@ -368,8 +370,8 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
                 }
                 Protocol::Tcp => TcpPacket { flags: ACK, ..TcpPacket::new(random_client(&mut rng), *vip) }.frame(),
             };
-            let (verdict, _) = test_run::run_into(balancer.lb.program(), &frame, &mut output_buffer).unwrap();
-            assert_eq!(verdict, XDP_TX);
+            let (xdp_action, _) = test_run::run_into(balancer.lb.program(), &frame, &mut output_buffer).unwrap();
+            assert_eq!(xdp_action, XDP_TX);
         }
         let destinations_after = flow_frames.iter().map(|frame| balancer.forwarded_to(frame));
         let moved_count =
@@ -385,41 +387,41 @@ fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(117, 0);
     let balancer = balancer_with_lb_stamping(&mut rng);
-    let [stamped, plain] = [1, 2].map(|number| balancer.server_macs[&(0, id(number))]);
+    let [stamped_mac, plain_mac] = [1, 2].map(|number| balancer.server_macs[&(0, id(number))]);
     let send_reply = |client, server: MacAddress, flags, tsval, counter| {
         let mut frame =
             TcpPacket { flags, tcp_options: timestamp_option(tsval, 7), ..TcpPacket::new(WEB_VIP, client) }.frame();
         frame[6..12].copy_from_slice(&server.0);
-        let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
-        assert_eq!(verdict, XDP_PASS);
+        let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
+        assert_eq!(xdp_action, XDP_PASS);
         read_u32(&packet, tsval_offset(&packet).unwrap())
     };
     // Four connections have SYN-ACKs from the same clock.
     let known_tsval = 1_000_000;
     for counter in ["reply_unchanged", "reply_unchanged", "reply_unchanged", "reply_stamped"] {
-        send_reply(random_client(&mut rng), stamped, SYN | ACK, known_tsval, counter);
+        send_reply(random_client(&mut rng), stamped_mac, SYN | ACK, known_tsval, counter);
     }
     for round in 0..200 {
         let client = random_client(&mut rng);
         let send_to_server = |tsecr, server: MacAddress, counter| {
             let frame =
                 TcpPacket { tcp_options: timestamp_option(7, tsecr), ..TcpPacket::new(client, WEB_VIP) }.frame();
-            let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
-            assert_eq!((verdict, &packet[..6]), (XDP_TX, &server.0[..]), "round {round}");
+            let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
+            assert_eq!((xdp_action, &packet[..6]), (XDP_TX, &server.0[..]), "round {round}");
         };
-        let stamped_tsval = send_reply(client, stamped, SYN | ACK, known_tsval, "reply_stamped");
-        send_reply(client, plain, SYN | ACK, stamped_tsval ^ 1 << 31, "reply_unchanged");
+        let stamped_tsval = send_reply(client, stamped_mac, SYN | ACK, known_tsval, "reply_stamped");
+        send_reply(client, plain_mac, SYN | ACK, stamped_tsval ^ 1 << 31, "reply_unchanged");
         if round % 2 == 0 {
             for _ in 0..2 {
-                send_to_server(stamped_tsval, stamped, "established");
-                send_reply(client, stamped, ACK, known_tsval, "reply_stamped");
-                send_reply(client, plain, SYN | ACK, stamped_tsval ^ 1 << 31, "reply_unchanged");
-                send_reply(client, stamped, ACK, known_tsval, "reply_stamped");
+                send_to_server(stamped_tsval, stamped_mac, "established");
+                send_reply(client, stamped_mac, ACK, known_tsval, "reply_stamped");
+                send_reply(client, plain_mac, SYN | ACK, stamped_tsval ^ 1 << 31, "reply_unchanged");
+                send_reply(client, stamped_mac, ACK, known_tsval, "reply_stamped");
             }
         } else {
-            send_to_server(stamped_tsval ^ 1 << 31, plain, "flow_table");
-            assert_eq!(send_reply(client, plain, ACK, 99, "reply_unchanged"), 99);
-            send_to_server(99, plain, "flow_table");
+            send_to_server(stamped_tsval ^ 1 << 31, plain_mac, "flow_table");
+            assert_eq!(send_reply(client, plain_mac, ACK, 99, "reply_unchanged"), 99);
+            send_to_server(99, plain_mac, "flow_table");
         }
     }
 }

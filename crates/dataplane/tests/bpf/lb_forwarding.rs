@@ -22,40 +22,43 @@ use crate::support::{
 
 const MTU: usize = 1500;
 
-fn service_mode(form: TunnelVariant) -> ServiceMode {
-    ServiceMode { forwarding: form.forwarding, ..ServiceMode::default() }
+fn service_mode(variant: TunnelVariant) -> ServiceMode {
+    ServiceMode { forwarding: variant.forwarding, ..ServiceMode::default() }
 }
 
-fn balancer_and_table(form: TunnelVariant) -> (Balancer, PlacementTable) {
-    balancer_and_table_with(form, service_mode(form), MTU)
+fn balancer_and_table(variant: TunnelVariant) -> (Balancer, PlacementTable) {
+    balancer_and_table_with(variant, service_mode(variant), MTU)
 }
 
-fn balancer_and_table_with(form: TunnelVariant, mode: ServiceMode, mtu: usize) -> (Balancer, PlacementTable) {
+fn balancer_and_table_with(variant: TunnelVariant, mode: ServiceMode, mtu: usize) -> (Balancer, PlacementTable) {
     let mut rng = seeded_rng(32, 0);
-    let balancer =
-        Balancer::with_model(&[(service_address(service_vip(form.inner_family)), mode)], Options::default(), &mut rng);
-    set_up_servers(balancer, form, mtu, &mut rng)
+    let balancer = Balancer::with_model(
+        &[(service_address(service_vip(variant.inner_family)), mode)],
+        Options::default(),
+        &mut rng,
+    );
+    set_up_servers(balancer, variant, mtu, &mut rng)
 }
 
 fn set_up_servers(
     mut balancer: Balancer,
-    form: TunnelVariant,
+    variant: TunnelVariant,
     mtu: usize,
     rng: &mut impl Rng,
 ) -> (Balancer, PlacementTable) {
     balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, mtu as u32);
     let server_ids = balancer.replace_servers(0, 9, rng);
     for id in &server_ids {
-        set_tunnel(&mut balancer, form.outer_family, *id, None);
+        set_tunnel(&mut balancer, variant.outer_family, *id, None);
     }
     let table = random_table(PlacementRule::Table, 1, 1, &server_ids, rng);
     balancer.install_table(0, &table);
     (balancer, table)
 }
 
-fn set_tunnel(balancer: &mut Balancer, outer: Family, server: ServerId, source_port: Option<u16>) {
-    let outer_address = server_outer_address(outer, server);
-    balancer.lb.set_tunnel(server, Tunnel { address: outer_address, source_port }).unwrap();
+fn set_tunnel(balancer: &mut Balancer, outer_family: Family, server: ServerId, source_port: Option<u16>) {
+    let outer_address = server_outer_address(outer_family, server);
+    balancer.lb.set_tunnel(server, Tunnel { destination_address: outer_address, source_port }).unwrap();
 }
 
 fn chosen_server(family: Family, table: &PlacementTable) -> ServerId {
@@ -77,42 +80,48 @@ fn expected_source_port(family: Family) -> u16 {
     gue_source_port(client(family).ip(), [a, b, c, d])
 }
 
-fn read_u16(bytes: &[u8], at: usize) -> u16 {
-    u16::from_be_bytes([bytes[at], bytes[at + 1]])
+fn read_u16(bytes: &[u8], offset: usize) -> u16 {
+    u16::from_be_bytes([bytes[offset], bytes[offset + 1]])
 }
 
-fn check_outer_ipv4(outer: &[u8], form: TunnelVariant, server: ServerId, class: u8) {
-    assert_eq!(ones_complement_sum(&outer[..20]), 0xffff, "checksum of the outer header");
-    assert_eq!((outer[0], outer[1], usize::from(read_u16(outer, 2))), (0x45, class, outer.len()));
-    assert_eq!(outer[4..10], [0, 0, 0x40, 0, 64, form.outer_protocol()], "identification 0, DF, TTL 64");
+fn check_outer_ipv4(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) {
+    assert_eq!(ones_complement_sum(&outer_packet[..20]), 0xffff, "checksum of the outer header");
+    assert_eq!(
+        (outer_packet[0], outer_packet[1], usize::from(read_u16(outer_packet, 2))),
+        (0x45, class, outer_packet.len())
+    );
+    assert_eq!(outer_packet[4..10], [0, 0, 0x40, 0, 64, variant.outer_protocol()], "identification 0, DF, TTL 64");
     let outer_addresses = [
-        address_octets(own_outer_address(form.outer_family)),
-        address_octets(server_outer_address(form.outer_family, server)),
+        address_octets(own_outer_address(variant.outer_family)),
+        address_octets(server_outer_address(variant.outer_family, server)),
     ];
-    assert_eq!(outer[12..20], outer_addresses.concat());
+    assert_eq!(outer_packet[12..20], outer_addresses.concat());
 }
 
-fn check_outer_ipv6(outer: &[u8], form: TunnelVariant, server: ServerId, class: u8) {
-    let [a, b] = expected_source_port(form.inner_family).to_be_bytes();
-    assert_eq!(outer[..4], [0x60 | class >> 4, class << 4, a, b]);
-    assert_eq!((usize::from(read_u16(outer, 4)), outer[6], outer[7]), (outer.len() - 40, form.outer_protocol(), 64));
+fn check_outer_ipv6(outer_packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) {
+    let [a, b] = expected_source_port(variant.inner_family).to_be_bytes();
+    assert_eq!(outer_packet[..4], [0x60 | class >> 4, class << 4, a, b]);
+    assert_eq!(
+        (usize::from(read_u16(outer_packet, 4)), outer_packet[6], outer_packet[7]),
+        (outer_packet.len() - 40, variant.outer_protocol(), 64)
+    );
     let outer_addresses = [
-        address_octets(own_outer_address(form.outer_family)),
-        address_octets(server_outer_address(form.outer_family, server)),
+        address_octets(own_outer_address(variant.outer_family)),
+        address_octets(server_outer_address(variant.outer_family, server)),
     ];
-    assert_eq!(outer[8..40], outer_addresses.concat());
+    assert_eq!(outer_packet[8..40], outer_addresses.concat());
 }
 
 /// Checks the outer header of `packet`, and returns the packet inside.
-fn strip_outer_header(packet: &[u8], form: TunnelVariant, server: ServerId, class: u8) -> Vec<u8> {
+fn strip_outer_header(packet: &[u8], variant: TunnelVariant, server: ServerId, class: u8) -> Vec<u8> {
     let outer_packet = &packet[ETHERNET_BYTES..];
-    match form.outer_family {
-        Family::Ipv4 => check_outer_ipv4(outer_packet, form, server, class),
-        Family::Ipv6 => check_outer_ipv6(outer_packet, form, server, class),
+    match variant.outer_family {
+        Family::Ipv4 => check_outer_ipv4(outer_packet, variant, server, class),
+        Family::Ipv6 => check_outer_ipv6(outer_packet, variant, server, class),
     }
-    if form.forwarding == Forwarding::Gue {
-        let udp_header = &outer_packet[ip_header_bytes(form.outer_family)..];
-        let expected_udp_fields = (expected_source_port(form.inner_family), 6080, udp_header.len(), 0);
+    if variant.forwarding == Forwarding::Gue {
+        let udp_header = &outer_packet[ip_header_bytes(variant.outer_family)..];
+        let expected_udp_fields = (expected_source_port(variant.inner_family), 6080, udp_header.len(), 0);
         assert_eq!(
             (
                 read_u16(udp_header, 0),
@@ -123,7 +132,7 @@ fn strip_outer_header(packet: &[u8], form: TunnelVariant, server: ServerId, clas
             expected_udp_fields
         );
     }
-    outer_packet[form.overhead_bytes()..].to_vec()
+    outer_packet[variant.overhead_bytes()..].to_vec()
 }
 
 fn ethertype(family: Family) -> [u8; 2] {
@@ -133,54 +142,54 @@ fn ethertype(family: Family) -> [u8; 2] {
 #[test]
 fn packets_to_servers_get_an_outer_header_and_are_otherwise_unchanged() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelVariant::all() {
-        let (balancer, table) = balancer_and_table(form);
-        let server = chosen_server(form.inner_family, &table);
-        let mut frame = syn_packet(form.inner_family).frame();
+    for variant in TunnelVariant::all() {
+        let (balancer, table) = balancer_and_table(variant);
+        let server = chosen_server(variant.inner_family, &table);
+        let mut frame = syn_packet(variant.inner_family).frame();
         // The byte contains DSCP 46 and ECT(0).
         set_traffic_class(&mut frame, 0xba);
-        let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
-        assert_eq!(verdict, XDP_TX, "{form:?}");
+        let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
+        assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         assert_eq!(packet[..6], balancer.server_macs[&(0, server)].0);
-        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype(form.outer_family)].concat());
-        assert_eq!(strip_outer_header(&packet, form, server, 0xba), frame[ETHERNET_BYTES..], "{form:?}");
+        assert_eq!(packet[6..14], [&OWN_MAC.0[..], &ethertype(variant.outer_family)].concat());
+        assert_eq!(strip_outer_header(&packet, variant, server, 0xba), frame[ETHERNET_BYTES..], "{variant:?}");
     }
 }
 
 #[test]
 fn established_packets_of_the_fast_path_get_the_same_outer_header() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelVariant::all() {
-        let (balancer, table) = balancer_and_table(form);
-        let server = chosen_server(form.inner_family, &table);
-        let tuple = FourTuple::new(client(form.inner_family), service_vip(form.inner_family)).unwrap();
+    for variant in TunnelVariant::all() {
+        let (balancer, table) = balancer_and_table(variant);
+        let server = chosen_server(variant.inner_family, &table);
+        let tuple = FourTuple::new(client(variant.inner_family), service_vip(variant.inner_family)).unwrap();
         let cookie_tsval =
             cookie::stamp_tsval(&balancer.fleet_keys, &FOREIGN_TIME_KEY, &tuple, Cookie::Server(server), 9);
         let frame = TcpPacket {
             tcp_options: aligned_timestamp_option(7, cookie_tsval),
-            ..TcpPacket::between(client(form.inner_family), service_vip(form.inner_family))
+            ..TcpPacket::between(client(variant.inner_family), service_vip(variant.inner_family))
         }
         .frame();
-        let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "established");
-        assert_eq!(verdict, XDP_TX, "{form:?}");
-        assert_eq!(strip_outer_header(&packet, form, server, 0), frame[ETHERNET_BYTES..], "{form:?}");
+        let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "established");
+        assert_eq!(xdp_action, XDP_TX, "{variant:?}");
+        assert_eq!(strip_outer_header(&packet, variant, server, 0), frame[ETHERNET_BYTES..], "{variant:?}");
     }
 }
 
 #[test]
 fn source_port_is_that_of_the_flow_or_of_the_server() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
-        let (mut balancer, table) = balancer_and_table(form);
-        let server = chosen_server(form.inner_family, &table);
+    for variant in TunnelVariant::all().filter(|form| form.forwarding == Forwarding::Gue) {
+        let (mut balancer, table) = balancer_and_table(variant);
+        let server = chosen_server(variant.inner_family, &table);
         let source_port = |balancer: &Balancer| {
             read_u16(
-                &balancer.run(&syn_packet(form.inner_family).frame()).1,
-                ETHERNET_BYTES + ip_header_bytes(form.outer_family),
+                &balancer.run(&syn_packet(variant.inner_family).frame()).1,
+                ETHERNET_BYTES + ip_header_bytes(variant.outer_family),
             )
         };
-        assert_eq!(source_port(&balancer), expected_source_port(form.inner_family));
-        set_tunnel(&mut balancer, form.outer_family, server, Some(50_123));
+        assert_eq!(source_port(&balancer), expected_source_port(variant.inner_family));
+        set_tunnel(&mut balancer, variant.outer_family, server, Some(50_123));
         assert_eq!(source_port(&balancer), 50_123);
     }
 }
@@ -188,15 +197,16 @@ fn source_port_is_that_of_the_flow_or_of_the_server() {
 #[test]
 fn changed_outer_address_is_used_for_the_next_packet() {
     skip_if!(missing_bpf_rights());
-    let form = TunnelVariant { forwarding: Forwarding::Ipip, inner_family: Family::Ipv4, outer_family: Family::Ipv6 };
-    let (mut balancer, table) = balancer_and_table(form);
-    let server = chosen_server(form.inner_family, &table);
+    let variant =
+        TunnelVariant { forwarding: Forwarding::Ipip, inner_family: Family::Ipv4, outer_family: Family::Ipv6 };
+    let (mut balancer, table) = balancer_and_table(variant);
+    let server = chosen_server(variant.inner_family, &table);
     let other_server = id(u64::from(server.get() ^ 1));
-    for (outer, other) in [(Family::Ipv6, other_server), (Family::Ipv4, server), (Family::Ipv6, server)] {
-        let tunnel = Tunnel { address: server_outer_address(outer, other), source_port: None };
+    for (family, endpoint_server) in [(Family::Ipv6, other_server), (Family::Ipv4, server), (Family::Ipv6, server)] {
+        let tunnel = Tunnel { destination_address: server_outer_address(family, endpoint_server), source_port: None };
         balancer.lb.set_tunnel(server, tunnel).unwrap();
-        let forwarded_packet = balancer.run(&syn_packet(form.inner_family).frame()).1;
-        strip_outer_header(&forwarded_packet, TunnelVariant { outer_family: outer, ..form }, other, 0);
+        let forwarded_packet = balancer.run(&syn_packet(variant.inner_family).frame()).1;
+        strip_outer_header(&forwarded_packet, TunnelVariant { outer_family: family, ..variant }, endpoint_server, 0);
     }
 }
 
@@ -233,33 +243,35 @@ fn check_icmp_error<'a>(packet: &'a [u8], frame: &[u8], family: Family) -> &'a [
 #[test]
 fn packet_too_long_to_encapsulate_is_answered_with_the_mtu() {
     skip_if!(missing_bpf_rights());
-    for form in TunnelVariant::all() {
-        let (balancer, _) = balancer_and_table(form);
-        let inner_mtu = MTU - form.overhead_bytes();
+    for variant in TunnelVariant::all() {
+        let (balancer, _) = balancer_and_table(variant);
+        let inner_mtu = MTU - variant.overhead_bytes();
         assert_eq!(
-            balancer.run_expecting_counter(&syn_with_length(form.inner_family, inner_mtu), Some(0), "new_connection").0,
+            balancer
+                .run_expecting_counter(&syn_with_length(variant.inner_family, inner_mtu), Some(0), "new_connection")
+                .0,
             XDP_TX
         );
-        let frame = syn_with_length(form.inner_family, inner_mtu + 1);
-        let (verdict, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
-        assert_eq!(verdict, XDP_TX, "{form:?}");
+        let frame = syn_with_length(variant.inner_family, inner_mtu + 1);
+        let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
+        assert_eq!(xdp_action, XDP_TX, "{variant:?}");
         let [high, low] = (inner_mtu as u16).to_be_bytes();
-        assert_eq!(check_icmp_error(&packet, &frame, form.inner_family)[4..8], [0, 0, high, low]);
+        assert_eq!(check_icmp_error(&packet, &frame, variant.inner_family)[4..8], [0, 0, high, low]);
     }
 }
 
 #[test]
 fn ipv6_packet_of_1280_bytes_gets_no_error() {
     skip_if!(missing_bpf_rights());
-    let form = TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv6, outer_family: Family::Ipv6 };
-    let (balancer, _) = balancer_and_table_with(form, service_mode(form), 1300);
+    let variant = TunnelVariant { forwarding: Forwarding::Gue, inner_family: Family::Ipv6, outer_family: Family::Ipv6 };
+    let (balancer, _) = balancer_and_table_with(variant, service_mode(variant), 1300);
     assert_eq!(
-        balancer.run_expecting_counter(&syn_with_length(form.inner_family, 1280), Some(0), "drop_exceeds_mtu").0,
+        balancer.run_expecting_counter(&syn_with_length(variant.inner_family, 1280), Some(0), "drop_exceeds_mtu").0,
         XDP_DROP
     );
-    let frame = syn_with_length(form.inner_family, 1281);
+    let frame = syn_with_length(variant.inner_family, 1281);
     let (_, packet) = balancer.run_expecting_counter(&frame, Some(0), "drop_fragmentation_needed");
-    assert_eq!(check_icmp_error(&packet, &frame, form.inner_family)[4..8], 1280u32.to_be_bytes());
+    assert_eq!(check_icmp_error(&packet, &frame, variant.inner_family)[4..8], 1280u32.to_be_bytes());
 }
 
 #[test]
@@ -269,12 +281,12 @@ fn source_that_is_no_unicast_address_gets_no_error() {
         (Family::Ipv4, vec![vec![239, 0, 2, 7], vec![0; 4]]),
         (Family::Ipv6, vec![[&[0xff, 2][..], &[0; 13], &[1]].concat(), vec![0; 16]]),
     ] {
-        let form = TunnelVariant { forwarding: Forwarding::Gue, inner_family: inner, outer_family: Family::Ipv4 };
-        let (balancer, _) = balancer_and_table(form);
-        let at = ETHERNET_BYTES + if inner == Family::Ipv4 { 12 } else { 8 };
+        let variant = TunnelVariant { forwarding: Forwarding::Gue, inner_family: inner, outer_family: Family::Ipv4 };
+        let (balancer, _) = balancer_and_table(variant);
+        let source_offset = ETHERNET_BYTES + if inner == Family::Ipv4 { 12 } else { 8 };
         for source in sources {
             let mut frame = syn_with_length(inner, MTU);
-            frame[at..at + source.len()].copy_from_slice(&source);
+            frame[source_offset..source_offset + source.len()].copy_from_slice(&source);
             assert_eq!(balancer.run_expecting_counter(&frame, Some(0), "drop_exceeds_mtu").0, XDP_DROP, "{source:?}");
         }
     }
@@ -287,11 +299,11 @@ fn errors_to_a_flood_of_long_packets_are_rate_limited() {
         let broadcast_rates = BroadcastRates::with_equal_rates(PacketRate { per_second: 1, burst_packets: 8 });
         let options =
             Options { broadcast_limits: [broadcast_rates; intf::LIMITED_KIND_COUNT as usize], ..Options::default() };
-        let form = TunnelVariant { forwarding: Forwarding::Ipip, inner_family: inner, outer_family: Family::Ipv4 };
+        let variant = TunnelVariant { forwarding: Forwarding::Ipip, inner_family: inner, outer_family: Family::Ipv4 };
         let mut rng = seeded_rng(34, 0);
         let balancer =
-            Balancer::without_model(&[(service_address(service_vip(inner)), service_mode(form))], options, &mut rng);
-        let (balancer, _) = set_up_servers(balancer, form, MTU, &mut rng);
+            Balancer::without_model(&[(service_address(service_vip(inner)), service_mode(variant))], options, &mut rng);
+        let (balancer, _) = set_up_servers(balancer, variant, MTU, &mut rng);
         let frame = syn_with_length(inner, MTU);
         let answered_count = (0..100).filter(|_| balancer.run(&frame).0 == XDP_TX).count();
         assert!((8..=11).contains(&answered_count), "{answered_count}");
@@ -303,12 +315,12 @@ fn errors_to_a_flood_of_long_packets_are_rate_limited() {
 fn nothing_is_broadcast_to_servers_behind_routers() {
     skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
-        for form in TunnelVariant::all() {
-            let mode = ServiceMode { consistency, ..service_mode(form) };
-            let (balancer, _) = balancer_and_table_with(form, mode, MTU);
-            let reset_frame = TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(form.inner_family) }.frame();
-            let (verdict, _) = balancer.run_expecting_counter(&reset_frame, Some(0), "drop_not_broadcast");
-            assert_eq!(verdict, XDP_DROP);
+        for variant in TunnelVariant::all() {
+            let mode = ServiceMode { consistency, ..service_mode(variant) };
+            let (balancer, _) = balancer_and_table_with(variant, mode, MTU);
+            let reset_frame = TcpPacket { flags: RST, tcp_options: vec![], ..syn_packet(variant.inner_family) }.frame();
+            let (xdp_action, _) = balancer.run_expecting_counter(&reset_frame, Some(0), "drop_not_broadcast");
+            assert_eq!(xdp_action, XDP_DROP);
         }
     }
 }
@@ -337,16 +349,16 @@ fn services_of_all_kinds_share_a_program_and_servers() {
     let server = id(7);
     let eligible_server = coreward_dataplane::lb::Server { mac: Some(OWN_MAC), is_eligible: true };
     set_tunnel(&mut balancer, Family::Ipv6, server, None);
-    for (place, kind) in service_kinds.into_iter().enumerate() {
-        balancer.lb.set_server(balancer.service_indexes[place], server, eligible_server);
-        balancer.install_table(place, &random_table(PlacementRule::Table, 1, 1, &[server], &mut rng));
+    for (position, kind) in service_kinds.into_iter().enumerate() {
+        balancer.lb.set_server(balancer.service_indexes[position], server, eligible_server);
+        balancer.install_table(position, &random_table(PlacementRule::Table, 1, 1, &[server], &mut rng));
         for flags in [SYN, ACK] {
             let frame =
                 TcpPacket { flags, tcp_options: vec![], ..TcpPacket::between(client(kind.1), vip_of_kind(kind)) }
                     .frame();
-            let (verdict, packet) = balancer.run(&frame);
+            let (xdp_action, packet) = balancer.run(&frame);
             let encapsulation_overhead = kind.0.overhead_bytes(own_outer_address(Family::Ipv6));
-            assert_eq!((verdict, packet.len()), (XDP_TX, frame.len() + encapsulation_overhead), "{kind:?}");
+            assert_eq!((xdp_action, packet.len()), (XDP_TX, frame.len() + encapsulation_overhead), "{kind:?}");
         }
     }
 }

@@ -40,9 +40,10 @@ fn packet_to_quote(options: Vec<u8>, ip_options: Vec<u8>) -> Vec<u8> {
     )
 }
 
-/// Returns an ICMP error of type `kind` and code 4 that quotes `quoted`. With type 3 it is "fragmentation needed".
-fn icmp_error(kind: u8, quoted: &[u8]) -> Vec<u8> {
-    let icmp_message = [&[kind, 4, 0, 0, 0, 0, 5, 0][..], quoted].concat();
+/// Returns an ICMP error of type `kind` and code 4 that quotes `quoted_packet`. With type 3 it is "fragmentation
+/// needed".
+fn icmp_error(kind: u8, quoted_packet: &[u8]) -> Vec<u8> {
+    let icmp_message = [&[kind, 4, 0, 0, 0, 0, 5, 0][..], quoted_packet].concat();
     ipv4_frame(1, [ROUTER, VIP.0], &[], [0x77, 0], &icmp_message)
 }
 
@@ -118,10 +119,10 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
         .into_iter()
         .chain([quote_without_timestamp, quote_with_bad_options, quote_with_bad_data_offset])
         .collect();
-    for quoted in &quotes {
+    for quote in &quotes {
         balancer.expect_broadcast_or_dropped(
             0,
-            &icmp_error(3, quoted),
+            &icmp_error(3, quote),
             UNCHANGED_IDENTIFICATION,
             "drop_broadcast_rate_limited",
         );
@@ -133,8 +134,8 @@ fn quotes_without_a_cookie_follow_the_flow_table_or_are_broadcast() {
         Some(0),
         "bucket_hash",
     );
-    for quoted in &quotes {
-        balancer.expect_sent_to(0, &icmp_error(3, quoted), chosen_server, "icmp_error");
+    for quote in &quotes {
+        balancer.expect_sent_to(0, &icmp_error(3, quote), chosen_server, "icmp_error");
     }
     balancer.expect_sent_to(0, &icmp_error(3, &complete_quote), ids[2], "icmp_error");
 }
@@ -245,8 +246,8 @@ fn icmp_error_of_no_service_passes_unchanged() {
             .filter(|kind| ![3, 11, 12].contains(kind))
             .map(|kind| ("another type", changed_frame(ICMP_OFFSET, &[kind]))),
     );
-    for (what, frame) in passed_frames {
-        println!("{what}");
+    for (case_name, frame) in passed_frames {
+        println!("{case_name}");
         balancer.expect_passed_uncounted(&frame);
     }
 }
@@ -259,14 +260,14 @@ fn malformed_icmp_errors_are_dropped_with_a_reason() {
     let valid_frame = icmp_error(3, &quoted_packet);
     let mut rng = seeded_rng(74, 0);
     // The outer IP packet ends before the quote has 8 bytes after its IP header.
-    for total in 0..20 + 8 + 28u16 {
+    for total_length in 0..20 + 8 + 28u16 {
         let mut frame = valid_frame.clone();
-        frame[IP + 2..IP + 4].copy_from_slice(&total.to_be_bytes());
-        let drop_counter = if total < 20 { "drop_malformed_ipv4" } else { "drop_malformed_icmp" };
+        frame[IP + 2..IP + 4].copy_from_slice(&total_length.to_be_bytes());
+        let drop_counter = if total_length < 20 { "drop_malformed_ipv4" } else { "drop_malformed_icmp" };
         balancer.expect_unforwarded_without_service(&frame, XDP_DROP, drop_counter);
     }
-    for cut in IP + 20..valid_frame.len() {
-        balancer.expect_unforwarded_without_service(&valid_frame[..cut], XDP_DROP, "drop_malformed_ipv4");
+    for truncated_length in IP + 20..valid_frame.len() {
+        balancer.expect_unforwarded_without_service(&valid_frame[..truncated_length], XDP_DROP, "drop_malformed_ipv4");
     }
     for version_and_length in (0..=255u8).filter(|byte| *byte != 0x45) {
         let mut frame = valid_frame.clone();
@@ -291,8 +292,8 @@ fn malformed_icmp_errors_are_dropped_with_a_reason() {
             let changed_offset = ICMP_OFFSET + uniform_below(&mut rng, (frame.len() - ICMP_OFFSET) as u32) as usize;
             frame[changed_offset] = rng.next_u32() as u8;
         }
-        let (_, after) = balancer.run(&frame);
-        assert_eq!(after[12..], frame[12..]);
+        let (_, output_frame) = balancer.run(&frame);
+        assert_eq!(output_frame[12..], frame[12..]);
     }
     let internal_drop_counter = coreward_intf::LB_COUNTER_DROP_INTERNAL as usize;
     assert_eq!(balancer.lb.service_counters(balancer.service_indexes[0]).packets_by_outcome[internal_drop_counter], 0);

@@ -149,16 +149,16 @@ fn dual_stack_balancer_separates_families() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(64, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
-    let (ipv6, ipv4) = (balancer.replace_servers(0, 1, &mut rng), balancer.replace_servers(1, 1, &mut rng));
-    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &ipv6, &mut rng));
-    balancer.install_table(1, &random_table(PlacementRule::Table, 1, 1, &ipv4, &mut rng));
-    balancer.expect_sent_to(0, &syn_frame(random_client(&mut rng)), ipv6[0], "new_connection");
+    let (ipv6_ids, ipv4_ids) = (balancer.replace_servers(0, 1, &mut rng), balancer.replace_servers(1, 1, &mut rng));
+    balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &ipv6_ids, &mut rng));
+    balancer.install_table(1, &random_table(PlacementRule::Table, 1, 1, &ipv4_ids, &mut rng));
+    balancer.expect_sent_to(0, &syn_frame(random_client(&mut rng)), ipv6_ids[0], "new_connection");
     let ipv4_syn = TcpPacket {
         flags: SYN,
         tcp_options: timestamp_option(1, 0),
         ..TcpPacket::new((Ipv4Addr::new(10, 1, 0, 7), 1), IPV4_VIP)
     };
-    balancer.expect_sent_to(1, &ipv4_syn.frame(), ipv4[0], "new_connection");
+    balancer.expect_sent_to(1, &ipv4_syn.frame(), ipv4_ids[0], "new_connection");
 }
 
 #[test]
@@ -170,9 +170,9 @@ fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
     let client = random_client(&mut rng);
     let valid_frame = syn_frame(client);
-    let changed_frame = |at: usize, bytes: &[u8]| {
+    let changed_frame = |offset: usize, bytes: &[u8]| {
         let mut frame = valid_frame.clone();
-        frame[at..at + bytes.len()].copy_from_slice(bytes);
+        frame[offset..offset + bytes.len()].copy_from_slice(bytes);
         frame
     };
     let expect_drop = |frame: &[u8], name| balancer.expect_unforwarded_without_service(frame, XDP_DROP, name);
@@ -205,14 +205,21 @@ fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     balancer.expect_passed_uncounted(&ipv6_frame([client.0, VIP.0], &[], 58, &[128, 0, 0, 0, 0, 0, 0, 0]));
 }
 
-/// Returns an ICMPv6 error from `router` to the VIP that quotes `quoted` bytes of a packet from the VIP.
-fn icmpv6_error(kind: u8, router: Ipv6Addr, client: (Ipv6Addr, u16), options: Vec<u8>, quoted: usize) -> Vec<u8> {
+/// Returns an ICMPv6 error from `router` to the VIP that quotes `quoted_length` bytes of a packet from the VIP.
+fn icmpv6_error(
+    kind: u8,
+    router: Ipv6Addr,
+    client: (Ipv6Addr, u16),
+    options: Vec<u8>,
+    quoted_length: usize,
+) -> Vec<u8> {
     let ipv4_endpoints_with_ports = ((Ipv4Addr::UNSPECIFIED, VIP.1), (Ipv4Addr::UNSPECIFIED, client.1));
     let segment =
         TcpPacket { tcp_options: options, ..TcpPacket::new(ipv4_endpoints_with_ports.0, ipv4_endpoints_with_ports.1) }
             .to_ipv6_frame(VIP.0, client.0, &[]);
     let quoted_packet = &segment[14..];
-    let icmp_message = [&[kind, 0, 0, 0, 0, 0, 5, 0][..], &quoted_packet[..quoted.min(quoted_packet.len())]].concat();
+    let icmp_message =
+        [&[kind, 0, 0, 0, 0, 0, 5, 0][..], &quoted_packet[..quoted_length.min(quoted_packet.len())]].concat();
     ipv6_frame([router, VIP.0], &[], 58, &icmp_message)
 }
 
@@ -252,9 +259,9 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
         "drop_malformed_icmp",
     );
     // Messages for the kernel are an echo request, a quote from another VIP, and a quote with extension headers.
-    let changed_frame = |at: usize, byte: u8| {
+    let changed_frame = |offset: usize, byte: u8| {
         let mut frame = error_without_cookie.clone();
-        frame[at] = byte;
+        frame[offset] = byte;
         frame
     };
     balancer.expect_passed_uncounted(&changed_frame(54, 128));
@@ -275,16 +282,16 @@ fn ipv6_stateful_connections_find_their_entry() {
     balancer.lb.set_owner_number(Some(own_owner_number()));
     for _ in 0..300 {
         let client = random_client(&mut rng);
-        let (_, sent) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
-        let cookie_index = cookie_index_of(&sent).expect("an entry");
+        let (_, first_frame) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
+        let cookie_index = cookie_index_of(&first_frame).expect("an entry");
         let mut client_entries =
             balancer.lb.connections(balancer.service_indexes[0]).filter(|entry| entry.client == client.into());
         let server = client_entries.next().expect("an entry of that client").identity.server;
         drop(client_entries);
         // The SYN is retransmitted, and packets follow on the fast and the slow path.
-        let (_, again) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
+        let (_, repeated_frame) = balancer.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
         assert_eq!(
-            (&sent[..6], cookie_index_of(&again)),
+            (&first_frame[..6], cookie_index_of(&repeated_frame)),
             (&balancer.server_macs[&(0, server)].0[..], Some(cookie_index))
         );
         let table_cookie = Cookie::TableIndex(cookie_index);
@@ -331,10 +338,10 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
     let mut rng = seeded_rng(66, 0);
     let other_load_balancer = id(intf::SERVER_ID_COUNT as u64 - 1);
     let names_no_server = ExpectedIdentification::PreviousServer(None);
-    for transfer in
+    for migration in
         [ServiceMigration::AdoptedFrom(other_load_balancer), ServiceMigration::HandedOverTo(other_load_balancer)]
     {
-        let mode = ServiceMode { migration: Some(transfer), ..ServiceMode::default() };
+        let mode = ServiceMode { migration: Some(migration), ..ServiceMode::default() };
         let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 5, &mut rng);
         let other_mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
@@ -364,7 +371,7 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
                     ),
                 )
             };
-            if transfer == ServiceMigration::AdoptedFrom(other_load_balancer) {
+            if migration == ServiceMigration::AdoptedFrom(other_load_balancer) {
                 balancer.expect_sent_to(0, &syn_frame(client), chosen_server, "new_connection");
             } else {
                 balancer.expect_sent_with(
@@ -399,7 +406,7 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
 fn ipv6_datagrams_keep_their_server() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(67, 0);
-    let udp_service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
+    let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
     let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
     let mut balancer = Balancer::with_model(&[(udp_service, mode)], Options::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 20, &mut rng);
@@ -430,7 +437,7 @@ fn ipv6_datagrams_keep_their_server() {
 fn later_ipv6_fragments_follow_the_first_one() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(71, 0);
-    let udp_service = ServiceAddress { socket: VIP.into(), protocol: Protocol::Udp };
+    let udp_service = ServiceAddress { vip_and_port: VIP.into(), protocol: Protocol::Udp };
     let mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
     let mut balancer = Balancer::with_model(&[(udp_service, mode)], Options::default(), &mut rng);
     let server_ids = balancer.replace_servers(0, 20, &mut rng);

@@ -87,11 +87,11 @@ fn pinned_packet_counter(pins: &PinDirectory) -> impl Fn() -> u64 + Send + use<>
 #[test]
 fn new_process_takes_over_while_packets_pass() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (VethPair::new(), PinDirectory::new());
-    let device_mac = pair.server.run_inside(|| mac_address("eth0").0);
+    let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
+    let device_mac = veth_pair.server.run_inside(|| mac_address("eth0").0);
     let start_process = || {
         let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
-        let attachment = pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
+        let attachment = veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
         assert_eq!(attachment, AttachedXdpMode::Native);
         lb
     };
@@ -100,17 +100,17 @@ fn new_process_takes_over_while_packets_pass() {
     let mut service_index = set_up_service(&mut lb);
 
     let forwarded_count = pinned_packet_counter(&pins);
-    let (done, sent) = (AtomicBool::new(false), AtomicU64::new(0));
+    let (is_done, sent_frames) = (AtomicBool::new(false), AtomicU64::new(0));
     // The deadline ends the sending thread if an assertion below fails.
     let send_deadline = Instant::now() + Duration::from_secs(60);
     let (lb, index) = std::thread::scope(|scope| {
         scope.spawn(|| {
-            pair.client.run_inside(|| {
+            veth_pair.client.run_inside(|| {
                 let packet_socket = support::packet_socket::PacketSocket::open("eth0");
                 let frame = established_frame(device_mac);
-                while !done.load(Ordering::Relaxed) && Instant::now() < send_deadline {
+                while !is_done.load(Ordering::Relaxed) && Instant::now() < send_deadline {
                     packet_socket.send_frame(&frame);
-                    let sent_count = sent.fetch_add(1, Ordering::Relaxed) + 1;
+                    let sent_count = sent_frames.fetch_add(1, Ordering::Relaxed) + 1;
                     // Packets are sent one by one, because the device's ring is small.
                     while forwarded_count() < sent_count && Instant::now() < send_deadline {
                         std::thread::sleep(Duration::from_micros(200));
@@ -120,8 +120,8 @@ fn new_process_takes_over_while_packets_pass() {
         });
         // Waits until `packets` more packets were sent, however slow the machine is.
         let wait_for_packets = |packets: u64| {
-            let target_count = sent.load(Ordering::Relaxed) + packets;
-            while sent.load(Ordering::Relaxed) < target_count && Instant::now() < send_deadline {
+            let target_count = sent_frames.load(Ordering::Relaxed) + packets;
+            while sent_frames.load(Ordering::Relaxed) < target_count && Instant::now() < send_deadline {
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
@@ -146,20 +146,21 @@ fn new_process_takes_over_while_packets_pass() {
             service_index = lb.set_services(&[(service_address(VIP), ServiceMode::default())]).unwrap()[0];
             lb.install_table(service_index, &one_server_table(round + 2, next_rule)).unwrap();
         }
-        done.store(true, Ordering::Relaxed);
+        is_done.store(true, Ordering::Relaxed);
         (lb, service_index)
     });
     let deadline = Instant::now() + Duration::from_secs(30);
-    while forwarded_packets(&lb, index) < sent.load(Ordering::Relaxed) && Instant::now() < deadline {
+    while forwarded_packets(&lb, index) < sent_frames.load(Ordering::Relaxed) && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }
-    assert_eq!(forwarded_packets(&lb, index), sent.load(Ordering::Relaxed), "packets forwarded of those sent");
-    assert!(sent.load(Ordering::Relaxed) > 500);
+    assert_eq!(forwarded_packets(&lb, index), sent_frames.load(Ordering::Relaxed), "packets forwarded of those sent");
+    assert!(sent_frames.load(Ordering::Relaxed) > 500);
 
     lb.detach().unwrap();
     assert!(!pins.path().join("lb").exists());
-    let ip_link_output =
-        pair.server.run_inside(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
+    let ip_link_output = veth_pair
+        .server
+        .run_inside(|| std::process::Command::new("ip").args(["link", "show", "eth0"]).output().unwrap());
     assert!(!String::from_utf8(ip_link_output.stdout).unwrap().contains("xdp"));
 }
 
@@ -167,12 +168,12 @@ fn new_process_takes_over_while_packets_pass() {
 #[test]
 fn modes_and_flows_are_taken_over() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (VethPair::new(), PinDirectory::new());
+    let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let start_process = |flow_table_entries| {
         let mut lb =
             LoadBalancer::load(Options { flow_table_entry_count: flow_table_entries, ..pinned_options(&pins) })
                 .unwrap();
-        pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
         lb.set_own_mac(MacAddress([0; 6]));
         lb
     };
@@ -217,9 +218,9 @@ fn modes_and_flows_are_taken_over() {
 #[test]
 fn failed_attachment_returns_a_reason() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (VethPair::new(), PinDirectory::new());
+    let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let attach_in_namespace =
-        |lb: &mut LoadBalancer, interface: &str, mode| pair.server.run_inside(|| lb.attach(interface, mode));
+        |lb: &mut LoadBalancer, interface: &str, mode| veth_pair.server.run_inside(|| lb.attach(interface, mode));
     let attach_error =
         |lb: &mut LoadBalancer, interface, mode| format!("{:#}", attach_in_namespace(lb, interface, mode).unwrap_err());
 
@@ -257,8 +258,9 @@ fn failed_attachment_returns_a_reason() {
 #[test]
 fn program_of_another_version_forwards_until_this_one_is_ready() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (VethPair::new(), PinDirectory::new());
-    let attach_to_eth0 = |lb: &mut LoadBalancer| pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
+    let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
+    let attach_to_eth0 =
+        |lb: &mut LoadBalancer| veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Native)).unwrap();
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
     attach_to_eth0(&mut lb);
     drop(lb);
@@ -267,20 +269,23 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     let take_over_problem = || coreward_dataplane::lb::take_over_problem(&pins.path());
 
     write_layout_version(&state_path, 99);
-    let (at_work, found) = (pinned_program(), take_over_problem().unwrap());
-    assert!(found.contains(&format!("layout version 99, expected {}", intf::LB_LAYOUT_VERSION)), "{found}");
+    let (loaded_program_id, version_problem) = (pinned_program(), take_over_problem().unwrap());
+    assert!(
+        version_problem.contains(&format!("layout version 99, expected {}", intf::LB_LAYOUT_VERSION)),
+        "{version_problem}"
+    );
     // A process that ends before `commit_upgrade` changes nothing.
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
     attach_to_eth0(&mut lb);
     assert!(lb.is_upgrade_pending() && !lb.is_taken_over());
     drop(lb);
-    assert_eq!((pinned_program(), take_over_problem()), (at_work, Some(found)));
+    assert_eq!((pinned_program(), take_over_problem()), (loaded_program_id, Some(version_problem)));
     // The next process completes the upgrade.
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
     let attachment = attach_to_eth0(&mut lb);
     lb.commit_upgrade().unwrap();
     assert!(!lb.is_upgrade_pending());
-    assert_ne!(pinned_program(), at_work);
+    assert_ne!(pinned_program(), loaded_program_id);
     assert_eq!(take_over_problem(), None);
     drop(lb);
     let mut lb = LoadBalancer::load(pinned_options(&pins)).unwrap();
@@ -315,8 +320,8 @@ fn program_of_another_version_forwards_until_this_one_is_ready() {
     lb.detach().unwrap();
 }
 
-fn write_layout_version(state: &Path, version: u64) {
-    let state_map = libbpf_rs::MapHandle::from_pinned_path(state).unwrap();
+fn write_layout_version(state_path: &Path, version: u64) {
+    let state_map = libbpf_rs::MapHandle::from_pinned_path(state_path).unwrap();
     let mapped_state = coreward_dataplane::mmap_array::MmapArray::<intf::lb_state>::new(state_map.as_fd()).unwrap();
     mapped_state.store(offset_of!(intf::lb_state, layout_version), version);
 }

@@ -73,8 +73,8 @@ fn packet_of_no_service_passes_unchanged() {
     let syn_frame = TcpPacket { flags: SYN, ..packet.clone() }.frame();
     foreign_frames.push(("SYN to another port", with_bytes(&syn_frame, TCP_OFFSET + 2, &[1, 187])));
     foreign_frames.push(("SYN to port 0", with_bytes(&syn_frame, TCP_OFFSET + 2, &[0, 0])));
-    for (what, frame) in foreign_frames {
-        println!("{what}");
+    for (case_name, frame) in foreign_frames {
+        println!("{case_name}");
         balancer.expect_passed_uncounted(&frame);
     }
 }
@@ -100,10 +100,10 @@ fn packets_that_end_before_their_headers_are_dropped_with_a_reason() {
     for packet in [packet.clone(), TcpPacket { flags: SYN, ..packet }] {
         let frame = packet.frame();
         let header_bytes = 20 + 20 + 12;
-        for total in 0..header_bytes as u16 {
+        for total_length in 0..header_bytes as u16 {
             // The frame has all bytes (Ethernet pads short frames), but the total length in the IP header is smaller.
-            let frame = with_bytes(&frame, IP + 2, &total.to_be_bytes());
-            match total {
+            let frame = with_bytes(&frame, IP + 2, &total_length.to_be_bytes());
+            match total_length {
                 0..20 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4"),
                 20..24 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_tcp"),
                 _ => balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_tcp"),
@@ -124,18 +124,18 @@ fn bad_ip_headers_and_fragments_are_dropped_with_a_reason() {
     let (balancer, server, packet) = balancer_with_established_packet();
     let frame = packet.frame();
     for version_and_length in 0..=255u8 {
-        let (version, words) = (version_and_length >> 4, version_and_length & 0xf);
+        let (version, header_words) = (version_and_length >> 4, version_and_length & 0xf);
         if version_and_length == 0x45 {
             continue;
         }
         let frame = with_bytes(&frame, IP, &[version_and_length]);
-        if version != 4 || words < 5 || 4 * usize::from(words) > frame.len() - IP {
+        if version != 4 || header_words < 5 || 4 * usize::from(header_words) > frame.len() - IP {
             balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4");
         } else {
             // The longer header covers the ports. Other bytes are read as ports, and some of them are port 80.
-            let (verdict, after) = balancer.run(&frame);
-            assert!(verdict == XDP_PASS || verdict == XDP_DROP, "{words} words: {verdict}");
-            assert_eq!(after, frame);
+            let (xdp_action, output_frame) = balancer.run(&frame);
+            assert!(xdp_action == XDP_PASS || xdp_action == XDP_DROP, "{header_words} words: {xdp_action}");
+            assert_eq!(output_frame, frame);
         }
     }
     for fragment in 0..=0xffffu16 {
@@ -162,9 +162,9 @@ fn invalid_data_offsets_are_dropped_with_a_reason() {
     for flags in [ACK, SYN] {
         let packet = TcpPacket { flags, payload: vec![0; 4], ..packet.clone() };
         let frame = packet.frame();
-        for words in 0..16u8 {
-            let frame = with_bytes(&frame, TCP_OFFSET + 12, &[words << 4]);
-            let expected_counter = match (words, flags) {
+        for header_words in 0..16u8 {
+            let frame = with_bytes(&frame, TCP_OFFSET + 12, &[header_words << 4]);
+            let expected_counter = match (header_words, flags) {
                 // The segment has 32 bytes of header and 4 of payload.
                 (0..5 | 10.., _) => "drop_malformed_tcp",
                 // The timestamp is outside the header, which then has no options at all, only NOPs, or a cut option.
@@ -176,7 +176,7 @@ fn invalid_data_offsets_are_dropped_with_a_reason() {
             match expected_counter {
                 "drop_malformed_tcp" => balancer.expect_unforwarded(&frame, XDP_DROP, 0, expected_counter),
                 "established" => balancer.expect_sent_to(0, &frame, server, expected_counter),
-                _ => assert_eq!(balancer.run(&frame).0, XDP_TX, "{words} words, flags {flags:#x}"),
+                _ => assert_eq!(balancer.run(&frame).0, XDP_TX, "{header_words} words, flags {flags:#x}"),
             }
         }
     }
@@ -200,17 +200,17 @@ fn malformed_options_are_dropped_with_a_reason() {
         ("length 0 at the very end", [&[1; 38][..], &[254, 0]].concat()),
     ];
     for flags in [ACK, SYN, RST, ACK | FIN] {
-        for (what, options) in &malformed_options {
-            println!("{what}, flags {flags:#x}");
+        for (case_name, options) in &malformed_options {
+            println!("{case_name}, flags {flags:#x}");
             let frame = TcpPacket { flags, tcp_options: options.clone(), ..packet.clone() }.frame();
             balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_tcp");
         }
     }
     // The program finds a timestamp at every offset, and ignores malformed options after it.
-    for before in 0..=28 {
+    for leading_length in 0..=28 {
         let bytes_after_end = [254, 0, 7, 7];
-        for fill in [vec![1; before], options_without_timestamp(before)] {
-            let mut options = [&fill[..], &valid_timestamp].concat();
+        for leading_options in [vec![1; leading_length], options_without_timestamp(leading_length)] {
+            let mut options = [&leading_options[..], &valid_timestamp].concat();
             options.extend(&bytes_after_end[..4.min(40 - options.len()).min(2)]);
             let frame = TcpPacket { tcp_options: options, ..packet.clone() }.frame();
             balancer.expect_sent_to(0, &frame, server, "established");
@@ -225,12 +225,13 @@ fn malformed_options_are_dropped_with_a_reason() {
     let table = balancer.newest_table.as_ref().unwrap();
     for (port, options) in (1..).zip(options_without_timestamp) {
         let tuple = FourTuple::ipv4((CLIENT.0, port), VIP);
-        let (consistent, previous_server) = (table.consistent_server(&tuple).unwrap(), previous_server(table, &tuple));
+        let (chosen_server, previous_server) =
+            (table.consistent_server(&tuple).unwrap(), previous_server(table, &tuple));
         let frame = TcpPacket { tcp_options: options, ..TcpPacket::new((CLIENT.0, port), VIP) }.frame();
         balancer.expect_sent_with(
             0,
             &frame,
-            consistent,
+            chosen_server,
             ExpectedIdentification::PreviousServer(previous_server),
             "bucket_hash",
         );
@@ -305,17 +306,17 @@ fn random_frames_get_one_outcome_and_stay_unchanged() {
         if round % 7 == 0 {
             rng.fill_bytes(&mut frame[14..]);
         }
-        let (verdict, after) = balancer.run(&frame);
-        match verdict {
+        let (xdp_action, output_frame) = balancer.run(&frame);
+        match xdp_action {
             XDP_TX => {
-                assert_eq!(after[12..18], frame[12..18]);
-                assert_eq!(after[20..24], frame[20..24]);
-                assert_eq!(after[26..], frame[26..]);
+                assert_eq!(output_frame[12..18], frame[12..18]);
+                assert_eq!(output_frame[20..24], frame[20..24]);
+                assert_eq!(output_frame[26..], frame[26..]);
                 // Identification and checksum change together, so that the header's sum stays the same, right or wrong.
                 let ip_header_sum = |frame: &[u8]| ones_complement_sum(&frame[IP..tcp_offset(frame)]) % 0xffff;
-                assert_eq!(ip_header_sum(&after), ip_header_sum(&frame));
+                assert_eq!(ip_header_sum(&output_frame), ip_header_sum(&frame));
             }
-            XDP_PASS | XDP_DROP => assert_eq!(after, frame),
+            XDP_PASS | XDP_DROP => assert_eq!(output_frame, frame),
             other => panic!("verdict {other}"),
         }
         if round % 1000 == 0 {

@@ -93,23 +93,23 @@ fn hash_table_stores_the_server_that_the_rule_chose() {
     assert_eq!(balancer.event_count(0, "flow_inserted"), 100);
     let other_table = random_table(PlacementRule::RoundRobin, 2, 1, &ids[1..], &mut rng);
     balancer.install_table(0, &other_table);
-    for (client, chosen) in &connections {
+    for (client, chosen_server) in &connections {
         for flags in [ACK, ACK | FIN, RST] {
             balancer.expect_sent_to(
                 0,
                 &client_frame(*client, flags, uniform_below(&mut rng, 3)),
-                *chosen,
+                *chosen_server,
                 "flow_table",
             );
         }
     }
     // An unresolved server keeps its connections, but the connections of a removed server are placed by the rule.
-    let (client, chosen) = connections[0];
-    balancer.lb.set_server(balancer.service_indexes[0], chosen, Server { mac: None, is_eligible: true });
+    let (client, chosen_server) = connections[0];
+    balancer.lb.set_server(balancer.service_indexes[0], chosen_server, Server { mac: None, is_eligible: true });
     balancer.expect_unforwarded(&client_frame(client, ACK, 1), XDP_DROP, 0, "drop_server_unresolved");
-    balancer.lb.remove_server(balancer.service_indexes[0], chosen);
-    let (verdict, _) = balancer.run_expecting_counter(&client_frame(client, ACK, 1), Some(0), "per_packet");
-    assert_eq!(verdict, XDP_TX);
+    balancer.lb.remove_server(balancer.service_indexes[0], chosen_server);
+    let (xdp_action, _) = balancer.run_expecting_counter(&client_frame(client, ACK, 1), Some(0), "per_packet");
+    assert_eq!(xdp_action, XDP_TX);
 }
 
 #[test]
@@ -155,35 +155,36 @@ fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
             .collect();
         // Returns the server to which a packet was sent, and the previous server in the packet's IP identification.
         let send_packet = |balancer: &Balancer, client, flags| {
-            let (verdict, frame) = balancer.run(&client_frame(client, flags, 1));
-            assert_eq!(verdict, XDP_TX, "{name}: flags {flags:#x}");
-            let to = ids.iter().copied().find(|id| frame[..6] == balancer.server_macs[&(0, *id)].0).unwrap();
-            (to, u16::from_be_bytes([frame[18], frame[19]]))
+            let (xdp_action, frame) = balancer.run(&client_frame(client, flags, 1));
+            assert_eq!(xdp_action, XDP_TX, "{name}: flags {flags:#x}");
+            let destination_id =
+                ids.iter().copied().find(|id| frame[..6] == balancer.server_macs[&(0, *id)].0).unwrap();
+            (destination_id, u16::from_be_bytes([frame[18], frame[19]]))
         };
         let server_mac = Some(balancer.server_macs[&(0, avoided_server)]);
         balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: false });
         balancer.lb.set_masked(service_index, avoided_server, is_down);
         // An established connection stays at the server of its bucket.
-        let (open, clients) = clients.split_last().unwrap();
-        assert_eq!(send_packet(&balancer, *open, ACK).0, avoided_server, "{name}");
+        let (open_client, clients) = clients.split_last().unwrap();
+        assert_eq!(send_packet(&balancer, *open_client, ACK).0, avoided_server, "{name}");
         let opened_destinations: Vec<_> = clients.iter().map(|client| send_packet(&balancer, *client, SYN)).collect();
-        for (client, opened) in clients.iter().zip(&opened_destinations) {
+        for (client, destination) in clients.iter().zip(&opened_destinations) {
             assert!(
-                opened.0 != avoided_server && opened.1 == avoided_server.get(),
-                "{name}: {opened:?}, and {avoided_server} is the server before"
+                destination.0 != avoided_server && destination.1 == avoided_server.get(),
+                "{name}: {destination:?}, and {avoided_server} is the server before"
             );
             for flags in [SYN, ACK, RST] {
-                assert_eq!(send_packet(&balancer, *client, flags), *opened, "{name}");
+                assert_eq!(send_packet(&balancer, *client, flags), *destination, "{name}");
             }
         }
-        assert_eq!(send_packet(&balancer, *open, RST).0, avoided_server, "{name}");
+        assert_eq!(send_packet(&balancer, *open_client, RST).0, avoided_server, "{name}");
         // The server takes new connections again. Connections that were opened at other servers stay there.
         balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: true });
         balancer.lb.set_masked(service_index, avoided_server, false);
-        for (client, opened) in clients.iter().zip(&opened_destinations) {
-            assert_eq!(send_packet(&balancer, *client, ACK), *opened, "{name}, and returned");
+        for (client, destination) in clients.iter().zip(&opened_destinations) {
+            assert_eq!(send_packet(&balancer, *client, ACK), *destination, "{name}, and returned");
         }
-        assert_eq!(send_packet(&balancer, *open, SYN).0, avoided_server, "{name}, and returned");
+        assert_eq!(send_packet(&balancer, *open_client, SYN).0, avoided_server, "{name}, and returned");
         assert_eq!(balancer.event_count(0, "flow_inserted"), 49, "{name}");
     }
 }
@@ -232,9 +233,15 @@ fn with_timestamps_off_connections_use_the_flow_table() {
     // With another pool, connections in the flow table keep their server and their previous server.
     let next_table = random_table(PlacementRule::Table, 2, 1, &ids[3..], &mut rng);
     balancer.install_table(0, &next_table);
-    for (client, chosen, before) in connections {
+    for (client, chosen_server, previous_id) in connections {
         let fin_frame = client_frame(client, ACK | FIN, 1);
-        balancer.expect_sent_with(0, &fin_frame, chosen, ExpectedIdentification::PreviousServer(before), "flow_table");
+        balancer.expect_sent_with(
+            0,
+            &fin_frame,
+            chosen_server,
+            ExpectedIdentification::PreviousServer(previous_id),
+            "flow_table",
+        );
     }
     // Without a flow table entry, a connection's server is unknown, so its resets are broadcast.
     let names_no_server = ExpectedIdentification::PreviousServer(None);
@@ -253,11 +260,11 @@ fn flow_of_a_removed_server_follows_the_bucket() {
         .find(|client| table.consistent_server(&tuple_to_vip(*client)) == Some(ids[0]))
         .unwrap();
     let frame = client_frame(client_address, ACK, 0);
-    let of = |table: &PlacementTable| {
+    let expected_identification = |table: &PlacementTable| {
         ExpectedIdentification::PreviousServer(previous_server(table, &tuple_to_vip(client_address)))
     };
-    balancer.expect_sent_with(0, &frame, ids[0], of(&table), "bucket_hash");
-    balancer.expect_sent_with(0, &frame, ids[0], of(&table), "flow_table");
+    balancer.expect_sent_with(0, &frame, ids[0], expected_identification(&table), "bucket_hash");
+    balancer.expect_sent_with(0, &frame, ids[0], expected_identification(&table), "flow_table");
     balancer.lb.set_server(balancer.service_indexes[0], ids[0], Server { mac: None, is_eligible: false });
     balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_server_unresolved");
     balancer.lb.remove_server(balancer.service_indexes[0], ids[0]);
@@ -265,8 +272,8 @@ fn flow_of_a_removed_server_follows_the_bucket() {
     let next_table = random_table(PlacementRule::Table, 2, 1, &ids[1..], &mut rng);
     balancer.install_table(0, &next_table);
     let chosen_server = next_table.consistent_server(&tuple_to_vip(client_address)).unwrap();
-    balancer.expect_sent_with(0, &frame, chosen_server, of(&next_table), "bucket_hash");
-    balancer.expect_sent_with(0, &frame, chosen_server, of(&next_table), "flow_table");
+    balancer.expect_sent_with(0, &frame, chosen_server, expected_identification(&next_table), "bucket_hash");
+    balancer.expect_sent_with(0, &frame, chosen_server, expected_identification(&next_table), "flow_table");
 }
 
 #[test]
@@ -341,23 +348,34 @@ fn traffic_is_counted_by_server() {
     for frame in &frames {
         balancer.forwarded_to(frame);
     }
-    let server_traffic = balancer.lb.traffic(server);
-    assert_eq!(server_traffic, ServerTraffic { opened: 1, closed: 2, packet_count: 0, bytes: 0 });
+    let server_traffic = balancer.lb.server_traffic(server);
+    assert_eq!(
+        server_traffic,
+        ServerTraffic { opened_connection_count: 1, closed_connection_count: 2, packet_count: 0, frame_bytes: 0 }
+    );
     balancer.lb.set_traffic_counting(true).unwrap();
     for frame in &frames {
         balancer.forwarded_to(frame);
     }
     let sent_bytes = frames.iter().map(|frame| frame.len() as u64).sum();
-    let server_traffic = balancer.lb.traffic(server);
-    assert_eq!(server_traffic, ServerTraffic { opened: 2, closed: 4, packet_count: 4, bytes: sent_bytes });
+    let server_traffic = balancer.lb.server_traffic(server);
+    assert_eq!(
+        server_traffic,
+        ServerTraffic {
+            opened_connection_count: 2,
+            closed_connection_count: 4,
+            packet_count: 4,
+            frame_bytes: sent_bytes
+        }
+    );
     // Broadcast and dropped packets count for no server.
     balancer.run(&client_frame(random_client(&mut rng), RST, 0));
     balancer.lb.set_server(balancer.service_indexes[0], server, Server { mac: None, is_eligible: true });
     balancer.expect_unforwarded(&frame_with_cookie(ACK), XDP_DROP, 0, "drop_server_unresolved");
-    let packets_by_server: Vec<u64> = ids.iter().map(|id| balancer.lb.traffic(*id).packet_count).collect();
+    let packets_by_server: Vec<u64> = ids.iter().map(|id| balancer.lb.server_traffic(*id).packet_count).collect();
     assert_eq!(packets_by_server.iter().sum::<u64>(), 4, "{packets_by_server:?}");
     balancer.lb.set_traffic_counting(false).unwrap();
-    assert_eq!(balancer.lb.traffic(server).packet_count, 4);
+    assert_eq!(balancer.lb.server_traffic(server).packet_count, 4);
 }
 
 /// An attacker may send such packets to one server repeatedly.
@@ -370,8 +388,9 @@ fn forged_packets_do_not_move_counts() {
         [Consistency::Stateless, Consistency::Stateful, Consistency::HashTable].map(mode_with_consistency);
     for mode in tested_modes.into_iter().chain([timestamps_off_mode]) {
         let (balancer, ids, _) = balancer_with_table(mode, PlacementRule::Table, &mut rng);
-        let sum_over_servers =
-            |of: fn(&ServerTraffic) -> u64| ids.iter().map(|id| of(&balancer.lb.traffic(*id))).sum::<u64>();
+        let sum_over_servers = |counter_of: fn(&ServerTraffic) -> u64| {
+            ids.iter().map(|id| counter_of(&balancer.lb.server_traffic(*id))).sum::<u64>()
+        };
         let client_address = random_client(&mut rng);
         // An ACK stores a hint in the flow table, and a SYN of a hash-table service stores an entry.
         for flags in [&[ACK | FIN; 200][..], &[ACK, ACK | FIN, RST], &[SYN; 200], &[ACK | FIN; 200]].concat() {
@@ -379,7 +398,10 @@ fn forged_packets_do_not_move_counts() {
         }
         let uses_hash_table = mode.consistency == Consistency::HashTable;
         assert_eq!(
-            (sum_over_servers(|of| of.opened), sum_over_servers(|of| of.closed)),
+            (
+                sum_over_servers(|traffic| traffic.opened_connection_count),
+                sum_over_servers(|of| of.closed_connection_count)
+            ),
             (u64::from(uses_hash_table), 0),
             "{mode:?}"
         );
@@ -428,7 +450,7 @@ fn services_of_different_modes_coexist_and_change() {
                     TcpPacket { flags: ACK, tcp_options: aligned_timestamp_option(2, tsecr), ..syn_packet.clone() };
                 let names_previous = ExpectedIdentification::PreviousServer(previous_server(table, &tuple));
                 let identification_unchanged = ExpectedIdentification::Unchanged;
-                let (server, identification, names) = match (mode.timestamps, mode.consistency) {
+                let (server, identification, counter_names) = match (mode.timestamps, mode.consistency) {
                     (TimestampOrigin::Off, _) => {
                         (chosen_by_bucket, names_previous, ["bucket_hash", "bucket_hash", "flow_table"])
                     }
@@ -441,7 +463,7 @@ fn services_of_different_modes_coexist_and_change() {
                     }
                     _ => (chosen_by_rule, identification_unchanged, ["new_connection", "established", "established"]),
                 };
-                for (frame, name) in [&syn_packet, &ack_packet, &ack_packet].into_iter().zip(names) {
+                for (frame, name) in [&syn_packet, &ack_packet, &ack_packet].into_iter().zip(counter_names) {
                     balancer.expect_sent_with(position, &frame.frame(), server, identification, name);
                 }
             }
@@ -471,7 +493,7 @@ fn invalid_modes_are_rejected_and_change_nothing() {
         refusal_of((service_address(VIP), lb_stamping_mode)),
         "service 10.200.0.1:80/tcp: timestamps by the load balancer need consistency \"stateless\" and TCP"
     );
-    let (verdict, _) =
+    let (xdp_action, _) =
         balancer.run_expecting_counter(&client_frame(random_client(&mut rng), ACK, 1), Some(0), "bucket_hash");
-    assert_eq!(verdict, XDP_TX);
+    assert_eq!(xdp_action, XDP_TX);
 }

@@ -94,11 +94,11 @@ impl TestEnv {
 
 fn exchange_data(client: &mut TcpStream, server: &mut TcpStream) {
     let sent_bytes: Vec<u8> = (0..200_000u32).map(|n| ((n * 7) >> 3) as u8).collect();
-    let send_and_check = |from: &mut TcpStream, to: &mut TcpStream| {
+    let send_and_check = |sender: &mut TcpStream, receiver: &mut TcpStream| {
         let mut received_bytes = vec![0; sent_bytes.len()];
         std::thread::scope(|scope| {
-            scope.spawn(|| from.write_all(&sent_bytes).unwrap());
-            to.read_exact(&mut received_bytes).unwrap();
+            scope.spawn(|| sender.write_all(&sent_bytes).unwrap());
+            receiver.read_exact(&mut received_bytes).unwrap();
         });
         assert_eq!(sent_bytes, received_bytes);
     };
@@ -179,9 +179,10 @@ fn change_keys_and_close(mut env: TestEnv, mut connections: Vec<(TcpStream, TcpS
     }
     // Half of the connections are closed by the client first, the others by the server.
     for (number, (mut client, mut server, _)) in connections.into_iter().enumerate() {
-        let (closing, waiting) = if number % 2 == 0 { (client, &mut server) } else { (server, &mut client) };
-        drop(closing);
-        assert_eq!(waiting.read(&mut [0]).unwrap(), 0);
+        let (closing_stream, waiting_stream) =
+            if number % 2 == 0 { (client, &mut server) } else { (server, &mut client) };
+        drop(closing_stream);
+        assert_eq!(waiting_stream.read(&mut [0]).unwrap(), 0);
     }
     for host in env.segment.servers.iter().chain([&env.segment.client]) {
         for counter in ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"] {

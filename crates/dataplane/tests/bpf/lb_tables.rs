@@ -37,7 +37,7 @@ fn table_with_random_candidates(
         let core_slot = uniform_below(rng, servers.len() as u32);
         CandidateCore {
             server: servers[core_slot as usize],
-            load: uniform_below(rng, 1000),
+            fixed_point_load: uniform_below(rng, 1000),
             core_slot: core_slot as u16,
         }
     };
@@ -51,7 +51,7 @@ fn table_with_random_candidates(
         candidates,
         assignment_cost: 0,
         core_slots: servers.iter().map(|server| ServerCore { server: *server, core: 0 }).collect(),
-        members: servers.iter().map(|server| TableMember { server: *server, load: 0 }).collect(),
+        members: servers.iter().map(|server| TableMember { server: *server, fixed_point_load: 0 }).collect(),
         consistent_servers: rendezvous_table(servers, bucket_count),
         previous_consistent_servers: Vec::new(),
         down_servers: Vec::new(),
@@ -88,25 +88,25 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
     let servers_by_mac: HashMap<MacAddress, ServerId> =
         balancer.server_macs.iter().map(|((_, server), mac)| (*mac, *server)).collect();
 
-    let (done, decided) = (AtomicBool::new(false), [AtomicU64::new(0), AtomicU64::new(0)]);
+    let (is_done, decision_counters) = (AtomicBool::new(false), [AtomicU64::new(0), AtomicU64::new(0)]);
     let start_time = Instant::now();
     std::thread::scope(|scope| {
         let packet_thread = scope.spawn(|| {
             let mut stray_decisions = Vec::new();
-            while !done.load(Ordering::Relaxed) && start_time.elapsed() < 2 * TIME_LIMIT {
-                for (frame, expected) in &frames_with_choices {
+            while !is_done.load(Ordering::Relaxed) && start_time.elapsed() < 2 * TIME_LIMIT {
+                for (frame, expected_servers) in &frames_with_choices {
                     let outcome = test_run::run(std::os::fd::AsFd::as_fd(&program), frame, 1).unwrap();
                     let mac = MacAddress(outcome.packet[..6].try_into().unwrap());
                     let server = servers_by_mac.get(&mac).filter(|_| outcome.verdict == XDP_TX);
-                    match expected.iter().position(|expected| Some(expected) == server) {
-                        Some(table) => _ = decided[table].fetch_add(1, Ordering::Relaxed),
-                        None => stray_decisions.push((outcome.verdict, mac, *expected)),
+                    match expected_servers.iter().position(|expected| Some(expected) == server) {
+                        Some(table) => _ = decision_counters[table].fetch_add(1, Ordering::Relaxed),
+                        None => stray_decisions.push((outcome.verdict, mac, *expected_servers)),
                     }
                 }
             }
             stray_decisions
         });
-        let decision_count = || decided.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
+        let decision_count = || decision_counters.iter().map(|count| count.load(Ordering::Relaxed)).sum::<u64>();
         let mut switch_count = 0;
         while switch_count < SWITCH_COUNT && start_time.elapsed() < TIME_LIMIT {
             switch_count += 1;
@@ -120,7 +120,7 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
             let next_table = PlacementTable { generation, ..tables[(switch_count % 2) as usize].clone() };
             balancer.install_table(0, &next_table);
         }
-        done.store(true, Ordering::Relaxed);
+        is_done.store(true, Ordering::Relaxed);
         let stray_decisions = packet_thread.join().unwrap();
         assert!(
             stray_decisions.is_empty(),
@@ -130,7 +130,7 @@ fn every_decision_follows_one_table_while_tables_are_switched() {
         );
         assert_eq!(switch_count, SWITCH_COUNT, "in {TIME_LIMIT:?}");
     });
-    let decisions_by_table = decided.map(|count| count.load(Ordering::Relaxed));
+    let decisions_by_table = decision_counters.map(|count| count.load(Ordering::Relaxed));
     println!("{SWITCH_COUNT} switches, decisions by table {decisions_by_table:?}");
     assert!(decisions_by_table.iter().all(|count| *count > 10 * SWITCH_COUNT), "{decisions_by_table:?}");
 }
@@ -156,8 +156,8 @@ fn replaced_candidates_decide_new_connections_only() {
         let service_index = balancer.service_indexes[0];
         balancer
             .lb
-            .replace_candidates(service_index, |in_force| {
-                table_preferring_first_servers(&server_ids[..6], in_force.bucket_count)
+            .replace_candidates(service_index, |present_table| {
+                table_preferring_first_servers(&server_ids[..6], present_table.bucket_count)
             })
             .unwrap();
         assert_eq!(balancer.lb.table_generation(service_index), Some(7));
@@ -203,7 +203,10 @@ fn candidates_are_not_replaced_without_a_table_or_candidates() {
     balancer.lb.replace_candidates(service_index, |_| panic!("no table")).unwrap();
     let server_ids = balancer.replace_servers(0, 3, &mut rng);
     balancer.install_table(0, &random_table(PlacementRule::LeastAssigned, 4, 1, &server_ids, &mut rng));
-    balancer.lb.replace_candidates(service_index, |in_force| PlacementTable::empty(in_force.bucket_count)).unwrap();
+    balancer
+        .lb
+        .replace_candidates(service_index, |present_table| PlacementTable::empty(present_table.bucket_count))
+        .unwrap();
     assert_eq!(balancer.lb.table_generation(service_index), Some(4));
     let table_of_foreign_server = table_preferring_first_servers(&[id(1)], BucketCount::new(2048).unwrap());
     balancer.lb.replace_candidates(service_index, |_| table_of_foreign_server).unwrap_err();

@@ -61,16 +61,16 @@ fn datagrams_follow_their_flow() {
         .collect();
     assert_eq!(balancer.event_count(0, "flow_inserted"), 200);
     // Flows stay when other servers drain. Their datagrams have IP options, no payload, or padding.
-    for draining in &ids[2..] {
-        let draining_mac = Some(balancer.server_macs[&(0, *draining)]);
+    for draining_id in &ids[2..] {
+        let draining_mac = Some(balancer.server_macs[&(0, *draining_id)]);
         balancer.lb.set_server(
             balancer.service_indexes[0],
-            *draining,
+            *draining_id,
             Server { mac: draining_mac, is_eligible: false },
         );
     }
     balancer.install_table(0, &random_table(PlacementRule::Table, 2, 1, &ids[..2], &mut rng));
-    for (client, chosen) in &flows_with_servers {
+    for (client, chosen_server) in &flows_with_servers {
         let datagram = UdpDatagram::new(*client, VIP);
         let mut padded_frame = datagram.frame();
         padded_frame[UDP_OFFSET + 4..UDP_OFFSET + 6].copy_from_slice(&[0, 10]);
@@ -80,17 +80,17 @@ fn datagrams_follow_their_flow() {
             padded_frame,
         ];
         for frame in flow_frames {
-            balancer.expect_sent_to(0, &frame, *chosen, "flow_table");
+            balancer.expect_sent_to(0, &frame, *chosen_server, "flow_table");
         }
     }
-    let opened_count: u64 = ids.iter().map(|id| balancer.lb.traffic(*id).opened).sum();
+    let opened_count: u64 = ids.iter().map(|id| balancer.lb.server_traffic(*id).opened_connection_count).sum();
     assert_eq!(opened_count, 200);
     // A flow whose server was removed is placed and stored again.
-    let (client, chosen) = flows_with_servers[0];
-    balancer.lb.remove_server(balancer.service_indexes[0], chosen);
+    let (client, chosen_server) = flows_with_servers[0];
+    balancer.lb.remove_server(balancer.service_indexes[0], chosen_server);
     let frame = UdpDatagram::new(client, VIP).frame();
-    let (verdict, _) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
-    assert_eq!(verdict, XDP_TX);
+    let (xdp_action, _) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
+    assert_eq!(xdp_action, XDP_TX);
     balancer.run_expecting_counter(&frame, Some(0), "flow_table");
 }
 
@@ -109,10 +109,10 @@ fn flow_moves_from_a_server_that_health_checks_find_down() {
     balancer.expect_sent_to(0, &frame, chosen_server, "flow_table");
     balancer.lb.set_masked(balancer.service_indexes[0], chosen_server, true);
     let has_other_mac = |id: &&ServerId| balancer.server_macs[&(0, **id)] != balancer.server_macs[&(0, chosen_server)];
-    let (verdict, sent) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
-    assert_eq!(verdict, XDP_TX);
+    let (xdp_action, forwarded_frame) = balancer.run_expecting_counter(&frame, Some(0), "new_connection");
+    assert_eq!(xdp_action, XDP_TX);
     assert!(
-        ids.iter().filter(has_other_mac).any(|id| sent[..6] == balancer.server_macs[&(0, *id)].0),
+        ids.iter().filter(has_other_mac).any(|id| forwarded_frame[..6] == balancer.server_macs[&(0, *id)].0),
         "it went to {chosen_server}"
     );
     balancer.run_expecting_counter(&frame, Some(0), "flow_table");
@@ -132,7 +132,7 @@ fn datagrams_are_placed_individually() {
         }
     }
     assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
-    assert!(ids.iter().all(|id| balancer.lb.traffic(*id) == ServerTraffic::default()));
+    assert!(ids.iter().all(|id| balancer.lb.server_traffic(*id) == ServerTraffic::default()));
 }
 
 #[test]
@@ -163,27 +163,27 @@ fn malformed_datagrams_are_dropped_with_a_reason() {
     let (balancer, _, _) = balancer_with_table(Consistency::None, PlacementRule::Table, &mut rng);
     let frame = UdpDatagram::new(random_client(&mut rng), VIP).frame();
     let udp_length = (frame.len() - UDP_OFFSET) as u16;
-    for printed in 0..=udp_length + 8 {
+    for length_field in 0..=udp_length + 8 {
         let mut frame = frame.clone();
-        frame[UDP_OFFSET + 4..UDP_OFFSET + 6].copy_from_slice(&printed.to_be_bytes());
-        if (8..=udp_length).contains(&printed) {
+        frame[UDP_OFFSET + 4..UDP_OFFSET + 6].copy_from_slice(&length_field.to_be_bytes());
+        if (8..=udp_length).contains(&length_field) {
             balancer.run_expecting_counter(&frame, Some(0), "per_packet");
         } else {
             balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_udp");
         }
     }
     // The total length in the IP header is too small.
-    for total in 0..28u16 {
+    for total_length in 0..28u16 {
         let mut frame = frame.clone();
-        frame[IP + 2..IP + 4].copy_from_slice(&total.to_be_bytes());
-        match total {
+        frame[IP + 2..IP + 4].copy_from_slice(&total_length.to_be_bytes());
+        match total_length {
             0..20 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_ipv4"),
             20..24 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_udp"),
             _ => balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_udp"),
         }
     }
-    for cut in IP + 20..frame.len() {
-        balancer.expect_unforwarded_without_service(&frame[..cut], XDP_DROP, "drop_malformed_ipv4");
+    for truncated_length in IP + 20..frame.len() {
+        balancer.expect_unforwarded_without_service(&frame[..truncated_length], XDP_DROP, "drop_malformed_ipv4");
     }
 }
 
@@ -214,8 +214,8 @@ fn later_fragments_follow_the_first_one() {
             // Until the first fragment has arrived, the service of the others is unknown.
             balancer.expect_unforwarded_without_service(&fragments_in_order[1], XDP_DROP, "drop_fragment");
             balancer.expect_sent_to(0, &fragments_in_order[0], chosen_server, first_counter);
-            for later in [3, 1, 2] {
-                balancer.expect_sent_to(0, &fragments_in_order[later], chosen_server, "fragment");
+            for fragment_index in [3, 1, 2] {
+                balancer.expect_sent_to(0, &fragments_in_order[fragment_index], chosen_server, "fragment");
             }
             // Fragments of another datagram, or from another client, are not matched.
             let unrelated_fragments = [
@@ -225,9 +225,9 @@ fn later_fragments_follow_the_first_one() {
                     ..datagram.clone()
                 },
             ];
-            for stranger in unrelated_fragments {
+            for unrelated_fragment in unrelated_fragments {
                 balancer.expect_unforwarded_without_service(
-                    &fragment_frames(&stranger, 3)[1],
+                    &fragment_frames(&unrelated_fragment, 3)[1],
                     XDP_DROP,
                     "drop_fragment",
                 );
@@ -316,10 +316,10 @@ fn first_fragments_without_ports_are_dropped_with_a_reason() {
     let mut rng = seeded_rng(66, 0);
     let (balancer, _, _) = balancer_with_table(Consistency::None, PlacementRule::Table, &mut rng);
     let first_fragment = fragment_frames(&UdpDatagram::new(random_client(&mut rng), VIP), 2).remove(0);
-    for total in 20..28u16 {
+    for total_length in 20..28u16 {
         let mut frame = first_fragment.clone();
-        frame[IP + 2..IP + 4].copy_from_slice(&total.to_be_bytes());
-        match total {
+        frame[IP + 2..IP + 4].copy_from_slice(&total_length.to_be_bytes());
+        match total_length {
             20..24 => balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_udp"),
             _ => balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_udp"),
         }

@@ -25,20 +25,20 @@ fn vlan_with_id(id: u16) -> Vlan {
     Vlan::from_id_or_untagged(id.into()).unwrap()
 }
 
-/// Returns a balancer with one service. `vips` is the VLAN of the VIP, and `servers` the VLAN of all servers. Neither
-/// changes the placement.
-fn balancer_in_vlans(family: Family, mode: ServiceMode, vips: u16, servers: u16) -> Balancer {
+/// Returns a balancer with one service. `vip_vlan_id` is the VLAN of the VIP, and `server_vlan_id` the VLAN of all
+/// servers. Neither changes the placement.
+fn balancer_in_vlans(family: Family, mode: ServiceMode, vip_vlan_id: u16, server_vlan_id: u16) -> Balancer {
     let mut rng = seeded_rng(32, 1);
-    let options = Options { vip_vlan: vlan_with_id(vips), ..Options::default() };
+    let options = Options { vip_vlan: vlan_with_id(vip_vlan_id), ..Options::default() };
     let mut balancer = Balancer::with_model(&[(service_address(service_vip(family)), mode)], options, &mut rng);
     balancer.lb.set_outer_header(OWN_OUTER_ADDRESSES, MTU as u32);
     let server_ids = balancer.replace_servers(0, 9, &mut rng);
-    balancer.lb.use_server_vlans(BTreeSet::from([vlan_with_id(servers)])).unwrap();
-    balancer.lb.set_broadcast_vlan(balancer.service_indexes[0], Some(vlan_with_id(servers)));
+    balancer.lb.use_server_vlans(BTreeSet::from([vlan_with_id(server_vlan_id)])).unwrap();
+    balancer.lb.set_broadcast_vlan(balancer.service_indexes[0], Some(vlan_with_id(server_vlan_id)));
     for id in &server_ids {
-        balancer.lb.set_server_vlan(*id, vlan_with_id(servers));
+        balancer.lb.set_server_vlan(*id, vlan_with_id(server_vlan_id));
         let outer_address = server_outer_address(Family::Ipv4, *id);
-        balancer.lb.set_tunnel(*id, Tunnel { address: outer_address, source_port: None }).unwrap();
+        balancer.lb.set_tunnel(*id, Tunnel { destination_address: outer_address, source_port: None }).unwrap();
     }
     let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
     balancer.install_table(0, &table);
@@ -89,17 +89,21 @@ fn frames_are_sent_in_their_servers_vlan_and_otherwise_unchanged() {
         } else {
             &[(10, 20), (0, 20), (10, 0)]
         };
-        for &(vips, servers) in placement_changes {
-            let tagged_balancer = balancer_in_vlans(family, mode, vips, servers);
+        for &(vip_vlan_id, server_vlan_id) in placement_changes {
+            let tagged_balancer = balancer_in_vlans(family, mode, vip_vlan_id, server_vlan_id);
             for frame in [client_frame(family, SYN, 0), client_frame(family, ACK, 0), client_frame(family, ACK, 100)] {
-                let (expected_verdict, expected) = untagged_balancer.run(&frame);
-                let (verdict, found) = tagged_balancer.run(&frame_in_vlan(&frame, vips));
-                assert_eq!(verdict, expected_verdict);
+                let (expected_action, untagged_output) = untagged_balancer.run(&frame);
+                let (xdp_action, tagged_output) = tagged_balancer.run(&frame_in_vlan(&frame, vip_vlan_id));
+                assert_eq!(xdp_action, expected_action);
                 // The program keeps the priority of the tag.
-                let priority_bits = if vips == 0 { 0 } else { TAG_PRIORITY_BITS };
-                let is_tagged = verdict == XDP_TX && servers != 0;
-                let expected_frame = if is_tagged { add_tag(&expected, priority_bits | servers) } else { expected };
-                assert_eq!(found, expected_frame, "{family:?} {mode:?}: from {vips} to {servers}");
+                let priority_bits = if vip_vlan_id == 0 { 0 } else { TAG_PRIORITY_BITS };
+                let is_tagged = xdp_action == XDP_TX && server_vlan_id != 0;
+                let expected_frame =
+                    if is_tagged { add_tag(&untagged_output, priority_bits | server_vlan_id) } else { untagged_output };
+                assert_eq!(
+                    tagged_output, expected_frame,
+                    "{family:?} {mode:?}: from {vip_vlan_id} to {server_vlan_id}"
+                );
             }
         }
     }
@@ -110,9 +114,9 @@ fn frames_of_other_vlans_pass_unchanged() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
         let frame = client_frame(family, SYN, 0);
-        for (vips, other) in [(10, 0), (10, 20), (10, 11), (0, 10)] {
-            let balancer = balancer_in_vlans(family, ServiceMode::default(), vips, 20);
-            balancer.expect_passed_uncounted(&frame_in_vlan(&frame, other));
+        for (vip_vlan_id, other_vlan_id) in [(10, 0), (10, 20), (10, 11), (0, 10)] {
+            let balancer = balancer_in_vlans(family, ServiceMode::default(), vip_vlan_id, 20);
+            balancer.expect_passed_uncounted(&frame_in_vlan(&frame, other_vlan_id));
         }
         // A tag with VLAN 0 (which is only a priority) counts as untagged. A frame with two tags passes to the kernel.
         let balancer = balancer_in_vlans(family, ServiceMode::default(), 0, 20);
@@ -127,17 +131,23 @@ fn frames_of_other_vlans_pass_unchanged() {
 #[test]
 fn broadcasts_are_sent_in_the_vlan_of_all_servers_or_dropped() {
     skip_if!(missing_bpf_rights());
-    for (vips, servers) in [(0, 20), (10, 20), (10, 0)] {
-        let mut balancer = balancer_in_vlans(Family::Ipv4, ServiceMode::default(), vips, servers);
+    for (vip_vlan_id, server_vlan_id) in [(0, 20), (10, 20), (10, 0)] {
+        let mut balancer = balancer_in_vlans(Family::Ipv4, ServiceMode::default(), vip_vlan_id, server_vlan_id);
         let frame = reset_frame(Family::Ipv4);
-        let (verdict, found) = balancer.run_expecting_counter(&frame_in_vlan(&frame, vips), Some(0), "broadcast");
-        let (_, sent) = self::balancer_in_vlans(Family::Ipv4, ServiceMode::default(), 0, 0).run(&frame);
-        let priority_bits = if vips == 0 { 0 } else { TAG_PRIORITY_BITS };
-        let expected_frame = if servers == 0 { sent } else { add_tag(&sent, priority_bits | servers) };
-        assert_eq!((verdict, found), (XDP_TX, expected_frame));
+        let (xdp_action, tagged_output) =
+            balancer.run_expecting_counter(&frame_in_vlan(&frame, vip_vlan_id), Some(0), "broadcast");
+        let (_, untagged_output) = self::balancer_in_vlans(Family::Ipv4, ServiceMode::default(), 0, 0).run(&frame);
+        let priority_bits = if vip_vlan_id == 0 { 0 } else { TAG_PRIORITY_BITS };
+        let expected_frame = if server_vlan_id == 0 {
+            untagged_output
+        } else {
+            add_tag(&untagged_output, priority_bits | server_vlan_id)
+        };
+        assert_eq!((xdp_action, tagged_output), (XDP_TX, expected_frame));
         balancer.lb.set_broadcast_vlan(balancer.service_indexes[0], None);
-        let (verdict, _) = balancer.run_expecting_counter(&frame_in_vlan(&frame, vips), Some(0), "drop_not_broadcast");
-        assert_eq!(verdict, XDP_DROP);
+        let (xdp_action, _) =
+            balancer.run_expecting_counter(&frame_in_vlan(&frame, vip_vlan_id), Some(0), "drop_not_broadcast");
+        assert_eq!(xdp_action, XDP_DROP);
     }
 }
 
@@ -146,27 +156,27 @@ fn icmp_errors_are_sent_in_the_senders_vlan() {
     skip_if!(missing_bpf_rights());
     let gue_mode = ServiceMode { forwarding: Forwarding::Gue, ..ServiceMode::default() };
     let frame = client_frame(Family::Ipv4, SYN, MTU);
-    let (verdict, expected) = balancer_in_vlans(Family::Ipv4, gue_mode, 0, 0).run(&frame);
-    assert_eq!(verdict, XDP_TX);
+    let (xdp_action, untagged_output) = balancer_in_vlans(Family::Ipv4, gue_mode, 0, 0).run(&frame);
+    assert_eq!(xdp_action, XDP_TX);
     let tagged_balancer = balancer_in_vlans(Family::Ipv4, gue_mode, 10, 20);
-    let (_, found) =
+    let (_, tagged_output) =
         tagged_balancer.run_expecting_counter(&frame_in_vlan(&frame, 10), Some(0), "drop_fragmentation_needed");
-    assert_eq!(found, add_tag(&expected, TAG_PRIORITY_BITS | 10));
+    assert_eq!(tagged_output, add_tag(&untagged_output, TAG_PRIORITY_BITS | 10));
 }
 
 #[test]
 fn vlans_of_servers_are_taken_over() {
     skip_if!(missing_bpf_rights());
-    let (pair, pins) = (VethPair::new(), PinDirectory::new());
+    let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
     let start_process = || {
         let options = Options { pin_directory: Some(pins.path()), ..Options::default() };
         let mut lb = LoadBalancer::load(options).unwrap();
-        pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
+        veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto)).unwrap();
         lb.set_own_mac(OWN_MAC);
         lb
     };
     let frame = client_frame(Family::Ipv4, SYN, 0);
-    let is_sent_in_vlan = |lb: &LoadBalancer| {
+    let assert_sent_in_vlan = |lb: &LoadBalancer| {
         let sent_frame = test_run::run(lb.program(), &frame, 1).unwrap().packet;
         assert_eq!(sent_frame[VLAN_TAG_OFFSET..VLAN_TAG_OFFSET + 4], [0x81, 0, 0, 20]);
     };
@@ -178,9 +188,9 @@ fn vlans_of_servers_are_taken_over() {
     lb.set_server(service_index, server, Server { mac: Some(MacAddress([2, 0, 0, 0, 0, 9])), is_eligible: true });
     lb.install_table(service_index, &random_table(PlacementRule::Table, 1, 1, &[server], &mut seeded_rng(32, 2)))
         .unwrap();
-    is_sent_in_vlan(&lb);
+    assert_sent_in_vlan(&lb);
     drop(lb);
     let lb = start_process();
     assert!(lb.is_taken_over());
-    is_sent_in_vlan(&lb);
+    assert_sent_in_vlan(&lb);
 }

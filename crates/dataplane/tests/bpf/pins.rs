@@ -36,8 +36,10 @@ fn pin_directory_is_locked_by_one_process() {
 fn read_only_commands_create_no_pins() {
     skip_if!(missing_bpf_rights());
     let pins = PinDirectory::new();
-    for refused in [PinnedConnections::open(&pins.path()).unwrap_err(), capture::services(&pins.path()).unwrap_err()] {
-        assert!(refused.to_string().starts_with("no load balancer has pinned anything in "), "{refused}");
+    for open_error in
+        [PinnedConnections::open(&pins.path()).unwrap_err(), capture::pinned_services(&pins.path()).unwrap_err()]
+    {
+        assert!(open_error.to_string().starts_with("no load balancer has pinned anything in "), "{open_error}");
     }
     assert_eq!(std::fs::read_dir(pins.path()).unwrap().count(), 0);
 }
@@ -47,31 +49,31 @@ fn read_only_commands_create_no_pins() {
 #[test]
 fn programs_pinned_elsewhere_are_not_replaced() {
     skip_if!(missing_bpf_rights());
-    let (env, elsewhere) = (TestEnv::new(), PinDirectory::new());
+    let (env, other_pins) = (TestEnv::new(), PinDirectory::new());
     let options = ServerOptions {
-        interface_index: env.pair.server_interface_index(),
-        pin_directory: elsewhere.path(),
+        interface_index: env.veth_pair.server_interface_index(),
+        pin_directory: other_pins.path(),
         sample_every_syn: false,
     };
-    let attach_elsewhere = || env.pair.server.run_inside(|| ServerPrograms::attach(options.clone()));
+    let attach_elsewhere = || env.veth_pair.server.run_inside(|| ServerPrograms::attach(options.clone()));
     let attach_error = attach_elsewhere().unwrap_err().to_string();
     let expected_start = format!("what is pinned in {} is at the interface of index ", env.pins.path().display());
     assert!(attach_error.starts_with(&expected_start), "{attach_error}");
-    assert_eq!(std::fs::read_dir(elsewhere.path()).unwrap().count(), 0);
+    assert_eq!(std::fs::read_dir(other_pins.path()).unwrap().count(), 0);
 
     // A process with the same directory takes over. After the programs were removed, another directory also works.
-    drop(attach_programs(&env.pair, &env.pins));
-    env.pair.server.run_inside(|| env.programs.remove()).unwrap();
-    let moved_programs = env.pair.server.run_inside(|| ServerPrograms::attach(options.clone())).unwrap();
-    env.pair.server.run_inside(|| moved_programs.remove()).unwrap();
+    drop(attach_programs(&env.veth_pair, &env.pins));
+    env.veth_pair.server.run_inside(|| env.programs.detach_and_unpin()).unwrap();
+    let moved_programs = env.veth_pair.server.run_inside(|| ServerPrograms::attach(options.clone())).unwrap();
+    env.veth_pair.server.run_inside(|| moved_programs.detach_and_unpin()).unwrap();
 }
 
 #[test]
 fn load_balancer_pinned_in_another_directory_is_reported() {
     skip_if!(missing_bpf_rights());
-    let attach_balancer = |pair: &VethPair, pins: &PinDirectory| {
+    let attach_balancer = |veth_pair: &VethPair, pins: &PinDirectory| {
         let mut lb = LoadBalancer::load(Options { pin_directory: Some(pins.path()), ..Options::default() })?;
-        pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
+        veth_pair.server.run_inside(|| lb.attach("eth0", XdpMode::Auto))?;
         anyhow::Ok(lb)
     };
     // The devices of the two network namespaces have the same interface index.
@@ -79,8 +81,8 @@ fn load_balancer_pinned_in_another_directory_is_reported() {
     assert_eq!(hosts_and_pins[0].0.server_interface_index(), hosts_and_pins[1].0.server_interface_index());
     let balancers = [0, 1].map(|number| attach_balancer(&hosts_and_pins[number].0, &hosts_and_pins[number].1).unwrap());
     let unused_pins = PinDirectory::new();
-    for (pair, pins) in &hosts_and_pins {
-        let attach_error = attach_balancer(pair, &unused_pins).unwrap_err().to_string();
+    for (veth_pair, pins) in &hosts_and_pins {
+        let attach_error = attach_balancer(veth_pair, &unused_pins).unwrap_err().to_string();
         let expected_message =
             format!("has the program of a load balancer that is pinned in {}: expected", pins.path().display());
         assert!(attach_error.contains(&expected_message), "{attach_error}");

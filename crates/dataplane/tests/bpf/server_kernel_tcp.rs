@@ -38,8 +38,11 @@ fn exchange_and_close(env: &TestEnv, listener: &TcpListener) {
         }
     }
     let received_frames = sniffer.received_from_vip();
-    for expected in [SYN | ACK, ACK, FIN | ACK] {
-        assert!(received_frames.iter().any(|frame| tcp_flags(frame) == expected), "no packet with flags {expected:#x}");
+    for expected_flags in [SYN | ACK, ACK, FIN | ACK] {
+        assert!(
+            received_frames.iter().any(|frame| tcp_flags(frame) == expected_flags),
+            "no packet with flags {expected_flags:#x}"
+        );
     }
     for frame in &received_frames {
         assert_eq!(cookie_of_packet(frame), Cookie::Server(id()), "{frame:02x?}");
@@ -65,10 +68,10 @@ fn syn_cookies_work() {
     skip_if!(missing_bpf_rights());
     for family in Family::BOTH {
         let env = TestEnv::of(family, ServiceMode::default());
-        env.pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
+        env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", "2");
         exchange_and_close(&env, &env.listen_at_vip());
-        assert_eq!(env.pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
-        assert_eq!(env.pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0, "{family:?}");
+        assert_eq!(env.veth_pair.server.kernel_counter("TcpExtSyncookiesRecv"), 4, "{family:?}");
+        assert_eq!(env.veth_pair.server.kernel_counter("TcpExtSyncookiesFailed"), 0, "{family:?}");
     }
 }
 
@@ -76,17 +79,17 @@ fn syn_cookies_work() {
 fn clsact_is_used_on_kernels_without_tcx() {
     skip_if!(missing_bpf_rights());
     let mut env = TestEnv::new();
-    let interface_index = env.pair.server_interface_index();
+    let interface_index = env.veth_pair.server_interface_index();
     let mut clsact_programs = ServerPrograms::load_only(false).unwrap();
     std::mem::swap(&mut clsact_programs, &mut env.programs);
-    env.pair.server.run_inside(|| clsact_programs.remove()).unwrap();
+    env.veth_pair.server.run_inside(|| clsact_programs.detach_and_unpin()).unwrap();
     env.programs.set_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
     set_services(&mut env.programs, ServiceMode::default());
     for direction in [Direction::Ingress, Direction::Egress] {
         for _ in 0..2 {
             let attach_with_clsact =
                 || tc::attach_to_clsact(env.programs.program(direction), interface_index, direction);
-            env.pair.server.run_inside(attach_with_clsact).unwrap();
+            env.veth_pair.server.run_inside(attach_with_clsact).unwrap();
         }
     }
     let listener = env.listen_at_vip();
@@ -94,7 +97,7 @@ fn clsact_is_used_on_kernels_without_tcx() {
     let stamped_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
     for direction in [Direction::Ingress, Direction::Egress] {
         let detach_from_clsact = || tc::detach(interface_index, direction, &env.pins.path().join("none"));
-        env.pair.server.run_inside(detach_from_clsact).unwrap();
+        env.veth_pair.server.run_inside(detach_from_clsact).unwrap();
     }
     drop(env.open_connection(&listener));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_STAMPED), stamped_before, "detached");
@@ -129,14 +132,14 @@ fn expect_stamped_packets_without_socket(family: Family) {
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
     let client_port = client.local_addr().unwrap().port();
     drop(client);
-    let (mut frames, end) = (sniffer.collect_from_vip(&env), Instant::now() + TIMEOUT);
+    let (mut frames, deadline) = (sniffer.collect_from_vip(&env), Instant::now() + TIMEOUT);
     // Returns whether the server has sent its FIN and has acknowledged the client's FIN.
     let have_both_ended = |frames: &[Vec<u8>]| {
         let frames_after_fin = frames.iter().skip_while(|frame| tcp_flags(frame) != FIN | ACK);
         frames_after_fin.last().is_some_and(|last| tcp_flags(last) == ACK)
     };
     while !have_both_ended(&frames) {
-        assert!(Instant::now() < end, "{frames:02x?}");
+        assert!(Instant::now() < deadline, "{frames:02x?}");
         frames.extend(sniffer.collect_from_vip(&env));
     }
     let last_frame = frames.pop().unwrap();
@@ -166,10 +169,10 @@ fn connections_older_than_the_clock_stay_unchanged() {
 
 fn expect_older_connections_unchanged(family: Family) {
     let env = TestEnv::of(family, ServiceMode::default());
-    env.pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
+    env.veth_pair.server.set_sysctl("ipv4/tcp_timestamps", "1");
     let listener = env.listen_at_vip();
     let (mut client, mut server) = env.open_connection(&listener);
-    env.pair.server.set_sysctl("ipv4/tcp_timestamps", "2");
+    env.veth_pair.server.set_sysctl("ipv4/tcp_timestamps", "2");
     send_and_receive(&mut client, &mut server, &byte_pattern(100_000));
     send_and_receive(&mut server, &mut client, &byte_pattern(100_000));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_STAMPED), 0);
@@ -219,7 +222,7 @@ fn new_process_takes_over() {
     let (mut client, mut server) = env.open_connection(&listener);
     for round in 1..=3 {
         let stamped_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
-        env.programs = attach_programs(&env.pair, &env.pins);
+        env.programs = attach_programs(&env.veth_pair, &env.pins);
         assert!(env.programs.is_taken_over() && env.programs.has_services());
         send_and_receive(&mut client, &mut server, &byte_pattern(round * 100_000));
         send_and_receive(&mut server, &mut client, &byte_pattern(round * 100_000));
@@ -228,10 +231,10 @@ fn new_process_takes_over() {
     env.assert_no_errors();
 
     // The device is replaced by another one. The pinned links of the former device are then also replaced.
-    env.pair.server.ip("link del eth0");
+    env.veth_pair.server.ip("link del eth0");
     let second_pair = VethPair::new();
     env.programs = attach_programs(&second_pair, &env.pins);
-    env.pair = second_pair;
+    env.veth_pair = second_pair;
     drop(listener);
     let listener = env.listen_at_vip();
     let stamped_before = env.server_counter(intf::SERVER_COUNTER_STAMPED);
@@ -252,11 +255,11 @@ fn transfer_continues_while_keys_change() {
     let transferred_data = byte_pattern(1 << 20);
     let key_bit_of = |frame: &Vec<u8>| read_u32(frame, tsval_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
     let current_bit = |keys: &FleetCookieKeys| if keys.current == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
-    let (over, mut frames, end) = (AtomicBool::new(false), vec![], Instant::now() + RUN_TIMEOUT);
+    let (is_over, mut frames, deadline) = (AtomicBool::new(false), vec![], Instant::now() + RUN_TIMEOUT);
     let round_count = std::thread::scope(|scope| {
         let transfer_thread = scope.spawn(|| {
             let mut round_count = 0;
-            while !over.load(Ordering::Relaxed) {
+            while !is_over.load(Ordering::Relaxed) {
                 send_and_receive(&mut client, &mut server, &transferred_data);
                 send_and_receive(&mut server, &mut client, &transferred_data);
                 round_count += 1;
@@ -268,7 +271,7 @@ fn transfer_continues_while_keys_change() {
             fleet_keys.current = fleet_keys.current.other();
             env.programs.set_keys(&fleet_keys, tsval_clock_ms() + 20);
             let mut new_key_packets = 0;
-            while new_key_packets < PACKETS_PER_KEY && Instant::now() < end {
+            while new_key_packets < PACKETS_PER_KEY && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(2));
                 let new_frames = sniffer.received_from_vip();
                 new_key_packets +=
@@ -276,17 +279,22 @@ fn transfer_continues_while_keys_change() {
                 frames.extend(new_frames);
             }
         }
-        over.store(true, Ordering::Relaxed);
+        is_over.store(true, Ordering::Relaxed);
         transfer_thread.join().unwrap()
     });
-    let key_switch_count = frames.windows(2).filter(|pair| key_bit_of(&pair[0]) != key_bit_of(&pair[1])).count();
+    let key_switch_count =
+        frames.windows(2).filter(|frame_pair| key_bit_of(&frame_pair[0]) != key_bit_of(&frame_pair[1])).count();
     assert!(key_switch_count >= 20, "{key_switch_count} switches in {} packets", frames.len());
     assert!(frames.iter().all(|frame| cookie_of_packet(frame) == Cookie::Server(id())));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
     env.assert_no_errors();
-    for host in [&env.pair.client, &env.pair.server] {
-        let (again, sent) = (host.kernel_counter("TcpRetransSegs"), host.kernel_counter("TcpOutSegs"));
-        assert!(again * 200 < sent + 200, "{again} of {sent} segments sent again in {round_count} rounds");
+    for host in [&env.veth_pair.client, &env.veth_pair.server] {
+        let (retransmission_count, sent_count) =
+            (host.kernel_counter("TcpRetransSegs"), host.kernel_counter("TcpOutSegs"));
+        assert!(
+            retransmission_count * 200 < sent_count + 200,
+            "{retransmission_count} of {sent_count} segments sent again in {round_count} rounds"
+        );
     }
 }
 
@@ -330,7 +338,7 @@ impl SilentConnection {
     /// Waits until the silence ends, and then transfers data. Returns a description if the transfer took 3 s or longer.
     fn resume_after_silence(mut self) -> Option<String> {
         std::thread::sleep(self.silent_time);
-        let (client, server, began) = (&mut self.client, &mut self.server, Instant::now());
+        let (client, server, start_time) = (&mut self.client, &mut self.server, Instant::now());
         if matches!(self.first_sender, FirstSender::Client) {
             send_and_receive(client, server, b"request");
         }
@@ -340,21 +348,25 @@ impl SilentConnection {
             send_and_receive(server, client, &byte_pattern(transfer_length));
             send_and_receive(client, server, b"request");
         }
-        let (took, Self { silent_time: silence, first_sender: first, has_keep_alive: keep_alive, .. }) =
-            (began.elapsed(), self);
-        let is_slow = took >= Duration::from_secs(3);
-        is_slow.then(|| format!("{took:?} after {silence:?}, {first:?} first, keep-alive {keep_alive}"))
+        let (
+            elapsed_time,
+            Self { silent_time: silence_duration, first_sender: first_sender_kind, has_keep_alive: keep_alive, .. },
+        ) = (start_time.elapsed(), self);
+        let is_slow = elapsed_time >= Duration::from_secs(3);
+        is_slow.then(|| {
+            format!("{elapsed_time:?} after {silence_duration:?}, {first_sender_kind:?} first, keep-alive {keep_alive}")
+        })
     }
 }
 
 /// Asserts that connections continue after each silence (in s), for each first sender, with and without keep-alive.
 fn assert_connections_resume(env: &TestEnv, silences: &[u64], keep_alives: &[bool]) {
     let (listener, mut connections) = (env.listen_at_vip(), vec![]);
-    for silence in silences {
+    for silent_seconds in silences {
         for first in [FirstSender::Server, FirstSender::Client, FirstSender::ServerManySegments] {
             for keep_alive in keep_alives {
-                let silence = Duration::from_secs(*silence);
-                connections.push(SilentConnection::new(env, &listener, silence, first, *keep_alive));
+                let silent_time = Duration::from_secs(*silent_seconds);
+                connections.push(SilentConnection::new(env, &listener, silent_time, first, *keep_alive));
             }
         }
     }
@@ -366,7 +378,7 @@ fn assert_connections_resume(env: &TestEnv, silences: &[u64], keep_alives: &[boo
     // If packets were lost, a sender would repeat them four times within 3 s. On a busy machine, a transfer may be slow
     // without retransmissions.
     let retransmission_count: u64 =
-        [&env.pair.client, &env.pair.server].map(|host| host.kernel_counter("TcpRetransSegs")).iter().sum();
+        [&env.veth_pair.client, &env.veth_pair.server].map(|host| host.kernel_counter("TcpRetransSegs")).iter().sum();
     assert!(
         slow_connections.is_empty() || retransmission_count < 4,
         "{retransmission_count} segments sent again: {slow_connections:#?}"

@@ -55,7 +55,7 @@ fn index_in_the_syn_is_hidden_from_the_kernel() {
 fn expect_index_in_cookies(family: Family) {
     for syn_cookies in ["1", "2"] {
         let env = TestEnv::of(family, STATEFUL_MODE);
-        env.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
+        env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let listener = env.listen_at_vip();
         let mut client = RawTcpClient::new(&env, 4001, true);
         let syn_ack = client.open_connection(tsecr_with_index(TABLE_INDEX));
@@ -147,13 +147,14 @@ fn syn_flood_evicts_indexes_without_breaking_connections() {
     skip_if!(missing_bpf_rights());
     let env = TestEnv::start_with_mode(STATEFUL_MODE);
     let listener = env.listen_at_vip();
-    let (mut established, mut half_open) = (RawTcpClient::new(&env, 4004, true), RawTcpClient::new(&env, 4005, true));
-    established.open_connection(tsecr_with_index(TABLE_INDEX));
-    established.send_final_ack();
+    let (mut established_client, mut half_open_client) =
+        (RawTcpClient::new(&env, 4004, true), RawTcpClient::new(&env, 4005, true));
+    established_client.open_connection(tsecr_with_index(TABLE_INDEX));
+    established_client.send_final_ack();
     let _first_stream = listener.accept().unwrap();
-    assert!(!established.send_payload(b"request", leave_unchanged).is_empty());
-    let syn_ack = half_open.open_connection(tsecr_with_index(TABLE_INDEX + 1));
-    assert_eq!(cookie_in_frame(&half_open, &syn_ack), Cookie::TableIndex(TABLE_INDEX + 1));
+    assert!(!established_client.send_payload(b"request", leave_unchanged).is_empty());
+    let syn_ack = half_open_client.open_connection(tsecr_with_index(TABLE_INDEX + 1));
+    assert_eq!(cookie_in_frame(&half_open_client, &syn_ack), Cookie::TableIndex(TABLE_INDEX + 1));
 
     // SYNs with an index come from twice as many clients as the map has entries, and each gets a SYN-ACK.
     for n in 0..2 * intf::MAX_HALF_OPEN_INDEXES {
@@ -170,18 +171,18 @@ fn syn_flood_evicts_indexes_without_breaking_connections() {
     }
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
     // The kernel's LRU map selects the entries that stay. A SYN without an index removes this client's entry.
-    let mut conflicting_syn = half_open.next_frame(SYN, 0, b"");
+    let mut conflicting_syn = half_open_client.next_frame(SYN, 0, b"");
     // Packets of test runs arrive at the loopback device, whose MAC address is 0.
     conflicting_syn[..6].fill(0);
     test_run::run(env.programs.program(Direction::Ingress), &conflicting_syn, 1).unwrap();
     // This reads SYN-ACKs that the server has retransmitted.
-    half_open.receive_replies();
-    half_open.send_final_ack();
+    half_open_client.receive_replies();
+    half_open_client.send_final_ack();
     let _second_stream = listener.accept().unwrap();
-    let replies = half_open.send_payload(b"request", leave_unchanged);
-    assert_eq!(cookie_in_frame(&half_open, &replies[0]), Cookie::Server(id()));
-    let replies = established.send_payload(b"request", leave_unchanged);
-    assert_eq!(cookie_in_frame(&established, &replies[0]), Cookie::TableIndex(TABLE_INDEX));
+    let replies = half_open_client.send_payload(b"request", leave_unchanged);
+    assert_eq!(cookie_in_frame(&half_open_client, &replies[0]), Cookie::Server(id()));
+    let replies = established_client.send_payload(b"request", leave_unchanged);
+    assert_eq!(cookie_in_frame(&established_client, &replies[0]), Cookie::TableIndex(TABLE_INDEX));
     env.assert_no_errors();
 }
 
@@ -199,13 +200,17 @@ fn send_and_check_forwarded(client: &mut RawTcpClient<'_>, frame: &[u8], identif
     client.collect_all();
     client.send(&frame);
     let received_frames = client.collect_all();
-    let Some(found) = received_frames.iter().find(|seen| seen[..6] == PREVIOUS_SERVER_MAC.0) else { return false };
+    let Some(forwarded_frame) =
+        received_frames.iter().find(|received_frame| received_frame[..6] == PREVIOUS_SERVER_MAC.0)
+    else {
+        return false;
+    };
     let mut expected_frame = frame.clone();
     expected_frame[6..12].copy_from_slice(&frame[..6]);
     expected_frame[..6].copy_from_slice(&PREVIOUS_SERVER_MAC.0);
     set_previous_server(&mut expected_frame, intf::NO_SERVER as u16);
-    assert_eq!(found[..expected_frame.len()], expected_frame[..]);
-    assert!(is_ipv6(&frame) || ones_complement_sum(&found[14..34]) == 0xffff);
+    assert_eq!(forwarded_frame[..expected_frame.len()], expected_frame[..]);
+    assert!(is_ipv6(&frame) || ones_complement_sum(&forwarded_frame[14..34]) == 0xffff);
     true
 }
 
@@ -216,8 +221,9 @@ fn send_and_check_reply(client: &mut RawTcpClient<'_>, frame: &[u8], identificat
     client.collect_all();
     client.send(&frame);
     let (sources, destinations) = if is_ipv6(&frame) { (22..38, 38..54) } else { (26..30, 30..34) };
-    let is_reply = |seen: &Vec<u8>| {
-        seen[sources.clone()] == frame[destinations.clone()] && seen[destinations.clone()] == frame[sources.clone()]
+    let is_reply = |received_frame: &Vec<u8>| {
+        received_frame[sources.clone()] == frame[destinations.clone()]
+            && received_frame[destinations.clone()] == frame[sources.clone()]
     };
     client.collect_all().iter().any(is_reply)
 }
@@ -234,19 +240,22 @@ fn expect_forwarded_to_previous(family: Family) {
     let env = env;
     let listener = env.listen_at_vip();
     let mut client = RawTcpClient::new(&env, 4006, false);
-    let (stray, syn) = (client.next_frame(ACK, 0, b"stray"), client.next_frame(SYN, 0, b""));
-    assert!(send_and_check_forwarded(&mut client, &stray, PREVIOUS_SERVER_ID));
+    let (stray_frame, syn_frame) = (client.next_frame(ACK, 0, b"stray"), client.next_frame(SYN, 0, b""));
+    assert!(send_and_check_forwarded(&mut client, &stray_frame, PREVIOUS_SERVER_ID));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_CHAINED), 1);
     for identification in [intf::NO_SERVER as u16, id().get(), 0x7000] {
-        assert!(!send_and_check_forwarded(&mut client, &stray, identification), "{identification:#x}");
+        assert!(!send_and_check_forwarded(&mut client, &stray_frame, identification), "{identification:#x}");
     }
     // While the previous server's MAC address is unknown, a packet that may belong to that server's connection is
     // dropped. The server sends no RST, so the client retransmits the packet.
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 0);
-    assert!(!send_and_check_reply(&mut client, &stray, PREVIOUS_SERVER_ID + 1));
+    assert!(!send_and_check_reply(&mut client, &stray_frame, PREVIOUS_SERVER_ID + 1));
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED), 1);
-    assert!(send_and_check_reply(&mut client, &stray, intf::NO_SERVER as u16), "an unknown connection is refused");
-    assert!(!send_and_check_forwarded(&mut client, &syn, PREVIOUS_SERVER_ID), "a connection begins here");
+    assert!(
+        send_and_check_reply(&mut client, &stray_frame, intf::NO_SERVER as u16),
+        "an unknown connection is refused"
+    );
+    assert!(!send_and_check_forwarded(&mut client, &syn_frame, PREVIOUS_SERVER_ID), "a connection begins here");
     // With timestamps, the cookie names this server.
     let mut timestamp_client = RawTcpClient::new(&env, 4007, true);
     let frame = timestamp_client.next_frame(ACK, 5, b"stray");
@@ -254,7 +263,7 @@ fn expect_forwarded_to_previous(family: Family) {
 
     // Packets are no longer forwarded once the handshake has ended, with or without a SYN cookie.
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
-        env.pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
+        env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
         let mut client = RawTcpClient::new(&env, port, false);
         client.open_connection(0);
         let ack_frame = client.next_frame(ACK, 0, b"");
@@ -288,9 +297,9 @@ fn expect_all_packets_forwarded(family: Family) {
         let stray_frame = client.next_frame(ACK, 5, b"stray");
         assert_eq!(send_and_check_forwarded(&mut client, &stray_frame, PREVIOUS_SERVER_ID), chained, "{mode:?}");
         // Packets are neither stamped nor restored.
-        let (mut at_client, mut at_server) = env.open_connection(&listener);
-        support::server_env::send_and_receive(&mut at_client, &mut at_server, b"request");
-        support::server_env::send_and_receive(&mut at_server, &mut at_client, b"answer");
+        let (mut client_stream, mut server_stream) = env.open_connection(&listener);
+        support::server_env::send_and_receive(&mut client_stream, &mut server_stream, b"request");
+        support::server_env::send_and_receive(&mut server_stream, &mut client_stream, b"answer");
         for counter in [intf::SERVER_COUNTER_STAMPED, intf::SERVER_COUNTER_RESTORED] {
             assert_eq!(env.server_counter(counter), 0, "{mode:?}");
         }
@@ -323,10 +332,10 @@ fn broadcast_icmp_error(
 }
 
 /// Replaces the frame's TCP segment by a "packet too big" (RFC 4443, Sect. 3.2) with an MTU of 1,280 bytes.
-fn replace_by_icmpv6_error(frame: &mut Vec<u8>, quoted: &[u8]) {
+fn replace_by_icmpv6_error(frame: &mut Vec<u8>, quoted_packet: &[u8]) {
     frame.truncate(14 + 40);
     frame.extend([2, 0, 0, 0, 0, 0, 5, 0]);
-    frame.extend(quoted);
+    frame.extend(quoted_packet);
     let icmp_length = (frame.len() - 54) as u16;
     frame[18..20].copy_from_slice(&icmp_length.to_be_bytes());
     frame[20] = 58;
@@ -374,8 +383,8 @@ fn expect_broadcast_errors_at_connection(family: Family) {
     assert_eq!(read_counters(), (1, 1), "not broadcast");
     // The kernel counts an ICMP error as IcmpInErrors if it finds no socket, as for the other port.
     if family == Family::Ipv4 {
-        for (kernel, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
-            assert_eq!(env.pair.server.kernel_counter(kernel), expected, "{kernel}");
+        for (counter_name, expected) in [("IcmpInMsgs", 3), ("IcmpInErrors", 1), ("IcmpInCsumErrors", 0)] {
+            assert_eq!(env.veth_pair.server.kernel_counter(counter_name), expected, "{counter_name}");
         }
     }
 }
@@ -386,21 +395,22 @@ fn stalled_handshakes_and_connections_are_counted_once() {
     let env = TestEnv::new();
     let listener = env.listen_at_vip();
     // Without an ACK, the SYN-ACK is sent after 0, 1, 3 and 7 s, and data is retransmitted after 0.2, 0.6, 1.4 and 3 s.
-    let (mut silent, mut deaf) = (RawTcpClient::new(&env, 4012, true), RawTcpClient::new(&env, 4013, true));
-    silent.open_connection(0);
-    deaf.open_connection(0);
-    deaf.send_final_ack();
+    let (mut silent_client, mut deaf_client) =
+        (RawTcpClient::new(&env, 4012, true), RawTcpClient::new(&env, 4013, true));
+    silent_client.open_connection(0);
+    deaf_client.open_connection(0);
+    deaf_client.send_final_ack();
     let (mut server, _) = listener.accept().unwrap();
     server.write_all(b"answer").unwrap();
-    let count_syn_acks = || silent.collect_own().iter().filter(|frame| tcp_flags(frame) == SYN | ACK).count();
-    let (mut syn_acks, end) = (1, Instant::now() + TIMEOUT);
-    while syn_acks < 4 {
+    let count_syn_acks = || silent_client.collect_own().iter().filter(|frame| tcp_flags(frame) == SYN | ACK).count();
+    let (mut syn_ack_count, deadline) = (1, Instant::now() + TIMEOUT);
+    while syn_ack_count < 4 {
         std::thread::sleep(Duration::from_millis(20));
         let stalled_count = env.server_counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED);
         // The fourth SYN-ACK is counted as a stall before it is sent.
-        syn_acks += count_syn_acks();
-        assert!(stalled_count == 0 || syn_acks == 4, "counted after {syn_acks} SYN-ACKs");
-        assert!(Instant::now() < end, "{syn_acks} SYN-ACKs");
+        syn_ack_count += count_syn_acks();
+        assert!(stalled_count == 0 || syn_ack_count == 4, "counted after {syn_ack_count} SYN-ACKs");
+        assert!(Instant::now() < deadline, "{syn_ack_count} SYN-ACKs");
     }
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_HANDSHAKE_STALLED), 1);
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_CONNECTION_STALLED), 1);
@@ -416,7 +426,7 @@ fn sockets_of_open_connections_are_found() {
         // IPv4 connections of a dual-stack socket have IPv4-mapped addresses.
         let env = TestEnv::of(family, ServiceMode::default());
         let dual_stack_listener =
-            env.pair.server.run_inside(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
+            env.veth_pair.server.run_inside(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, PORT)).unwrap());
         expect_sockets_of_connections(&env, &dual_stack_listener);
     }
 }
@@ -424,24 +434,25 @@ fn sockets_of_open_connections_are_found() {
 fn expect_sockets_of_connections(env: &TestEnv, listener: &TcpListener) {
     let service_address = vip_address(env.family);
     let open_connections: Vec<_> = (0..100).map(|_| env.open_connection(listener)).collect();
-    let mut half_open = RawTcpClient::new(env, 4014, true);
-    half_open.open_connection(0);
+    let mut half_open_client = RawTcpClient::new(env, 4014, true);
+    half_open_client.open_connection(0);
     let four_tuple = |client, vip| FourTuple::new(client, vip).unwrap();
-    let mut expected_sockets = vec![(four_tuple(half_open.address(), service_address), true)];
+    let mut expected_sockets = vec![(four_tuple(half_open_client.address(), service_address), true)];
     for (client, _) in &open_connections {
         let client = client.local_addr().unwrap();
         expected_sockets.push((four_tuple(client, service_address), true));
         // The look-up of an unused tuple finds only the listening socket, which does not count.
-        expected_sockets.push((four_tuple((half_open.address().ip(), client.port()).into(), service_address), false));
+        expected_sockets
+            .push((four_tuple((half_open_client.address().ip(), client.port()).into(), service_address), false));
         expected_sockets.push((four_tuple(client, (service_address.ip(), PORT + 1).into()), false));
     }
     let tuples: Vec<FourTuple> = expected_sockets.iter().map(|(tuple, _)| *tuple).collect();
-    let found_sockets = env.pair.server.run_inside(|| have_open_sockets(&tuples).unwrap());
-    for ((tuple, expected), found) in expected_sockets.iter().zip(found_sockets) {
-        assert_eq!(found, *expected, "{tuple:?}");
+    let found_sockets = env.veth_pair.server.run_inside(|| have_open_sockets(&tuples).unwrap());
+    for ((tuple, expected), has_socket) in expected_sockets.iter().zip(found_sockets) {
+        assert_eq!(has_socket, *expected, "{tuple:?}");
     }
-    assert_eq!(env.pair.server.run_inside(|| have_open_sockets(&[]).unwrap()), [] as [bool; 0]);
+    assert_eq!(env.veth_pair.server.run_inside(|| have_open_sockets(&[]).unwrap()), [] as [bool; 0]);
     let other_family = vip_address(if env.family == Family::Ipv4 { Family::Ipv6 } else { Family::Ipv4 });
-    let counts = env.pair.server.run_inside(|| connection_counts(&[service_address, other_family]).unwrap());
+    let counts = env.veth_pair.server.run_inside(|| connection_counts(&[service_address, other_family]).unwrap());
     assert_eq!(counts, [101, 0]);
 }

@@ -75,7 +75,7 @@ fn reuseport_listeners(env: &TestEnv) -> Vec<TcpListener> {
         SockRef::from(&socket).set_read_timeout(Some(TIMEOUT)).unwrap();
         socket.into()
     };
-    env.pair.server.run_inside(|| (0..QUEUE_COUNT).map(|_| bind_listener()).collect())
+    env.veth_pair.server.run_inside(|| (0..QUEUE_COUNT).map(|_| bind_listener()).collect())
 }
 
 #[test]

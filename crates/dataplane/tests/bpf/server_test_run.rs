@@ -72,7 +72,7 @@ impl TestServer {
     }
 
     fn set_dual_stack_services(&mut self) {
-        let service_address = |family| ServiceAddress { socket: vip_of_family(family), protocol: Protocol::Tcp };
+        let service_address = |family| ServiceAddress { vip_and_port: vip_of_family(family), protocol: Protocol::Tcp };
         let services = Family::BOTH.map(|family| (service_address(family), self.id, ServiceMode::default()));
         self.programs.set_services(&services).unwrap();
     }
@@ -91,13 +91,13 @@ impl TestServer {
     /// Runs a program on `frame`. Returns the verdict, the packet, and the names of the counters that have increased.
     fn run_and_list_counters(&self, direction: Direction, frame: &[u8]) -> (i32, Vec<u8>, Vec<&'static str>) {
         let counters_before = self.programs.counters();
-        let (verdict, packet) = self.run_program(direction, frame);
+        let (tc_action, packet) = self.run_program(direction, frame);
         let counters_after = self.programs.counters();
         let mut increased_counters = vec![];
         for ((after, before), name) in counters_after.into_iter().zip(counters_before).zip(intf::SERVER_COUNTER_NAMES) {
             increased_counters.extend(std::iter::repeat_n(name, (after - before) as usize));
         }
-        (verdict, packet, increased_counters)
+        (tc_action, packet, increased_counters)
     }
 }
 
@@ -123,9 +123,9 @@ fn add_skippable_headers(packet: &mut TcpPacket, rng: &mut Xoshiro256PlusPlus) {
             .collect();
 }
 
-fn with_replaced_word(frame: &[u8], offset: usize, new: u32) -> Vec<u8> {
+fn with_replaced_word(frame: &[u8], offset: usize, new_word: u32) -> Vec<u8> {
     let mut changed_frame = frame.to_vec();
-    changed_frame[offset..offset + 4].copy_from_slice(&new.to_be_bytes());
+    changed_frame[offset..offset + 4].copy_from_slice(&new_word.to_be_bytes());
     let checksum_offset = support::tcp_offset(frame) + 16;
     changed_frame[checksum_offset..checksum_offset + 2].fill(0);
     let sum = !tcp_segment_sum(&changed_frame);
@@ -163,16 +163,16 @@ fn egress_stamping_equals_the_reference_model() {
         packet.tcp_options = options_ending_in_timestamp(&mut rng, timestamp_option(own_tsval, tsecr));
         add_skippable_headers(&mut packet, &mut rng);
         let frame = packet.frame();
-        let at = tsval_offset(&frame).unwrap();
+        let timestamp_offset = tsval_offset(&frame).unwrap();
         let expected_tsval = server.expected_tsval(&tuple_to_vip(client), Cookie::Server(server.id), own_tsval);
-        let (verdict, stamped) = server.run_program(Direction::Egress, &frame);
-        assert_eq!(verdict, TC_ACT_UNSPEC);
+        let (tc_action, stamped_frame) = server.run_program(Direction::Egress, &frame);
+        assert_eq!(tc_action, TC_ACT_UNSPEC);
         if tsval_clock_ms() - own_tsval > 950 {
             // On a slow machine, the program may have taken the late TSval for that of another clock.
             late_count += 1;
             continue;
         }
-        assert_eq!(stamped, with_replaced_word(&frame, at, expected_tsval), "{packet:?}");
+        assert_eq!(stamped_frame, with_replaced_word(&frame, timestamp_offset, expected_tsval), "{packet:?}");
     }
     assert!(late_count < 300, "{late_count} of 3000 were run late");
     assert!(server.programs.counter(intf::SERVER_COUNTER_STAMPED) >= 3000 - late_count);
@@ -197,10 +197,10 @@ fn tsecr_of_client_packets_is_restored() {
         packet.tcp_options = options_ending_in_timestamp(&mut rng, timestamp_option(client_tsval, tsecr));
         add_skippable_headers(&mut packet, &mut rng);
         let frame = packet.frame();
-        let at = tsval_offset(&frame).unwrap() + 4;
-        let (verdict, restored) = server.run_program(Direction::Ingress, &frame);
-        assert_eq!(verdict, TC_ACT_UNSPEC);
-        assert_eq!(restored, with_replaced_word(&frame, at, original_tsval), "{packet:?}");
+        let tsecr_offset = tsval_offset(&frame).unwrap() + 4;
+        let (tc_action, restored_frame) = server.run_program(Direction::Ingress, &frame);
+        assert_eq!(tc_action, TC_ACT_UNSPEC);
+        assert_eq!(restored_frame, with_replaced_word(&frame, tsecr_offset, original_tsval), "{packet:?}");
     }
     assert_eq!(server.programs.counter(intf::SERVER_COUNTER_RESTORED), 3000);
 }
@@ -233,8 +233,8 @@ fn expect_no_zero_tsval(family: Family) {
     let mut packet = TcpPacket::between(vip_of_family(family), client);
     packet.tcp_options = aligned_timestamp_option(milliseconds, 0);
     let frame = packet.frame();
-    let (_, stamped) = server.run_program(Direction::Egress, &frame);
-    assert_eq!(read_u32(&stamped, tsval_offset(&frame).unwrap()), 1 << 16);
+    let (_, stamped_frame) = server.run_program(Direction::Egress, &frame);
+    assert_eq!(read_u32(&stamped_frame, tsval_offset(&frame).unwrap()), 1 << 16);
 }
 
 #[test]
@@ -249,11 +249,11 @@ fn foreign_packet_is_unchanged() {
 
 fn expect_foreign_packets_unchanged(server: &TestServer, family: Family) {
     let (client, vip) = (fixed_client(family), vip_of_family(family));
-    let expect_unchanged = |direction, packet: &TcpPacket, counted: &[&str]| {
+    let expect_unchanged = |direction, packet: &TcpPacket, expected_counters: &[&str]| {
         let frame = packet.frame();
         assert_eq!(
             server.run_and_list_counters(direction, &frame),
-            (TC_ACT_UNSPEC, frame, counted.to_vec()),
+            (TC_ACT_UNSPEC, frame, expected_counters.to_vec()),
             "{packet:?}"
         );
     };
@@ -309,8 +309,8 @@ fn broadcast_without_a_socket_is_dropped() {
         let mut packet = TcpPacket::between(fixed_client(family), vip_of_family(family));
         packet.destination_mac = [0xff; 6];
         packet.flags = RST;
-        let (verdict, _, counted) = server.run_and_list_counters(Direction::Ingress, &packet.frame());
-        assert_eq!((verdict, counted), (TC_ACT_SHOT, vec!["broadcast_ignored"]));
+        let (tc_action, _, increased_counters) = server.run_and_list_counters(Direction::Ingress, &packet.frame());
+        assert_eq!((tc_action, increased_counters), (TC_ACT_SHOT, vec!["broadcast_ignored"]));
     }
 }
 
@@ -326,8 +326,8 @@ fn ipv6_fragment_and_long_extension_headers_pass_unchanged() {
     for header in [first_fragment, later_fragment, long_options] {
         let mut packet = TcpPacket::between(client, vip_of_family(Family::Ipv6));
         packet.tcp_options = aligned_timestamp_option(1, tsecr);
-        let (_, _, counted) = server.run_and_list_counters(Direction::Ingress, &packet.frame());
-        assert!(counted.contains(&"restored"), "{counted:?}");
+        let (_, _, increased_counters) = server.run_and_list_counters(Direction::Ingress, &packet.frame());
+        assert!(increased_counters.contains(&"restored"), "{increased_counters:?}");
         packet.extension_headers = vec![header];
         let frame = packet.frame();
         assert_eq!(
@@ -346,9 +346,9 @@ fn damage_frame(rng: &mut Xoshiro256PlusPlus, frame: &mut Vec<u8>) {
             0 => frame.truncate(14 + uniform_below(rng, frame.len() as u32 - 13) as usize),
             1 if frame.len() > tcp_start + 12 => frame[tcp_start + 12] = rng.next_u32() as u8,
             _ => {
-                let at = uniform_below(rng, 60) as usize + tcp_start + 12;
-                if at < frame.len() {
-                    frame[at] = rng.next_u32() as u8;
+                let damaged_offset = uniform_below(rng, 60) as usize + tcp_start + 12;
+                if damaged_offset < frame.len() {
+                    frame[damaged_offset] = rng.next_u32() as u8;
                 }
             }
         }
@@ -360,7 +360,7 @@ fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(6, 0);
     let server = TestServer::new(&mut rng);
-    let (mut dropped, mut rewritten, mut passed) = (0, 0, 0);
+    let (mut dropped_count, mut rewritten_count, mut passed_count) = (0, 0, 0);
     for round in 0..6000 {
         let direction = if round % 2 == 0 { Direction::Egress } else { Direction::Ingress };
         let family = Family::BOTH[round / 2 % 2];
@@ -379,16 +379,16 @@ fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
             continue;
         };
         match outcome.verdict {
-            TC_ACT_SHOT => dropped += 1,
-            TC_ACT_UNSPEC if outcome.packet == frame => passed += 1,
+            TC_ACT_SHOT => dropped_count += 1,
+            TC_ACT_UNSPEC if outcome.packet == frame => passed_count += 1,
             TC_ACT_UNSPEC => {
                 // The program has found a timestamp, and may have changed only the timestamp and the checksum.
-                rewritten += 1;
-                let at = tsval_offset(&frame).unwrap() + if direction == Direction::Egress { 0 } else { 4 };
+                rewritten_count += 1;
+                let changed_offset = tsval_offset(&frame).unwrap() + if direction == Direction::Egress { 0 } else { 4 };
                 let checksum_offset = support::tcp_offset(&frame) + 16;
                 for (index, (before, after)) in frame.iter().zip(&outcome.packet).enumerate() {
-                    let may_change =
-                        (at..at + 4).contains(&index) || (checksum_offset..checksum_offset + 2).contains(&index);
+                    let may_change = (changed_offset..changed_offset + 4).contains(&index)
+                        || (checksum_offset..checksum_offset + 2).contains(&index);
                     assert!(before == after || may_change, "byte {index} of {frame:02x?}");
                 }
                 assert_eq!(
@@ -400,10 +400,13 @@ fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
             other => panic!("verdict {other} for {frame:02x?}"),
         }
     }
-    assert!(dropped > 100 && rewritten > 100 && passed > 100, "{dropped} dropped, {rewritten}, {passed} passed");
+    assert!(
+        dropped_count > 100 && rewritten_count > 100 && passed_count > 100,
+        "{dropped_count} dropped, {rewritten_count}, {passed_count} passed"
+    );
     // A frame without a timestamp may have a previous server in its IP identification, whose MAC address is unknown.
     let drop_counters = [intf::SERVER_COUNTER_DROP_MALFORMED_TCP, intf::SERVER_COUNTER_DROP_CHAIN_UNRESOLVED];
     let drop_counts = drop_counters.map(|reason| server.programs.counter(reason));
     assert!(drop_counts.iter().all(|packets| *packets > 100), "{drop_counts:?}");
-    assert_eq!(drop_counts.iter().sum::<u64>(), dropped, "every drop has its reason");
+    assert_eq!(drop_counts.iter().sum::<u64>(), dropped_count, "every drop has its reason");
 }

@@ -48,8 +48,12 @@ fn verifier_costs_do_not_grow() {
     let increased_costs: Vec<String> = current_costs
         .iter()
         .map(|cost| (cost, recorded_cost(&cost.program)))
-        .filter(|(cost, before)| f64::from(cost.verified_instructions) > f64::from(*before) * MAX_COST_FACTOR)
-        .map(|(cost, before)| format!("{}: {before} -> {}", cost.program, cost.verified_instructions))
+        .filter(|(cost, recorded_instructions)| {
+            f64::from(cost.verified_instructions) > f64::from(*recorded_instructions) * MAX_COST_FACTOR
+        })
+        .map(|(cost, recorded_instructions)| {
+            format!("{}: {recorded_instructions} -> {}", cost.program, cost.verified_instructions)
+        })
         .collect();
     assert!(increased_costs.is_empty(), "verifier costs grew by more than 10 %:\n{}", increased_costs.join("\n"));
 }

@@ -107,8 +107,8 @@ impl TestEnv {
         static INSTANCE_COUNT: AtomicU32 = AtomicU32::new(0);
         let instance_number = INSTANCE_COUNT.fetch_add(1, Ordering::Relaxed);
         let mut service_config = config::Service::new(SERVICE_ADDRESS, policy);
-        service_config.options.request_id_position =
-            Some(dispatch::RequestIdPosition { offset: 1, response_offset: 1, bytes: 4 });
+        service_config.program_options.request_id_position =
+            Some(dispatch::RequestIdPosition { offset: 1, response_offset: 1, byte_count: 4 });
         let new_client = |_| {
             let socket = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
             socket.connect(SERVICE_ADDRESS).unwrap();
@@ -190,10 +190,14 @@ impl TestEnv {
         }
     }
 
-    fn wait_until(&mut self, what: &str, holds: impl Fn(&Self) -> bool) {
+    fn wait_until(&mut self, condition_name: &str, is_met: impl Fn(&Self) -> bool) {
         let deadline = Instant::now() + WAIT_TIMEOUT;
-        while !holds(self) {
-            assert!(Instant::now() < deadline, "{what}: not within {WAIT_TIMEOUT:?}; {:?}", self.worker_counts());
+        while !is_met(self) {
+            assert!(
+                Instant::now() < deadline,
+                "{condition_name}: not within {WAIT_TIMEOUT:?}; {:?}",
+                self.worker_counts()
+            );
             self.poll_for(Duration::from_millis(5));
         }
     }

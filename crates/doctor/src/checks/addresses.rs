@@ -22,7 +22,12 @@ pub fn check_vips(facts: &Facts) -> Vec<Finding> {
 }
 
 fn devices_with_address(facts: &Facts, vip: IpAddr) -> Vec<&str> {
-    facts.addresses.iter().filter(|held| held.address == vip).map(|held| held.device.as_str()).collect()
+    facts
+        .addresses
+        .iter()
+        .filter(|device_address| device_address.address == vip)
+        .map(|held| held.device.as_str())
+        .collect()
 }
 
 fn check_vip_at_server(facts: &Facts, vip: IpAddr) -> Finding {
@@ -77,11 +82,13 @@ pub fn check_segment_addresses(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::unknown("no server is known: the controller returned none")];
     }
     let interface_addresses: Vec<&Address> =
-        facts.addresses.iter().filter(|held| held.device == facts.interface()).collect();
+        facts.addresses.iter().filter(|device_address| device_address.device == facts.interface()).collect();
     let segment_servers = facts.servers_by_name.iter().filter(|(_, server)| server.is_on_segment);
     let unreachable_servers: Vec<String> = segment_servers
         .clone()
-        .filter(|(_, server)| !interface_addresses.iter().any(|held| held.is_same_network(server.address)))
+        .filter(|(_, server)| {
+            !interface_addresses.iter().any(|device_address| device_address.is_same_network(server.address))
+        })
         .map(|(name, server)| format!("{name} ({})", server.address))
         .collect();
     if unreachable_servers.is_empty() {
@@ -114,8 +121,8 @@ fn other_devices_have_addresses(facts: &Facts) -> bool {
     facts
         .addresses
         .iter()
-        .filter(|held| held.address.is_ipv4() && held.device != facts.interface())
-        .any(|held| !held.address.is_loopback() && !vips.contains(&held.address))
+        .filter(|device_address| device_address.address.is_ipv4() && device_address.device != facts.interface())
+        .any(|device_address| !device_address.address.is_loopback() && !vips.contains(&device_address.address))
 }
 
 pub fn check_arp_ignore(facts: &Facts) -> Vec<Finding> {
@@ -132,24 +139,25 @@ pub fn check_arp_announce(facts: &Facts) -> Vec<Finding> {
 fn check_arp_sysctl(
     facts: &Facts,
     name: &str,
-    right: std::ops::RangeInclusive<u32>,
+    accepted_values: std::ops::RangeInclusive<u32>,
     value: &'static str,
-    why: &str,
+    consequence: &str,
 ) -> Vec<Finding> {
     let vips = facts.vips();
     if !vips.is_empty() && vips.iter().all(IpAddr::is_ipv6) {
         return vec![];
     }
     // The larger of the two values applies (IN_DEV_MAXCONF() in include/linux/inetdevice.h).
-    let Some((all, own)) = facts.device_and_all_sysctl(name) else { return vec![] };
-    let (in_force, device) = (all.max(own), facts.interface());
-    if right.contains(&in_force) {
+    let Some((all_value, device_value)) = facts.device_and_all_sysctl(name) else { return vec![] };
+    let (in_force, device) = (all_value.max(device_value), facts.interface());
+    if accepted_values.contains(&in_force) {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
-    let observation = format!("net.ipv4.conf.{{all,{device}}}.{name} are {all} and {own}: expected {value}");
+    let observation =
+        format!("net.ipv4.conf.{{all,{device}}}.{name} are {all_value} and {device_value}: expected {value}");
     // Other machines may need these answers for other devices' addresses, so an operator must decide.
-    let is_safe_to_fix = in_force < *right.start() && !other_devices_have_addresses(facts);
-    vec![Finding::fault(observation, why).with_sysctl(device_sysctl_path(device, name), value, is_safe_to_fix)]
+    let is_safe_to_fix = in_force < *accepted_values.start() && !other_devices_have_addresses(facts);
+    vec![Finding::fault(observation, consequence).with_sysctl(device_sysctl_path(device, name), value, is_safe_to_fix)]
 }
 
 /// Checks that IPv6 is enabled on the device that receives packets to an IPv6 VIP, and on `lo`, which has the VIP.

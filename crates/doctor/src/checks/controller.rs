@@ -20,17 +20,21 @@ pub fn check_controller_connection(facts: &Facts) -> Vec<Finding> {
 
 /// Checks that a controller can use its listening address.
 pub fn check_listen_address(facts: &Facts) -> Vec<Finding> {
-    let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
-    match &place.listen_problem {
-        _ if place.is_running => vec![Finding::ok(format!("a controller answers at {}", place.listen_address))],
-        None => vec![Finding::ok(format!("{} can be bound", place.listen_address))],
+    let Some(controller) = &facts.controller_facts else {
+        return vec![Finding::unknown("no file is named: --config FILE")];
+    };
+    match &controller.listen_problem {
+        _ if controller.is_running => {
+            vec![Finding::ok(format!("a controller answers at {}", controller.listen_address))]
+        }
+        None => vec![Finding::ok(format!("{} can be bound", controller.listen_address))],
         Some(problem) => {
             let remedy = format!(
                 "ip address; ss -lntp 'sport = {}'  # an address of this machine, a free port",
-                place.listen_address.port()
+                controller.listen_address.port()
             );
             vec![
-                Finding::fault(format!("{}: {problem}", place.listen_address), "the controller does not start")
+                Finding::fault(format!("{}: {problem}", controller.listen_address), "the controller does not start")
                     .with_remedy_step(remedy),
             ]
         }
@@ -38,8 +42,10 @@ pub fn check_listen_address(facts: &Facts) -> Vec<Finding> {
 }
 
 pub fn check_store(facts: &Facts) -> Vec<Finding> {
-    let Some(place) = &facts.controller_facts else { return vec![Finding::unknown("no file is named: --config FILE")] };
-    let (path, problem, mode) = match &place.store {
+    let Some(controller) = &facts.controller_facts else {
+        return vec![Finding::unknown("no file is named: --config FILE")];
+    };
+    let (path, problem, mode) = match &controller.store {
         StoreFacts::File { path, problem, mode } => (path, problem, mode),
         StoreFacts::Etcd { endpoints, leader } => return vec![check_etcd(endpoints, leader)],
     };

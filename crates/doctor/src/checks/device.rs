@@ -57,12 +57,12 @@ pub fn check_xdp(facts: &Facts) -> Vec<Finding> {
                     .with_remedy_step(format!("ip link set dev {interface_name} xdp off")),
             );
         }
-        if let Some(refused) = queue_limit_problem(device) {
+        if let Some(problem) = queue_limit_problem(device) {
             let consequence = "each queue needs another one to send frames";
             let max_queues_with_xdp = device.channels.map_or(1, |channels| channels.max_receive_queues / 2).max(1);
             let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
             findings.push(
-                Finding::fault_if(requires_native_xdp, refused, consequence)
+                Finding::fault_if(requires_native_xdp, problem, consequence)
                     .with_remedy_step(format!("ethtool -L {interface_name} combined {max_queues_with_xdp}")),
             );
         }
@@ -179,17 +179,17 @@ pub fn check_outer_header_room(facts: &Facts) -> Vec<Finding> {
                 .filter(|overhead| *overhead > 0)
                 .map(|overhead| IPV6_MIN_MTU + overhead)
         });
-        let Some(needed) = packet_lengths.max() else {
+        let Some(required_mtu) = packet_lengths.max() else {
             return vec![Finding::ok("no service with an IPv6 VIP has servers behind routers")];
         };
-        if device.mtu as usize >= needed {
-            return vec![Finding::ok(format!("{} bytes, needed: {needed}", device.mtu))];
+        if device.mtu as usize >= required_mtu {
+            return vec![Finding::ok(format!("{} bytes, needed: {required_mtu}", device.mtu))];
         }
         let interface_name = facts.interface();
-        let observation = format!("the MTU of {interface_name} is {}: expected at least {needed}", device.mtu);
+        let observation = format!("the MTU of {interface_name} is {}: expected at least {required_mtu}", device.mtu);
         let consequence =
             "packets of up to 1280 bytes get no \"packet too big\", because hosts ignore a smaller MTU: they are lost";
-        let remedy = format!("ip link set {interface_name} mtu {needed}  # routers and servers as well");
+        let remedy = format!("ip link set {interface_name} mtu {required_mtu}  # routers and servers as well");
         vec![Finding::fault(observation, consequence).with_remedy_step(remedy)]
     })
 }
@@ -293,7 +293,11 @@ pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
             .collect();
         let consequence = "cores share a CPU: one that is reported idle may have a busy CPU";
         let affinity_commands = device.interrupts_by_queue.iter().map(|(queue, interrupt)| {
-            format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % facts.cpu_count, interrupt.number)
+            format!(
+                "echo {} > /proc/irq/{}/smp_affinity_list",
+                usize::from(*queue) % facts.cpu_count,
+                interrupt.irq_number
+            )
         });
         vec![
             affinity_commands

@@ -8,7 +8,7 @@ const MIN_KERNEL_VERSION: (u32, u32) = (6, 1);
 
 /// Parses the major and minor version of a kernel release, as `uname -r` prints it.
 pub(super) fn parse_kernel_version(release: &str) -> (u32, u32) {
-    let mut version_numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+    let mut version_numbers = release.split(['.', '-']).map_while(|number_text| number_text.parse::<u32>().ok());
     (version_numbers.next().unwrap_or(0), version_numbers.next().unwrap_or(0))
 }
 
@@ -57,14 +57,14 @@ pub fn check_programs(facts: &Facts) -> Vec<Finding> {
         return vec![Finding::ok(format!("taken: {}", program_names.join(", ")))];
     }
     let consequence = "the daemon does not start";
-    let of = |(name, answer): (&&str, &Result<(), String>)| {
+    let to_finding = |(name, answer): (&&str, &Result<(), String>)| {
         let rejection_reason = answer.as_ref().err().map_or("", String::as_str);
         Finding::fault(format!("the kernel rejects {name}: {rejection_reason}"), consequence).with_remedy_step(
             "coreward check-kernel  # the whole error; required: CONFIG_BPF_SYSCALL, CONFIG_NET_CLS_BPF, \
                       CONFIG_XDP_SOCKETS, as in Debian's kernels",
         )
     };
-    rejected_programs.into_iter().map(of).collect()
+    rejected_programs.into_iter().map(to_finding).collect()
 }
 
 pub fn check_jit(facts: &Facts) -> Vec<Finding> {
@@ -103,14 +103,14 @@ pub fn check_bpf_file_system(facts: &Facts) -> Vec<Finding> {
 
 pub fn check_pins(facts: &Facts) -> Vec<Finding> {
     let Some(problem) = &facts.pins_problem else { return vec![Finding::ok("no pins of another version")] };
-    let (why, command) = match facts.role {
+    let (consequence, command) = match facts.role {
         Role::Lb => ("the daemon does not start: the pinned program forwards packets now", "lb"),
         _ => ("the agent does not take the pins over: stamped connections break", "agent"),
     };
     let remedy = format!(
         "start the version that made it, or drain, then `coreward {command} --config FILE --detach` by that version"
     );
-    vec![Finding::fault(problem.clone(), why).with_remedy_step(remedy)]
+    vec![Finding::fault(problem.clone(), consequence).with_remedy_step(remedy)]
 }
 
 /// Minimum limit of open files for pins, maps, sockets, links and /proc. A controller also needs one file per peer.
@@ -118,15 +118,15 @@ const MIN_DAEMON_OPEN_FILES: u64 = 1024;
 const MIN_CONTROLLER_OPEN_FILES: u64 = 4096;
 
 pub fn check_open_files(facts: &Facts) -> Vec<Finding> {
-    let (needed, peers) = match facts.role {
+    let (min_open_files, held_descriptors) = match facts.role {
         Role::Controller => (MIN_CONTROLLER_OPEN_FILES, "a connection to every agent and load balancer"),
         _ => (MIN_DAEMON_OPEN_FILES, "maps, links, and a descriptor for every socket of a service"),
     };
     let observation = format!("up to {} files may be open", facts.open_files_limit);
-    if facts.open_files_limit >= needed {
+    if facts.open_files_limit >= min_open_files {
         return vec![Finding::ok(observation)];
     }
-    let consequence = format!("the daemon holds {peers}: it fails at the limit");
-    let remedy = format!("ulimit -Hn {needed}; in the systemd unit: LimitNOFILE={needed}");
-    vec![Finding::fault(format!("{observation}: expected {needed}"), &consequence).with_remedy_step(remedy)]
+    let consequence = format!("the daemon holds {held_descriptors}: it fails at the limit");
+    let remedy = format!("ulimit -Hn {min_open_files}; in the systemd unit: LimitNOFILE={min_open_files}");
+    vec![Finding::fault(format!("{observation}: expected {min_open_files}"), &consequence).with_remedy_step(remedy)]
 }

@@ -36,19 +36,19 @@ const CONTROLLER_ONLY: &[Role] = &[Role::Controller];
 const fn new_check(
     name: &'static str,
     roles: &'static [Role],
-    expects: &'static str,
-    look: fn(&Facts) -> Vec<Finding>,
+    expectation: &'static str,
+    run_check: fn(&Facts) -> Vec<Finding>,
 ) -> Check {
-    Check { name, roles, expectation: expects, is_fixable: false, run_check: look }
+    Check { name, roles, expectation, is_fixable: false, run_check }
 }
 
 const fn new_fixable_check(
     name: &'static str,
     roles: &'static [Role],
-    expects: &'static str,
-    look: fn(&Facts) -> Vec<Finding>,
+    expectation: &'static str,
+    run_check: fn(&Facts) -> Vec<Finding>,
 ) -> Check {
-    Check { is_fixable: true, ..new_check(name, roles, expects, look) }
+    Check { is_fixable: true, ..new_check(name, roles, expectation, run_check) }
 }
 
 pub const CHECKS: &[Check] = &[

@@ -99,7 +99,7 @@ pub fn check_firewall(facts: &Facts) -> Vec<Finding> {
         let port_matches: Vec<String> = facts
             .services
             .iter()
-            .map(|service| format!("{} dport {}", service.address.protocol.name(), service.address.socket.port()))
+            .map(|service| format!("{} dport {}", service.address.protocol.name(), service.address.vip_and_port.port()))
             .collect();
         let port_matches = if port_matches.is_empty() { "tcp dport PORT".to_owned() } else { port_matches.join("; ") };
         let of = |chain: &&NetfilterChain| {

@@ -13,13 +13,13 @@ const RP_FILTER_STRICT: u32 = 1;
 
 pub fn check_rp_filter(facts: &Facts) -> Vec<Finding> {
     // The larger of the two values applies (IN_DEV_RPFILTER() in include/linux/inetdevice.h).
-    let Some((all, own)) = facts.device_and_all_sysctl("rp_filter") else { return vec![] };
-    let (in_force, device) = (all.max(own), facts.interface());
+    let Some((all_value, device_value)) = facts.device_and_all_sysctl("rp_filter") else { return vec![] };
+    let (in_force, device) = (all_value.max(device_value), facts.interface());
     if in_force != RP_FILTER_STRICT {
         return vec![Finding::ok(format!("{in_force} in force at {device}"))];
     }
     let loose_sysctl_path = device_sysctl_path(device, "rp_filter");
-    let observation = format!("net.ipv4.conf.{{all,{device}}}.rp_filter are {all} and {own} (strict)");
+    let observation = format!("net.ipv4.conf.{{all,{device}}}.rp_filter are {all_value} and {device_value} (strict)");
     if facts.role == Role::Lb {
         if !stamps_ipv4_replies(facts) {
             return vec![Finding::ok(format!(
@@ -66,8 +66,8 @@ fn check_ipv4_forwarding(facts: &Facts) -> Vec<Finding> {
     if !stamps_ipv4_replies(facts) {
         return vec![];
     }
-    let Some((_, own)) = facts.device_and_all_sysctl("forwarding") else { return vec![] };
-    if own != 0 {
+    let Some((_, device_value)) = facts.device_and_all_sysctl("forwarding") else { return vec![] };
+    if device_value != 0 {
         return vec![Finding::ok(format!("on at {}", facts.interface()))];
     }
     let interface_name = facts.interface();
@@ -86,18 +86,20 @@ pub fn check_send_redirects(facts: &Facts) -> Vec<Finding> {
     if !stamps_ipv4_replies(facts) {
         return vec![];
     }
-    let Some((all, own)) = facts.device_and_all_sysctl("send_redirects") else { return vec![] };
+    let Some((all_value, device_value)) = facts.device_and_all_sysctl("send_redirects") else { return vec![] };
     // Redirects are sent if either value is set (IN_DEV_TX_REDIRECTS()).
-    if all == 0 && own == 0 {
+    if all_value == 0 && device_value == 0 {
         return vec![Finding::ok("off")];
     }
     let interface_name = facts.interface();
     let consequence =
         "the kernel redirects servers to a route past this load balancer: their replies are then not stamped";
-    let observation = format!("net.ipv4.conf.{{all,{interface_name}}}.send_redirects are {all} and {own}: expected 0");
-    let nonzero_sysctls = ["all", interface_name].into_iter().zip([all, own]).filter(|(_, value)| *value != 0);
-    vec![nonzero_sysctls.fold(Finding::fault(observation, consequence), |finding, (of, _)| {
-        finding.with_sysctl(device_sysctl_path(of, "send_redirects"), "0", true)
+    let observation =
+        format!("net.ipv4.conf.{{all,{interface_name}}}.send_redirects are {all_value} and {device_value}: expected 0");
+    let nonzero_sysctls =
+        ["all", interface_name].into_iter().zip([all_value, device_value]).filter(|(_, value)| *value != 0);
+    vec![nonzero_sysctls.fold(Finding::fault(observation, consequence), |finding, (device, _)| {
+        finding.with_sysctl(device_sysctl_path(device, "send_redirects"), "0", true)
     })]
 }
 
@@ -121,9 +123,9 @@ pub fn check_announcement(facts: &Facts) -> Vec<Finding> {
         Some(daemon) => findings.push(Finding::ok(format!("{daemon} runs; no rule uses table {routing_table_number}"))),
         None => {
             let consequence = "no routing daemon announces the VIPs of this load balancer";
-            let found = "neither bird nor zebra (FRR) runs".to_owned();
+            let observation = "neither bird nor zebra (FRR) runs".to_owned();
             let remedy = "systemctl enable --now bird  # docs/deployment.md has its file";
-            findings.push(Finding::fault(found, consequence).with_remedy_step(remedy.to_owned()));
+            findings.push(Finding::fault(observation, consequence).with_remedy_step(remedy.to_owned()));
         }
     }
     findings

@@ -86,7 +86,7 @@ pub fn check_port_hashing(facts: &Facts) -> Vec<Finding> {
 }
 
 fn check_ports_of_flow_type(facts: &Facts, device: &Device, flow_type: FlowType) -> Finding {
-    let (interface, name) = (facts.interface(), flow_type.name());
+    let (interface, name) = (facts.interface(), flow_type.ethtool_name());
     match device.port_hashing_by_flow_type.get(&flow_type) {
         None => Finding::unknown(format!("the driver does not report how it hashes {name}")),
         Some(true) => Finding::ok(format!("{name} is hashed by addresses and ports")),

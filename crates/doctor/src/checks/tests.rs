@@ -29,7 +29,7 @@ fn service_at(protocol: Protocol) -> Service {
     let worker_cpus = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
     Service {
         name: "web".to_owned(),
-        address: ServiceAddress { socket: "10.200.0.1:80".parse().unwrap(), protocol },
+        address: ServiceAddress { vip_and_port: "10.200.0.1:80".parse().unwrap(), protocol },
         is_stamped_by_lb: false,
         is_stamped: true,
         forwarding: Forwarding::default(),
@@ -103,7 +103,7 @@ fn passing_facts(role: Role) -> Facts {
             own_program_id: Some(7),
             rss_conflicts: RssConflicts::default(),
             interrupts_by_queue: (0..4)
-                .map(|queue| (queue, Interrupt { number: 30, cpu: Some(queue.into()) }))
+                .map(|queue| (queue, Interrupt { irq_number: 30, cpu: Some(queue.into()) }))
                 .collect(),
             rss_entries_and_transform: Ok((128, InputTransform::None)),
             moves_open_connections: None,
@@ -154,7 +154,7 @@ fn certificate_expiry_and_key_owner_are_checked() {
             [("certificates", FAULT)]
         );
         assert_eq!(
-            certificate_problems(|own| own.wrong_owner = Some("agent s2: expected agent s1".into())),
+            certificate_problems(|certificate| certificate.wrong_owner = Some("agent s2: expected agent s1".into())),
             [("certificates", FAULT)]
         );
     }
@@ -331,7 +331,7 @@ fn queue_counts_and_interrupts_are_checked() {
     assert_eq!(problems_after_change(Role::Lb, set_channels(1, 1)), []);
     assert_eq!(problems_after_change(Role::Lb, set_channels(1, 4)), [("queues", WARNING)]);
     let share_cpus = |facts: &mut Facts| {
-        device_of(facts).interrupts_by_queue.insert(3, Interrupt { number: 33, cpu: Some(0) });
+        device_of(facts).interrupts_by_queue.insert(3, Interrupt { irq_number: 33, cpu: Some(0) });
     };
     assert_eq!(problems_after_change(Role::Server, share_cpus), [("interrupts", WARNING)]);
     let mut facts = passing_facts(Role::Server);
@@ -432,7 +432,7 @@ fn mtu_has_room_for_outer_headers_of_ipv6_packets() {
         let findings = problems_after_change(Role::Lb, |facts| {
             device_of(facts).mtu = mtu;
             facts.services[0].forwarding = Forwarding::Gue;
-            facts.services[0].address.socket = vip.parse().unwrap();
+            facts.services[0].address.vip_and_port = vip.parse().unwrap();
             facts.servers_by_name = servers_with_address(server, false);
         });
         findings.contains(&("outer-headers", FAULT))
@@ -486,7 +486,7 @@ fn ipv6_lb_stamping_requires_ipv6_forwarding_only() {
     let stamp_ipv6_at_lb = |forwarding: &'static str| {
         move |facts: &mut Facts| {
             facts.services[0].is_stamped_by_lb = true;
-            facts.services[0].address.socket.set_ip("2001:db8::1".parse().unwrap());
+            facts.services[0].address.vip_and_port.set_ip("2001:db8::1".parse().unwrap());
             facts.sysctl_values.insert("net/ipv4/conf/eth7/forwarding".to_owned(), "0".to_owned());
             facts.sysctl_values.insert(IPV6_FORWARDING_SYSCTL.to_owned(), forwarding.to_owned());
         }

@@ -12,7 +12,7 @@ fn services_with_sockets(facts: &Facts) -> impl Iterator<Item = (&Service, &Resu
 }
 
 fn describe_service(service: &Service) -> String {
-    format!("{} at {}/{}", service.name, service.address.socket, service.address.protocol.name())
+    format!("{} at {}/{}", service.name, service.address.vip_and_port, service.address.protocol.name())
 }
 
 pub fn check_listeners(facts: &Facts) -> Vec<Finding> {
@@ -49,7 +49,7 @@ fn check_service_listeners(
     let consequence = "the kernel selects the worker: another core than the selected one may serve a connection";
     let nginx_remedy = format!(
         "one socket per worker with SO_REUSEPORT (nginx: `listen {} reuseport`), or `steer = \"off\"`",
-        service.address.socket
+        service.address.vip_and_port
     );
     if steers && sockets.has_reuseport == Some(false) {
         return Finding::warning(

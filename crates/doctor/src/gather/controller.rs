@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::anyhow;
 use coreward_control_server::config::ControllerConfig;
 use coreward_http::client::{Client, Credential};
-use coreward_http::tokens::token_file;
+use coreward_http::tokens::token_path;
 use coreward_model::ServiceAddress;
 use coreward_model::forwarding::Forwarding;
 use coreward_rpc::v1::control_client::ControlClient;
@@ -73,13 +73,13 @@ fn fetch_fleet(controller: SocketAddr, tls: Option<&CredentialFiles>) -> anyhow:
 pub(super) fn is_running(config: &ControllerConfig) -> bool {
     let request_status = || -> anyhow::Result<()> {
         // If no process answers at the listening address, another controller owns the API's address.
-        drop(std::net::TcpStream::connect_timeout(&config.listen, CONTROLLER_TIMEOUT)?);
-        let (scheme, ca) = match &config.tls {
-            Some(files) if !config.api.ip().is_loopback() => ("https", Some(files.ca.clone())),
+        drop(std::net::TcpStream::connect_timeout(&config.listen_address, CONTROLLER_TIMEOUT)?);
+        let (scheme, ca) = match &config.credential_files {
+            Some(files) if !config.api_listen_address.ip().is_loopback() => ("https", Some(files.ca_path.clone())),
             _ => ("http", None),
         };
-        let file = token_file(&config.token_directory, coreward_api::Role::Viewer);
-        let api_url = format!("{scheme}://{}", config.api).parse()?;
+        let file = token_path(&config.token_directory, coreward_api::Role::Viewer);
+        let api_url = format!("{scheme}://{}", config.api_listen_address).parse()?;
         // Any name in the certificate is accepted, because the controller is on this host.
         let client = Client::with_controllers(vec![api_url], &Credential::Token { file, ca }, ExpectedHost::Any)?;
         tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(client.health())?;

@@ -42,7 +42,7 @@ pub(super) fn gather_device(name: &str, settings: &Settings, rss: Option<Box<dyn
         rss_conflicts,
         interrupts_by_queue: queues::receive_queue_interrupts(name),
         rss_entries_and_transform: rss_device
-            .read()
+            .read_config()
             .map(|rss| (rss.indirection_table.entry_count(), rss.key.input_transform()))
             .map_err(|error| match error {
                 RssError::Unsupported(_) => RssProblem::NoIndirectionTable(error.to_string()),

@@ -81,7 +81,7 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
     })
 }
 
-fn gather_kernel(role: Role, with_rights: bool) -> Kernel {
+fn gather_kernel(role: Role, has_capabilities: bool) -> Kernel {
     let kernel_release =
         nix::sys::utsname::uname().map_or_else(|_| String::new(), |name| name.release().to_string_lossy().into());
     let program_names: &[&str] = match role {
@@ -89,7 +89,7 @@ fn gather_kernel(role: Role, with_rights: bool) -> Kernel {
         Role::Server => &["server", "steer", "cpu_load"],
         Role::Controller => &[],
     };
-    let load_results = if with_rights { check::load_programs(program_names) } else { Vec::new() };
+    let load_results = if has_capabilities { check::load_programs(program_names) } else { Vec::new() };
     Kernel {
         release: kernel_release,
         has_btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
@@ -195,7 +195,11 @@ mod tests {
 
     #[test]
     fn facts_include_loopback_and_kernel() {
-        assert!(gather_addresses().iter().any(|held| held.device == "lo" && held.address.is_loopback()));
+        assert!(
+            gather_addresses()
+                .iter()
+                .any(|device_address| device_address.device == "lo" && device_address.address.is_loopback())
+        );
         assert!(gather_kernel(Role::Lb, false).release.starts_with(|digit: char| digit.is_ascii_digit()));
         assert!(read_sysctls(Some("lo")).contains_key("net/ipv4/conf/lo/arp_ignore"));
         assert!(!find_bpf_file_system(Path::new("/proc/no/such/place")).is_bpf);

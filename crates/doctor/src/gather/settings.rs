@@ -167,23 +167,27 @@ fn read_file(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
         Role::Controller => {
             let config = ControllerConfig::load(file)?;
             let controller_facts = gather_controller_facts(&config, gather_store_facts(&config.store));
-            GatheredSettings { controller_facts: Some(controller_facts), tls_files: config.tls, ..gathered_settings }
+            GatheredSettings {
+                controller_facts: Some(controller_facts),
+                tls_files: config.credential_files,
+                ..gathered_settings
+            }
         }
     })
 }
 
 fn gather_controller_facts(config: &ControllerConfig, store: StoreFacts) -> ControllerFacts {
-    let listen_problem = bind_problem(config.listen);
+    let listen_problem = bind_problem(config.listen_address);
     ControllerFacts {
-        listen_address: config.listen,
+        listen_address: config.listen_address,
         is_running: listen_problem.is_some() && controller::is_running(config),
         listen_problem,
         store,
     }
 }
 
-fn gather_store_facts(place: &StoreLocation) -> StoreFacts {
-    match place {
+fn gather_store_facts(store_location: &StoreLocation) -> StoreFacts {
+    match store_location {
         StoreLocation::Embedded(file) => gather_store_file_facts(file),
         StoreLocation::Etcd(etcd) => {
             let leader = coreward_control_server::server::leader_election::describe_leader(etcd)
@@ -232,7 +236,7 @@ fn try_write(directory: &Path) -> io::Result<()> {
     let write_result = open_result.and_then(|mut file| file.write_all(&[0; 1 << 16]).and_then(|()| file.sync_all()));
     match write_result {
         Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => Ok(()),
-        written => written,
+        result => result,
     }
 }
 

@@ -16,8 +16,8 @@ pub(super) fn gather_sockets(service: &ServiceAddress) -> Result<Sockets, String
 
 fn try_gather_sockets(service: &ServiceAddress) -> anyhow::Result<Sockets> {
     let socket_inodes = match service.protocol {
-        Protocol::Tcp => listeners::tcp_listener_inodes(service.socket)?,
-        Protocol::Udp => listeners::udp_socket_inodes(service.socket)?,
+        Protocol::Tcp => listeners::tcp_listener_inodes(service.vip_and_port)?,
+        Protocol::Udp => listeners::udp_socket_inodes(service.vip_and_port)?,
     };
     // As in the agent, a socket's workers are the processes that wait for it by epoll, or else those that have it open.
     let mut listeners_by_inode: BTreeMap<u64, ServiceSocket> =

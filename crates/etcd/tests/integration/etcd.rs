@@ -5,7 +5,7 @@ use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coreward_etcd::chunked_store::{ChunkedStore, Chunks};
+use coreward_etcd::chunked_store::{ChunkedStore, StateParts};
 use coreward_etcd::cluster::Cluster;
 use coreward_etcd::leadership::{Candidate, LeaderState, Leadership};
 use coreward_etcd::local::{ClientTls, LocalMember};
@@ -52,7 +52,7 @@ const LONG_LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn candidate(name: &str, lease_duration: Duration) -> Candidate {
-    Candidate { prefix: "/test".to_owned(), value: name.to_owned(), lease_duration }
+    Candidate { key_prefix: "/test".to_owned(), leader_record: name.to_owned(), lease_duration }
 }
 
 fn lead_with_long_lease(cluster: &Arc<Cluster>, name: &str) -> Arc<Leadership> {
@@ -80,15 +80,16 @@ fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
 }
 
 /// Returns parts that exceed the size of a request to etcd and the number of operations in a transaction.
-fn large_parts(marker: u8) -> Chunks {
+fn large_parts(marker: u8) -> StateParts {
     (0..300).map(|number| (format!("part/{number}"), vec![marker; 20_000])).collect()
 }
 
 fn put_key(cluster: &Arc<Cluster>, key: &'static str, value: &'static str) {
-    let put_request =
-        cluster.block_on(cluster.call(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
+    let put_request = cluster.block_on(
+        cluster.call_until(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
             client.put(key, value, None).await
-        }));
+        }),
+    );
     put_request.unwrap();
 }
 
@@ -111,10 +112,11 @@ fn next_leader_reads_complete_changes_only() {
     assert!(second_leadership.term() > first_leadership.term());
     let store = open_store(&cluster, &second_leadership);
     assert_eq!(store.parts(), &changed_parts);
-    let remaining_keys =
-        cluster.block_on(cluster.call(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
+    let remaining_keys = cluster.block_on(
+        cluster.call_until(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
             client.get("/test/parts/part/9/77", None).await
-        }));
+        }),
+    );
     assert_eq!(remaining_keys.unwrap().count(), 0);
 }
 
@@ -128,7 +130,7 @@ fn deposed_leader_cannot_write() {
     // The leader loses its key without noticing, as if it had been stopped for a long time.
     put_key(&other, "/test/leader", "somebody");
     let delete_leader_key =
-        other.block_on(other.call(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
+        other.block_on(other.call_until(coreward_etcd::clock::Deadline::now() + TIMEOUT, |mut client| async move {
             client.delete("/test/leader", None).await
         }));
     delete_leader_key.unwrap();
@@ -169,12 +171,12 @@ fn followers_read_the_record_of_the_leader() {
     let etcd = Etcd::start();
     let cluster = etcd.connect();
     let first_leadership = lead_with_long_lease(&cluster, "a");
-    let (reported, seen) = std::sync::mpsc::channel();
+    let (state_sender, state_receiver) = std::sync::mpsc::channel();
     let cluster_of_second = cluster.clone();
     let second_campaign = cluster.spawn(async move {
-        candidate("b", LONG_LEASE).campaign(cluster_of_second, move |now| reported.send(now).unwrap()).await
+        candidate("b", LONG_LEASE).campaign(cluster_of_second, move |state| state_sender.send(state).unwrap()).await
     });
-    assert_eq!(seen.recv_timeout(TIMEOUT).unwrap(), LeaderState::Leader("a".to_owned()));
+    assert_eq!(state_receiver.recv_timeout(TIMEOUT).unwrap(), LeaderState::Leader("a".to_owned()));
     assert!(!second_campaign.is_finished());
     cluster.block_on(first_leadership.resign()).unwrap();
     let second_leadership = cluster.block_on(second_campaign).unwrap();
@@ -221,9 +223,13 @@ impl TestAuthority {
         let directory = self.directory.path().join(format!("{name}"));
         let identity = coreward_tls::Identity { fleet: "prod".parse().unwrap(), role: Role::Controller, name };
         let certificate_and_key = self.authority.issue(&identity, &[address.to_owned()], validity).unwrap();
-        certificate_and_key.write(&directory, &self.authority).unwrap();
+        certificate_and_key.write_files(&directory, &self.authority).unwrap();
         let file_path = |name: &str| directory.join(name);
-        CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
+        CredentialFiles {
+            ca_path: file_path("ca.crt"),
+            certificate_path: file_path("own.crt"),
+            key_path: file_path("own.key"),
+        }
     }
 
     fn issue_valid_certificate(&self, name: &str) -> CredentialFiles {
@@ -232,8 +238,8 @@ impl TestAuthority {
 }
 
 fn start_with_tls(files: CredentialFiles) -> Etcd {
-    let CredentialFiles { ca, certificate, key } = files;
-    let client_tls = ClientTls { ca, certificate, key };
+    let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = files;
+    let client_tls = ClientTls { ca_file: ca, certificate_file: certificate, key_file: key };
     Etcd::start_with(|member, directory| {
         member.secure_start_command(std::slice::from_ref(member), directory, &client_tls)
     })
@@ -241,9 +247,11 @@ fn start_with_tls(files: CredentialFiles) -> Etcd {
 
 fn tls_options(ca: &CredentialFiles, client_files: Option<&CredentialFiles>) -> TlsOptions {
     let read_file = |path: &Path| std::fs::read(path).unwrap();
-    let tls_options = TlsOptions::new().ca_certificate(Certificate::from_pem(read_file(&ca.ca)));
+    let tls_options = TlsOptions::new().ca_certificate(Certificate::from_pem(read_file(&ca.ca_path)));
     match client_files {
-        Some(own) => tls_options.identity(Identity::from_pem(read_file(&own.certificate), read_file(&own.key))),
+        Some(files) => {
+            tls_options.identity(Identity::from_pem(read_file(&files.certificate_path), read_file(&files.key_path)))
+        }
         None => tls_options,
     }
 }
@@ -258,9 +266,9 @@ fn read_leader_or_error(cluster: &Cluster) -> Result<LeaderState, String> {
 
 #[test]
 fn etcd_requires_tls_and_valid_certificates() {
-    let (ours, foreign) = (TestAuthority::new(), TestAuthority::new());
-    let etcd = start_with_tls(ours.issue_valid_certificate("etcd1"));
-    let client_files = ours.issue_valid_certificate("c1");
+    let (trusted_authority, foreign_authority) = (TestAuthority::new(), TestAuthority::new());
+    let etcd = start_with_tls(trusted_authority.issue_valid_certificate("etcd1"));
+    let client_files = trusted_authority.issue_valid_certificate("c1");
     let endpoint = etcd.member.secure_endpoint();
     let cluster = connect_with_tls(&endpoint, &tls_options(&client_files, Some(&client_files)));
     let leadership = lead_with_long_lease(&cluster, "a");
@@ -270,30 +278,32 @@ fn etcd_requires_tls_and_valid_certificates() {
 
     let now = coreward_tls::certificate::unix_now();
     let expired_validity = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
-    let (other, expired) =
-        (foreign.issue_valid_certificate("c1"), ours.issue_certificate("old", "127.0.0.1", expired_validity));
-    for (what, tls, expected) in [
+    let (foreign_certificate, expired_certificate) = (
+        foreign_authority.issue_valid_certificate("c1"),
+        trusted_authority.issue_certificate("old", "127.0.0.1", expired_validity),
+    );
+    for (description, tls, expected) in [
         (
             "an authority that did not sign etcd's",
-            tls_options(&other, Some(&client_files)),
+            tls_options(&foreign_certificate, Some(&client_files)),
             "its certificate is signed by no authority in `ca`",
         ),
         ("no certificate", tls_options(&client_files, None), "etcd refuses our certificate, or that we show none"),
         (
             "a certificate that another authority signed",
-            tls_options(&client_files, Some(&other)),
+            tls_options(&client_files, Some(&foreign_certificate)),
             "etcd refuses our certificate, or that we show none",
         ),
         (
             "one that has expired",
-            tls_options(&client_files, Some(&expired)),
+            tls_options(&client_files, Some(&expired_certificate)),
             "etcd refuses our certificate, or that we show none",
         ),
     ] {
         let cluster = connect_with_tls(&endpoint, &tls);
         let error_text = read_leader_or_error(&cluster).unwrap_err();
-        println!("{what}: {error_text}");
-        assert!(error_text.contains(&endpoint) && error_text.contains(expected), "{what}: {error_text}");
+        println!("{description}: {error_text}");
+        assert!(error_text.contains(&endpoint) && error_text.contains(expected), "{description}: {error_text}");
         cluster
             .block_on(cluster.clone().replace_certificates(tls_options(&client_files, Some(&client_files))))
             .unwrap();
@@ -301,7 +311,8 @@ fn etcd_requires_tls_and_valid_certificates() {
     }
     let cluster_without_tls = Cluster::new(&[etcd.member.endpoint()], None).unwrap();
     read_leader_or_error(&cluster_without_tls).unwrap_err();
-    let etcd_at_another_address = start_with_tls(ours.issue_certificate("etcd2", "192.0.2.1", Validity::from_now(DAY)));
+    let etcd_at_another_address =
+        start_with_tls(trusted_authority.issue_certificate("etcd2", "192.0.2.1", Validity::from_now(DAY)));
     let cluster = connect_with_tls(
         &etcd_at_another_address.member.secure_endpoint(),
         &tls_options(&client_files, Some(&client_files)),

@@ -37,7 +37,7 @@ fn ipv6_address_error(address: Ipv6Addr) -> Option<&'static str> {
         // No packet carries an IPv4-mapped address, because sockets use it for IPv4.
         (address.to_ipv4_mapped().is_some(), " is an IPv4-mapped address"),
     ];
-    rejected_ranges.into_iter().find_map(|(applies, reason)| applies.then_some(reason))
+    rejected_ranges.into_iter().find_map(|(is_rejected, reason)| is_rejected.then_some(reason))
 }
 
 pub fn is_host_ipv4(address: Ipv4Addr) -> bool {
@@ -51,16 +51,16 @@ pub struct Vip(pub SocketAddr);
 impl Vip {
     /// Returns the address of the service that has this VIP, port and transport protocol.
     pub fn with_protocol(self, protocol: Protocol) -> ServiceAddress {
-        ServiceAddress { socket: self.0, protocol }
+        ServiceAddress { vip_and_port: self.0, protocol }
     }
 }
 
 impl FromToml for Vip {
     fn read(value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<Self> {
-        parse_text(value, reader, |written| {
-            let parsed_vip = written.parse::<SocketAddr>().map_err(|_| "");
+        parse_text(value, reader, |text| {
+            let parsed_vip = text.parse::<SocketAddr>().map_err(|_| "");
             let valid_vip = parsed_vip.and_then(|vip| vip_error(vip).map_or(Ok(vip), Err));
-            valid_vip.map(Vip).map_err(|reason| format!("VIP {written:?}{reason}: expected {}", Self::expected()))
+            valid_vip.map(Vip).map_err(|reason| format!("VIP {text:?}{reason}: expected {}", Self::expected()))
         })
     }
 
@@ -113,10 +113,10 @@ const EXPECTED_HOST_ADDRESS: &str = "an address that one host can have, as \"10.
 
 /// Reads a host's address. Diagnostics call it `address_name`.
 fn read_host_address(address_name: &str, value: &Spanned<DeValue<'_>>, reader: &mut Reader<'_>) -> Option<IpAddr> {
-    parse_text(value, reader, |written| {
-        let parsed_address = written.parse::<IpAddr>().map_err(|_| "");
+    parse_text(value, reader, |text| {
+        let parsed_address = text.parse::<IpAddr>().map_err(|_| "");
         let valid_address = parsed_address.and_then(|address| server_address_error(address).map_or(Ok(address), Err));
-        valid_address.map_err(|reason| format!("{address_name} {written:?}{reason}: expected {EXPECTED_HOST_ADDRESS}"))
+        valid_address.map_err(|reason| format!("{address_name} {text:?}{reason}: expected {EXPECTED_HOST_ADDRESS}"))
     })
 }
 

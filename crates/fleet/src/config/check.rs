@@ -19,10 +19,10 @@ use super::unique::UniqueValues;
 use super::{DEFAULT_REPORT_INTERVAL, FleetConfig, ServerConfig, ServiceConfig, health, racks, transfer};
 
 /// Checks the document and converts it. Mistakes are stored in the reader. After a mistake, the result is incomplete.
-pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
+pub fn check_fleet(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
     let max_connection_lifetime = file.max_connection_lifetime.0;
     let key_rotation = file.key_rotation.map(|interval| check_key_rotation(&interval, max_connection_lifetime, reader));
-    let racks = racks::check(file.racks.as_deref(), None, reader);
+    let racks = racks::check_rack_names(file.racks.as_deref(), None, reader);
     let load_balancers = racks::unique_names("load balancer", file.load_balancers.as_deref(), reader);
     let servers = check_server_entries(&file.servers, racks.as_ref(), reader);
     let server_names = file.servers.iter().filter_map(|server| Some(server.get_ref().name.value.as_ref()?.0.as_str()));
@@ -37,8 +37,8 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
         load_ewma_alpha: file.load_ewma_alpha,
         max_connection_lifetime,
         key_rotation,
-        racks,
-        load_balancers,
+        allowed_racks: racks,
+        allowed_load_balancers: load_balancers,
         servers,
         services,
         source: reader.source().clone(),
@@ -47,7 +47,7 @@ pub fn check(file: FleetFile, reader: &mut Reader<'_>) -> FleetConfig {
 
 fn check_services_per_server(servers: &[ServerConfig], services: &[ServiceConfig], reader: &mut Reader<'_>) {
     let mut service_counts = vec![0u32; servers.len()];
-    for server in services.iter().flat_map(|service| &service.servers) {
+    for server in services.iter().flat_map(|service| &service.server_positions) {
         service_counts[*server] += 1;
     }
     let maximum = intf::MAX_SERVICES_OF_SERVER;
@@ -78,16 +78,16 @@ fn check_key_rotation<const MIN: u64, const MAX: u64>(
 }
 
 fn check_server_entries(
-    listed: &[Spanned<Server>],
+    server_entries: &[Spanned<Server>],
     known_racks: Option<&BTreeSet<String>>,
     reader: &mut Reader<'_>,
 ) -> Vec<ServerConfig> {
-    if let Some(first_too_many) = listed.get(ServerId::COUNT) {
+    if let Some(first_excess_entry) = server_entries.get(ServerId::COUNT) {
         let message =
-            format!("{} servers: expected at most {}, all that a cookie holds", listed.len(), ServerId::COUNT);
-        reader.report(first_too_many.span(), message);
+            format!("{} servers: expected at most {}, all that a cookie holds", server_entries.len(), ServerId::COUNT);
+        reader.report(first_excess_entry.span(), message);
     }
-    let listed_servers = &listed[..listed.len().min(ServerId::COUNT)];
+    let listed_servers = &server_entries[..server_entries.len().min(ServerId::COUNT)];
     let mut names = UniqueValues::new("server name");
     let mut addresses = UniqueValues::new("server address");
     let mut ids = UniqueValues::new("server id");
@@ -102,7 +102,7 @@ fn check_server_entries(
         if let Some((id, span)) = &id {
             ids.insert(Some(*id), span, reader);
         }
-        let permitted_racks = racks::check(server_entry.racks.as_deref(), known_racks, reader);
+        let permitted_racks = racks::check_rack_names(server_entry.racks.as_deref(), known_racks, reader);
         let (Some(name), Some(address)) = (name, address) else { continue };
         servers.push(ServerConfig {
             name: name.clone(),
@@ -112,7 +112,7 @@ fn check_server_entries(
             weight: server_entry.weight,
             capacity: server_entry.capacity,
             vlan: server_entry.vlan.unwrap_or_default(),
-            racks: permitted_racks,
+            allowed_racks: permitted_racks,
             span: entry.span(),
         });
     }
@@ -128,9 +128,9 @@ struct ServiceChecker<'a> {
 
 impl ServiceChecker<'_> {
     fn check_services(&self, entries: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
-        if let Some(first_too_many) = entries.get(ServiceIndex::COUNT) {
+        if let Some(first_excess_entry) = entries.get(ServiceIndex::COUNT) {
             let message = format!("{} services: expected at most {}", entries.len(), ServiceIndex::COUNT);
-            reader.report(first_too_many.span(), message);
+            reader.report(first_excess_entry.span(), message);
         }
         // The services beyond the limit are skipped, because each of them may list all servers.
         let entries = &entries[..entries.len().min(ServiceIndex::COUNT)];
@@ -145,17 +145,19 @@ impl ServiceChecker<'_> {
             names.insert(name, &service_entry.name.span, reader);
             let server_positions = self.server_positions(service_entry, &positions_by_name, reader);
             let Some(protocol) = service_entry.protocol.value else { continue };
-            let service_mode = service::mode(service_entry, protocol, reader);
+            let service_mode = service::service_mode(service_entry, protocol, reader);
             let service_address = service_entry.vip.value.map(|vip| vip.with_protocol(protocol));
             vips.insert(service_address, &service_entry.vip.span, reader);
             if let Some(address) = service_address {
-                self.reject_server_at_vip(address.socket.ip(), &service_entry.vip.span, reader);
+                self.reject_server_at_vip(address.vip_and_port.ip(), &service_entry.vip.span, reader);
             }
             let is_of_other_family = |position: &usize| {
-                service_address.is_some_and(|vip| vip.socket.is_ipv4() != self.servers[*position].address.is_ipv4())
+                service_address
+                    .is_some_and(|vip| vip.vip_and_port.is_ipv4() != self.servers[*position].address.is_ipv4())
             };
             let mixes_families = server_positions.iter().any(is_of_other_family);
-            let check_health = |table| health::check(table, protocol, service_mode, mixes_families, reader);
+            let check_health =
+                |table| health::parse_health_check(table, protocol, service_mode, mixes_families, reader);
             let health_check = service_entry.health.as_ref().and_then(check_health);
             let (Some(name), Some(address), Some(policy)) = (name, service_address, service_entry.policy.value) else {
                 continue;
@@ -171,9 +173,9 @@ impl ServiceChecker<'_> {
                 policy: policy.0,
                 slow_start: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
                 buckets: service_entry.buckets.unwrap_or(self.buckets),
-                check: health_check,
+                health_check,
                 when_all_down: service_entry.when_all_down,
-                servers: server_positions,
+                server_positions,
                 span: entry.span(),
             });
         }
@@ -197,12 +199,12 @@ impl ServiceChecker<'_> {
         positions: &HashMap<&str, usize>,
         reader: &mut Reader<'_>,
     ) -> Vec<usize> {
-        let Some(listed) = &service.servers else {
+        let Some(member_names) = &service.servers else {
             return (0..self.servers.len()).collect();
         };
         let mut unique_members = UniqueValues::new("server of this service");
-        let mut pool_positions = Vec::with_capacity(listed.len());
-        for name in listed {
+        let mut pool_positions = Vec::with_capacity(member_names.len());
+        for name in member_names {
             unique_members.insert(Some(name.get_ref()), &name.span(), reader);
             match positions.get(name.get_ref().as_str()) {
                 Some(position) => pool_positions.push(*position),

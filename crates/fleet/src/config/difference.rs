@@ -69,7 +69,7 @@ impl fmt::Display for Change {
 }
 
 /// Returns the changes from `old` to `new`, which must both be free of mistakes. Order and comments are ignored.
-pub fn difference(old: &Source, new: &Source) -> Vec<Change> {
+pub fn list_changes(old: &Source, new: &Source) -> Vec<Change> {
     let [old, new] = [old, new].map(|source| source.parse::<Table>().unwrap_or_default());
     let mut changes = Vec::new();
     add_changed_keys("", &old, &new, &["server", "service"], &mut changes);
@@ -135,7 +135,7 @@ mod tests {
              [[server]]\nname = \"s3\"\naddress = \"10.0.0.3\"\nweight = 2\n\
              [[server]]\nname = \"s1\"\naddress = \"10.0.0.1\"\nstate = \"draining\"\nracks = [\"r1\"]\n",
         );
-        let change_texts: Vec<String> = difference(&old, &new).iter().map(Change::to_string).collect();
+        let change_texts: Vec<String> = list_changes(&old, &new).iter().map(Change::to_string).collect();
         assert_eq!(
             change_texts,
             [
@@ -148,7 +148,7 @@ mod tests {
                 "~ service web: servers [\"s1\"] -> [\"s1\", \"s3\"]",
             ]
         );
-        assert_eq!(difference(&old, &old), []);
+        assert_eq!(list_changes(&old, &old), []);
     }
 
     #[test]
@@ -160,13 +160,13 @@ mod tests {
         let old_document =
             document_with("address = \"10.0.0.1\"\nid = 1", &web_service("vip = \"10.1.0.1:80\"\npolicy = \"rr\""));
         let break_reasons = |server: &str, services: &str| {
-            let changes = difference(&old_document, &document_with(server, services));
+            let changes = list_changes(&old_document, &document_with(server, services));
             changes.iter().filter(|change| change.break_reason().is_some()).map(Change::to_string).collect::<Vec<_>>()
         };
-        let (same, vip) = ("address = \"10.0.0.1\"\nid = 1", "vip = \"10.1.0.1:80\"\n");
-        assert_eq!(break_reasons(same, ""), ["- service web"]);
-        assert_eq!(break_reasons(same, &web_service("vip = \"10.1.0.2:80\"")).len(), 1);
-        assert_eq!(break_reasons(same, &web_service(&format!("{vip}consistency = \"stateful\""))).len(), 1);
+        let (unchanged_keys, vip) = ("address = \"10.0.0.1\"\nid = 1", "vip = \"10.1.0.1:80\"\n");
+        assert_eq!(break_reasons(unchanged_keys, ""), ["- service web"]);
+        assert_eq!(break_reasons(unchanged_keys, &web_service("vip = \"10.1.0.2:80\"")).len(), 1);
+        assert_eq!(break_reasons(unchanged_keys, &web_service(&format!("{vip}consistency = \"stateful\""))).len(), 1);
         assert_eq!(break_reasons("address = \"10.0.0.2\"\nid = 2", &web_service(vip)).len(), 2);
         assert_eq!(break_reasons("address = \"10.0.0.1\"\nid = 1\nweight = 2", &web_service(vip)), [""; 0]);
     }

@@ -173,7 +173,7 @@ impl FromToml for Authorities {
 
 /// Returns the health check that the table describes, or `None` if there is none. Contradictions are stored in the
 /// reader. `mixes_families` is whether a server's address and the VIP are of different families.
-pub fn check(
+pub fn parse_health_check(
     table: &Spanned<Health>,
     protocol: Protocol,
     mode: ServiceMode,
@@ -234,11 +234,11 @@ fn vip_check_error(mode: ServiceMode, mixes_families: bool) -> Option<String> {
 /// Returns the address at which servers are checked. The default is the VIP, unless checks at the VIP are impossible.
 fn probe_address(health: &Health, vip_check_error: Option<String>, reader: &mut Reader<'_>) -> ProbeAddress {
     let default_address = if vip_check_error.is_some() { ProbeAddress::Server } else { ProbeAddress::Vip };
-    let Some(at) = &health.at else { return default_address };
-    if let Some(reason) = vip_check_error.filter(|_| *at.get_ref() == ProbeAddress::Vip) {
-        reader.report(at.span(), format!("checks at the VIP of {reason}: expected \"server\""));
+    let Some(address_entry) = &health.at else { return default_address };
+    if let Some(reason) = vip_check_error.filter(|_| *address_entry.get_ref() == ProbeAddress::Vip) {
+        reader.report(address_entry.span(), format!("checks at the VIP of {reason}: expected \"server\""));
     }
-    *at.get_ref()
+    *address_entry.get_ref()
 }
 
 /// Stores a mistake for each key that has no effect on this kind of check.

@@ -22,7 +22,7 @@ fn service_may_have_an_ipv6_vip() {
         "consistency = \"none\"\npolicy = \"maglev\"",
     ] {
         let config = parse_service("[2001:DB8:0::1]:80", keys).unwrap();
-        assert_eq!(config.services[0].address.socket, "[2001:db8::1]:80".parse().unwrap(), "{keys}");
+        assert_eq!(config.services[0].address.vip_and_port, "[2001:db8::1]:80".parse().unwrap(), "{keys}");
     }
 }
 
@@ -90,11 +90,11 @@ fn ipv6_service_migrates_from_a_load_balancer_of_either_family() {
 #[test]
 fn servers_of_another_family_are_checked_at_their_own_address() {
     let config = parse_service("[2001:db8::1]:80", "[service.health]").unwrap();
-    assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Server);
+    assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Server);
     let server = "[[server]]\nname = \"s1\"\naddress = \"2001:db8::11\"\n";
     let service = "[[service]]\nname = \"web\"\nvip = \"[2001:db8::1]:80\"\n[service.health]\n";
     let config = FleetConfig::parse(&Source::from_text("fleet.toml", &format!("{server}{service}"))).unwrap();
-    assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Vip);
+    assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Vip);
 }
 
 fn parse_server(address: &str, keys: &str) -> Result<FleetConfig, String> {
@@ -107,7 +107,7 @@ fn parse_server(address: &str, keys: &str) -> Result<FleetConfig, String> {
 fn server_may_have_an_ipv6_address() {
     let config = parse_server("2001:db8::11", "[service.health]").unwrap();
     assert_eq!(config.servers[0].address, "2001:db8::11".parse::<std::net::IpAddr>().unwrap());
-    assert_eq!(config.services[0].check.as_ref().unwrap().probe_address, ProbeAddress::Server);
+    assert_eq!(config.services[0].health_check.as_ref().unwrap().probe_address, ProbeAddress::Server);
     let expected_error = "fleet.toml:3:11: key `server.address`: server address \"fe80::1\" is a link-local address: \
                     expected an address that one host can have, as \"10.2.0.11\" or \"2001:db8::11\"";
     assert_eq!(parse_server("fe80::1", "").unwrap_err(), expected_error);

@@ -32,7 +32,7 @@ use coreward_model::policy::{ServerCapacity, ServerWeight};
 use coreward_model::tuple::ServiceAddress;
 use coreward_model::vlan::Vlan;
 
-pub use difference::{Change, difference};
+pub use difference::{Change, list_changes};
 use file::FleetFile;
 
 /// Default interval between reports, which is 10 Hz as published (CrossRSS, CoNEXT'20).
@@ -53,9 +53,9 @@ pub struct FleetConfig {
     /// Interval between key rotations, or `None` if keys are rotated by command only.
     pub key_rotation: Option<Duration>,
     /// Names of the racks that may connect, or `None` if any rack may.
-    pub racks: Option<BTreeSet<String>>,
+    pub allowed_racks: Option<BTreeSet<String>>,
     /// Names of the load balancers that may connect, or `None` if any load balancer may.
-    pub load_balancers: Option<BTreeSet<String>>,
+    pub allowed_load_balancers: Option<BTreeSet<String>>,
     /// Servers, with unique names, addresses and ids.
     pub servers: Vec<ServerConfig>,
     /// Services, with unique names and VIPs.
@@ -79,7 +79,7 @@ pub struct ServerConfig {
     /// VLAN of the frames that load balancers send to the server.
     pub vlan: Vlan,
     /// Names of the racks that may report for the server, or `None` for those of the fleet.
-    pub racks: Option<BTreeSet<String>>,
+    pub allowed_racks: Option<BTreeSet<String>>,
     /// Location of the server in the document.
     pub span: Span,
 }
@@ -123,11 +123,11 @@ pub struct ServiceConfig {
     pub slow_start: Duration,
     pub buckets: BucketCount,
     /// Health check of the service's servers, or `None` if they are not checked.
-    pub check: Option<HealthCheck>,
+    pub health_check: Option<HealthCheck>,
     /// Treatment of new connections when all servers are down.
     pub when_all_down: WhenAllDown,
     /// Positions of the service's servers in [`FleetConfig::servers`].
-    pub servers: Vec<usize>,
+    pub server_positions: Vec<usize>,
     /// Location of the service in the document.
     pub span: Span,
 }
@@ -141,7 +141,7 @@ impl FleetConfig {
     /// Parses an operator's document. Rejects a document without any key. Otherwise a file that an editor has just
     /// truncated, or that a full disk has left empty, would end all services at the next SIGHUP.
     pub fn parse(source: &Source) -> Result<Self, Diagnostics> {
-        let is_empty = source.keys().is_empty() && source.syntax_errors().is_empty();
+        let is_empty = source.top_level_keys().is_empty() && source.syntax_errors().is_empty();
         if is_empty {
             let message = "nothing in it: expected [[server]] and [[service]], or another key if there are none";
             return Err(Diagnostic::for_file(source.path(), message).into());
@@ -151,7 +151,7 @@ impl FleetConfig {
 
     /// Parses the stored document, which is empty before the first one is applied.
     pub fn parse_stored(source: &Source) -> Result<Self, Diagnostics> {
-        source.read_as(|file: FleetFile, reader| Some(check::check(file, reader)))
+        source.read_as(|file: FleetFile, reader| Some(check::check_fleet(file, reader)))
     }
 
     pub fn source(&self) -> &Source {

@@ -67,23 +67,23 @@ string_enum!(
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PolicyName(pub &'static str);
 
-string_enum!(PolicyName, "policy", policy::names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
+string_enum!(PolicyName, "policy", policy::policy_names().into_iter().map(|name| (name.to_owned(), PolicyName(name))));
 
 /// Returns the consistency mode of the service. Mistakes are stored in the reader.
-pub fn mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
+pub fn service_mode(service: &Service, protocol: Protocol, reader: &mut Reader<'_>) -> ServiceMode {
     let mode_without_forwarding = match protocol {
         Protocol::Tcp => tcp_mode(service, reader),
         Protocol::Udp => udp_mode(service, reader),
     };
-    let Some(written) = &service.forwarding else { return mode_without_forwarding };
-    let forwarding = *written.get_ref();
+    let Some(forwarding_entry) = &service.forwarding else { return mode_without_forwarding };
+    let forwarding = *forwarding_entry.get_ref();
     if forwarding.encapsulates() && mode_without_forwarding.timestamps == TimestampOrigin::LoadBalancer {
         let message = format!(
             "forwarding {:?} with timestamps by \"lb\", whose servers' answers must pass the load balancer: expected \
              \"l2\", or timestamps by \"server\" or \"off\"",
             forwarding.name()
         );
-        reader.report(written.span(), message);
+        reader.report(forwarding_entry.span(), message);
     }
     ServiceMode { forwarding, ..mode_without_forwarding }
 }
@@ -128,8 +128,8 @@ fn tcp_mode(service: &Service, reader: &mut Reader<'_>) -> ServiceMode {
             requested_timestamps
         }
     };
-    if let (Consistency::None, Some(written)) = (consistency, &service.consistency) {
-        reject_unstable_policy(written, service, reader);
+    if let (Consistency::None, Some(consistency_entry)) = (consistency, &service.consistency) {
+        reject_unstable_policy(consistency_entry, service, reader);
     }
     ServiceMode { consistency, timestamps, ..default_mode }
 }

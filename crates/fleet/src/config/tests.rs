@@ -36,10 +36,10 @@ fn parse_fleet(text: &str) -> Result<FleetConfig, String> {
     FleetConfig::parse(&Source::from_text("fleet.toml", text)).map_err(|mistakes| mistakes.to_string())
 }
 
-/// Returns the error message after `from` has been replaced by `to` in the valid document.
-fn error_after_replacement(from: &str, to: &str) -> String {
-    assert!(VALID_FLEET_TOML.contains(from), "{from:?} is not in the good file");
-    parse_fleet(&VALID_FLEET_TOML.replacen(from, to, 1)).unwrap_err()
+/// Returns the error message after `old_text` has been replaced by `new_text` in the valid document.
+fn error_after_replacement(old_text: &str, new_text: &str) -> String {
+    assert!(VALID_FLEET_TOML.contains(old_text), "{old_text:?} is not in the good file");
+    parse_fleet(&VALID_FLEET_TOML.replacen(old_text, new_text, 1)).unwrap_err()
 }
 
 #[test]
@@ -82,8 +82,11 @@ fn valid_file_is_parsed() {
     let servers: Vec<_> =
         config.servers.iter().map(|s| (s.name.as_str(), s.id.as_ref().map(|id| id.0.get()), s.state)).collect();
     assert_eq!(servers, [("s1", Some(7), ServerState::Active), ("s2", None, ServerState::Draining)]);
-    let services: Vec<_> =
-        config.services.iter().map(|s| (s.address.to_string(), s.policy, s.buckets.get(), s.servers.clone())).collect();
+    let services: Vec<_> = config
+        .services
+        .iter()
+        .map(|s| (s.address.to_string(), s.policy, s.buckets.get(), s.server_positions.clone()))
+        .collect();
     assert_eq!(
         services,
         [
@@ -98,7 +101,7 @@ fn defaults_are_as_documented() {
     let config = parse_fleet("[[service]]\nname = \"w\"\nvip = \"10.0.0.1:80\"\n").unwrap();
     assert_eq!((config.report_interval, config.load_ewma_alpha), (DEFAULT_REPORT_INTERVAL, SmoothingWeight::PUBLISHED));
     assert_eq!(config.services[0].buckets, BucketCount::PUBLISHED);
-    assert!(config.services[0].servers.is_empty());
+    assert!(config.services[0].server_positions.is_empty());
 }
 
 #[test]
@@ -225,8 +228,8 @@ fn each_invalid_value_is_reported_with_its_key() {
              \"10.2.0.11\" or \"2001:db8::11\"",
         ),
     ];
-    for (from, to, message) in cases {
-        assert_eq!(error_after_replacement(from, to), message);
+    for (old_text, new_text, message) in cases {
+        assert_eq!(error_after_replacement(old_text, new_text), message);
     }
 }
 
@@ -367,8 +370,8 @@ fn contradicting_values_are_reported_with_their_keys() {
              address of its own",
         ),
     ];
-    for (from, to, message) in cases {
-        assert_eq!(error_after_replacement(from, to), message);
+    for (old_text, new_text, message) in cases {
+        assert_eq!(error_after_replacement(old_text, new_text), message);
     }
 }
 
@@ -419,20 +422,30 @@ fn weights_and_times_are_parsed() {
 fn racks_of_fleet_and_servers_are_parsed() {
     let rack_names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
     assert_eq!(
-        (parse_fleet(VALID_FLEET_TOML).unwrap().racks, parse_fleet(VALID_FLEET_TOML).unwrap().servers[0].racks.clone()),
+        (
+            parse_fleet(VALID_FLEET_TOML).unwrap().allowed_racks,
+            parse_fleet(VALID_FLEET_TOML).unwrap().servers[0].allowed_racks.clone()
+        ),
         (None, None)
     );
     let text = VALID_FLEET_TOML
         .replace("id = 7", "racks = [\"r1\"]")
         .replace("load_ewma_alpha = 0.25", "racks = [\"r1\", \"rack2\"]");
     let config = parse_fleet(&text).unwrap();
-    assert_eq!((config.racks, config.servers[0].racks.clone()), (rack_names(&["r1", "rack2"]), rack_names(&["r1"])));
+    assert_eq!(
+        (config.allowed_racks, config.servers[0].allowed_racks.clone()),
+        (rack_names(&["r1", "rack2"]), rack_names(&["r1"]))
+    );
     let without_racks = parse_fleet(&VALID_FLEET_TOML.replace("id = 7", "racks = []")).unwrap();
-    assert_eq!(without_racks.servers[0].racks, rack_names(&[]));
+    assert_eq!(without_racks.servers[0].allowed_racks, rack_names(&[]));
     // Without the fleet's list, any name is allowed.
     let with_any_rack = parse_fleet(&VALID_FLEET_TOML.replace("id = 7", "racks = [\"r9\"]")).unwrap();
-    assert_eq!((with_any_rack.racks, with_any_rack.servers[0].racks.clone()), (None, rack_names(&["r9"])));
-    let error_after_replacement = |from: &str, to: &str| parse_fleet(&text.replace(from, to)).unwrap_err().to_string();
+    assert_eq!(
+        (with_any_rack.allowed_racks, with_any_rack.servers[0].allowed_racks.clone()),
+        (None, rack_names(&["r9"]))
+    );
+    let error_after_replacement =
+        |old_text: &str, new_text: &str| parse_fleet(&text.replace(old_text, new_text)).unwrap_err().to_string();
     assert_eq!(
         error_after_replacement("[\"r1\"]", "[\"rakc2\"]"),
         "fleet.toml:10:10: key `server.racks`: rack \"rakc2\" does not exist: expected one of the fleet's `racks` \

@@ -16,7 +16,7 @@ pub fn other_balancer(
     mode: ServiceMode,
     reader: &mut Reader<'_>,
 ) -> Option<OtherBalancer> {
-    let (key, written) = match (&service.migrate_from, &service.migrate_to) {
+    let (key, migration_entry) = match (&service.migrate_from, &service.migrate_to) {
         (None, None) => return None,
         (Some(from), None) => ("migrate_from", from),
         (None, Some(to)) => ("migrate_to", to),
@@ -27,13 +27,13 @@ pub fn other_balancer(
     };
     if address.protocol == Protocol::Udp {
         let message = format!("`{key}` of a UDP service, whose datagrams do not show what begins a flow: expected TCP");
-        reader.report(written.span(), message);
+        reader.report(migration_entry.span(), message);
     } else if mode.forwarding.encapsulates() {
         let message = format!(
             "`{key}` with forwarding {:?}: expected \"l2\", as the other load balancer is reached by its MAC address",
             mode.forwarding.name()
         );
-        reader.report(written.span(), message);
+        reader.report(migration_entry.span(), message);
     } else if !mode.can_migrate() {
         let message = format!(
             "`{key}` with consistency {:?} and timestamps by {:?}: expected consistency \"stateless\", \"stateful\" or \
@@ -41,12 +41,12 @@ pub fn other_balancer(
             mode.consistency.name(),
             mode.timestamps.name()
         );
-        reader.report(written.span(), message);
+        reader.report(migration_entry.span(), message);
     }
-    let other_address = written.get_ref().0;
-    if other_address == address.socket.ip() {
+    let other_address = migration_entry.get_ref().0;
+    if other_address == address.vip_and_port.ip() {
         let message = format!("`{key}` is the VIP {other_address}: expected the load balancer's own address");
-        reader.report(written.span(), message);
+        reader.report(migration_entry.span(), message);
     }
     Some(OtherBalancer { address: other_address, is_handed_over: service.migrate_to.is_some() })
 }
@@ -55,31 +55,36 @@ pub fn other_balancer(
 pub fn check_uniform_stamping(
     services: &[ServiceConfig],
     servers: &[ServerConfig],
-    listed: &[Spanned<Service>],
+    service_entries: &[Spanned<Service>],
     reader: &mut Reader<'_>,
 ) {
     let is_handed_over = |service: &ServiceConfig| service.other_balancer.is_some_and(|other| other.is_handed_over);
     let stamped_services = || services.iter().filter(|service| service.mode.is_stamped_by_servers());
-    let mut first_staying_service: HashMap<usize, usize> = HashMap::new();
-    for (index, staying) in
-        services.iter().enumerate().filter(|(_, one)| one.mode.is_stamped_by_servers() && !is_handed_over(one))
+    let mut first_kept_index: HashMap<usize, usize> = HashMap::new();
+    for (service_index, kept_service) in services
+        .iter()
+        .enumerate()
+        .filter(|(_, service)| service.mode.is_stamped_by_servers() && !is_handed_over(service))
     {
-        for position in &staying.servers {
-            first_staying_service.entry(*position).or_insert(index);
+        for position in &kept_service.server_positions {
+            first_kept_index.entry(*position).or_insert(service_index);
         }
     }
-    for leaving in stamped_services().filter(|service| is_handed_over(service)) {
-        let staying_service = |position: &usize| Some((*first_staying_service.get(position)?, *position));
-        let shared_server = leaving.servers.iter().filter_map(staying_service).min_by_key(|(staying, _)| *staying);
-        let shared_server = shared_server.map(|(staying, position)| (&services[staying], &servers[position]));
-        let Some((staying, server)) = shared_server else { continue };
-        let leaving_entry = listed.iter().find(|entry| entry.span() == leaving.span);
-        let Some(written) = leaving_entry.and_then(|entry| entry.get_ref().migrate_to.as_ref()) else { continue };
+    for leaving_service in stamped_services().filter(|service| is_handed_over(service)) {
+        let to_kept_index = |position: &usize| Some((*first_kept_index.get(position)?, *position));
+        let shared_server =
+            leaving_service.server_positions.iter().filter_map(to_kept_index).min_by_key(|(kept_index, _)| *kept_index);
+        let shared_server = shared_server.map(|(kept_index, position)| (&services[kept_index], &servers[position]));
+        let Some((kept_service, server)) = shared_server else { continue };
+        let leaving_entry = service_entries.iter().find(|entry| entry.span() == leaving_service.span);
+        let Some(migration_entry) = leaving_entry.and_then(|entry| entry.get_ref().migrate_to.as_ref()) else {
+            continue;
+        };
         let message = format!(
             "service {:?} is handed over, but its server {:?} goes on stamping new connections of service {:?}, and a \
              server stamps those of all its services or of none: expected `migrate_to` in both",
-            leaving.name, server.name, staying.name
+            leaving_service.name, server.name, kept_service.name
         );
-        reader.report(written.span(), message);
+        reader.report(migration_entry.span(), message);
     }
 }

@@ -18,8 +18,8 @@ impl<T: Hash + Eq + Display> UniqueValues<T> {
     /// Inserts a value, or reports a mistake if it is a duplicate. An invalid value is `None`, which is ignored.
     pub fn insert(&mut self, value: Option<T>, span: &Span, reader: &mut Reader<'_>) {
         let Some(value) = value else { return };
-        if let Some(first) = self.first_locations.get(&value) {
-            let first_line = reader.line_number(first);
+        if let Some(first_location) = self.first_locations.get(&value) {
+            let first_line = reader.line_number(first_location);
             let message =
                 format!("{} {value} is used twice (first in line {first_line}): expected each once", self.value_name);
             reader.report(span.clone(), message);

@@ -20,21 +20,21 @@ fn checked_service(vip: SocketAddr) -> CheckedService<u32> {
         jitter: Jitter::new(0.0).expect("from 0 to 1"),
     };
     CheckedService {
-        check: Arc::new(health_check),
+        health_check: Arc::new(health_check),
         vip,
-        servers: vec![(1, Ipv4Addr::LOCALHOST.into())],
+        servers_by_key: vec![(1, Ipv4Addr::LOCALHOST.into())],
         nat_table: None,
     }
 }
 
-fn wait_until(checker: &Checker<u32>, what: &str, is_so: impl Fn(&CheckResult) -> bool) -> CheckResult {
+fn wait_until(checker: &Checker<u32>, description: &str, condition: impl Fn(&CheckResult) -> bool) -> CheckResult {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         let check_results = checker.results();
-        if let Some((_, found)) = check_results.first().filter(|(_, found)| is_so(found)) {
-            return found.clone();
+        if let Some((_, result)) = check_results.first().filter(|(_, found)| condition(found)) {
+            return result.clone();
         }
-        assert!(Instant::now() < deadline, "{what}: {check_results:?}");
+        assert!(Instant::now() < deadline, "{description}: {check_results:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -57,19 +57,20 @@ fn exhausted_file_descriptors_mark_no_server_down() {
     let server_address = listener.local_addr().unwrap();
     let checker = Checker::start().unwrap();
     checker.set_services(vec![checked_service(server_address)]);
-    wait_until(&checker, "a server that listens is up", |found| found.verdict() == Some(HealthVerdict::Up));
+    wait_until(&checker, "a server that listens is up", |result| result.verdict() == Some(HealthVerdict::Up));
 
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, 3, hard).unwrap();
-    let unknown_result = wait_until(&checker, "checks that cannot be made withdraw the verdict", |found| {
-        found.verdict() != Some(HealthVerdict::Up)
+    let unknown_result = wait_until(&checker, "checks that cannot be made withdraw the verdict", |result| {
+        result.verdict() != Some(HealthVerdict::Up)
     });
     setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
     assert_eq!((unknown_result.verdict(), unknown_result.failure_count), (None, 0), "{unknown_result:?}");
     assert!(unknown_result.last_error.contains("Too many open files"), "{unknown_result:?}");
 
-    wait_until(&checker, "with files it is up again", |found| found.verdict() == Some(HealthVerdict::Up));
+    wait_until(&checker, "with files it is up again", |result| result.verdict() == Some(HealthVerdict::Up));
     drop(listener);
-    let down_result = wait_until(&checker, "no process listens", |found| found.verdict() == Some(HealthVerdict::Down));
+    let down_result =
+        wait_until(&checker, "no process listens", |result| result.verdict() == Some(HealthVerdict::Down));
     assert!(down_result.failure_count >= 3 && down_result.last_error == "connection refused", "{down_result:?}");
 }

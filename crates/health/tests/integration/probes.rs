@@ -57,7 +57,8 @@ fn serve_http_status<C: std::io::Read + std::io::Write>(
             let mut connection = accept(stream.unwrap());
             let mut request = Vec::new();
             let mut byte = [0];
-            while !request.ends_with(b"\r\n\r\n") && connection.read(&mut byte).is_ok_and(|read| read == 1) {
+            while !request.ends_with(b"\r\n\r\n") && connection.read(&mut byte).is_ok_and(|byte_count| byte_count == 1)
+            {
                 request.push(byte[0]);
             }
             let is_expected_request =
@@ -72,7 +73,7 @@ fn serve_http_status<C: std::io::Read + std::io::Write>(
 fn run_probe(probe: Probe, vip: SocketAddr) -> Result<(), ProbeError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(health_check(probe), vip, None);
-    runtime.block_on(prober.probe(vip.ip()))
+    runtime.block_on(prober.probe_server(vip.ip()))
 }
 
 #[test]
@@ -99,7 +100,7 @@ fn ipv4_server_of_an_ipv6_vip_is_checked_at_its_own_address() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let vip = SocketAddr::new("2001:db8::1".parse().unwrap(), address.port());
     let prober = Prober::new(health_check(Probe::Tcp), vip, None);
-    assert_eq!(runtime.block_on(prober.probe(address.ip())), Ok(()));
+    assert_eq!(runtime.block_on(prober.probe_server(address.ip())), Ok(()));
 }
 
 #[test]
@@ -123,7 +124,10 @@ fn silent_server_times_out() {
         HealthCheck { timeout: Duration::from_millis(50), ..(*health_check(Probe::Http(http_probe(None)))).clone() };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let prober = Prober::new(Arc::new(quick_check), address, None);
-    assert_eq!(runtime.block_on(prober.probe(address.ip())), Err(ProbeError::TimedOut(Duration::from_millis(50))));
+    assert_eq!(
+        runtime.block_on(prober.probe_server(address.ip())),
+        Err(ProbeError::TimedOut(Duration::from_millis(50)))
+    );
 }
 
 #[test]
@@ -183,10 +187,10 @@ fn https_certificate_is_verified() {
     assert_eq!(run_https_probe(Some("www.example.net"), CertificateVerification::Off), Ok(()));
 }
 
-fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}");
+    while !condition() {
+        assert!(Instant::now() < deadline, "{description}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -200,14 +204,14 @@ fn checker_follows_the_http_status_of_the_server() {
     let health_check = health_check(Probe::Http(http_probe(None)));
     let checked_service = |keys: &[u8]| {
         let servers_by_key = keys.iter().map(|key| (*key, address.ip())).collect();
-        vec![CheckedService { check: health_check.clone(), vip: address, servers: servers_by_key, nat_table: None }]
+        vec![CheckedService { health_check: health_check.clone(), vip: address, servers_by_key, nat_table: None }]
     };
     let verdict_and_count = |key: u8| {
         let check_results = checker.results();
         check_results
             .into_iter()
-            .find(|(known, _)| *known == key)
-            .map(|(_, found)| (found.verdict(), found.check_count))
+            .find(|(result_key, _)| *result_key == key)
+            .map(|(_, result)| (result.verdict(), result.check_count))
     };
     checker.set_services(checked_service(&[1, 2]));
     wait_until("both are up", || {
@@ -217,8 +221,11 @@ fn checker_follows_the_http_status_of_the_server() {
     wait_until("both are down", || {
         [1, 2].iter().all(|key| matches!(verdict_and_count(*key), Some((Some(HealthVerdict::Down), _))))
     });
-    let (_, failed) = checker.results().remove(0);
-    assert!(failed.failure_count >= 3 && failed.last_error.starts_with("answers 503"), "{failed:?}");
+    let (_, failed_result) = checker.results().remove(0);
+    assert!(
+        failed_result.failure_count >= 3 && failed_result.last_error.starts_with("answers 503"),
+        "{failed_result:?}"
+    );
 
     // Unchanged checks continue, and removed ones are forgotten.
     let count_before = verdict_and_count(1).unwrap().1;

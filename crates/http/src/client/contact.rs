@@ -28,8 +28,8 @@ impl FromStr for ControllerUrl {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let invalid_url = || InvalidControllerUrl(text.to_owned());
-        let trimmed = text.trim_end_matches('/');
-        if let Some(authority) = trimmed.strip_prefix("https://") {
+        let trimmed_url = text.trim_end_matches('/');
+        if let Some(authority) = trimmed_url.strip_prefix("https://") {
             let (host, port) = authority.rsplit_once(':').ok_or_else(invalid_url)?;
             let is_host = !host.is_empty() && !host.contains(['/', '@', '?', '#', ' ']);
             let is_port = port.parse::<u16>().is_ok_and(|port| port > 0);
@@ -40,7 +40,7 @@ impl FromStr for ControllerUrl {
             };
         }
         let address: SocketAddr =
-            trimmed.strip_prefix("http://").unwrap_or(trimmed).parse().map_err(|_| invalid_url())?;
+            trimmed_url.strip_prefix("http://").unwrap_or(trimmed_url).parse().map_err(|_| invalid_url())?;
         // Without TLS, the token would cross a network unencrypted.
         if address.ip().is_loopback() { Ok(address.into()) } else { Err(invalid_url()) }
     }
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn urls_are_parsed_and_invalid_ones_rejected() {
-        for (text, shown, host) in [
+        for (text, displayed_url, host) in [
             ("127.0.0.1:7401", "127.0.0.1:7401", "127.0.0.1"),
             ("http://127.0.0.1:7401/", "127.0.0.1:7401", "127.0.0.1"),
             ("[::1]:7401", "[::1]:7401", "::1"),
@@ -102,7 +102,7 @@ mod tests {
             ("https://[2001:db8::1]:7401", "https://[2001:db8::1]:7401", "2001:db8::1"),
         ] {
             let url: ControllerUrl = text.parse().unwrap();
-            assert_eq!((url.to_string().as_str(), url.is_https()), (shown, text.starts_with("https")));
+            assert_eq!((url.to_string().as_str(), url.is_https()), (displayed_url, text.starts_with("https")));
             assert_eq!(url.host(), host);
         }
         for text in [

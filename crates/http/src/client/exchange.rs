@@ -19,7 +19,7 @@ use super::contact::ControllerUrl;
 /// Time limit for connecting to a controller.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time limit for a complete answer, which has about 10 MB for 16,384 servers with 64 cores each.
-const TIMEOUT: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) struct PendingRequest {
     pub method: Method,
@@ -37,31 +37,31 @@ pub(super) async fn exchange(
     request: PendingRequest,
 ) -> anyhow::Result<(StatusCode, Bytes)> {
     let io = with_timeout("no connection", CONNECT_TIMEOUT, async { Ok(connect(url, tls).await?) }).await?;
-    with_timeout("no answer", TIMEOUT, send(io, url, token, request)).await
+    with_timeout("no answer", RESPONSE_TIMEOUT, send(io, url, token, request)).await
 }
 
 async fn with_timeout<T>(
-    otherwise: &str,
+    timeout_problem: &str,
     limit: Duration,
     future: impl Future<Output = anyhow::Result<T>>,
 ) -> anyhow::Result<T> {
     let outcome = tokio::time::timeout(limit, future).await;
-    outcome.unwrap_or_else(|_| Err(anyhow!("{otherwise} within {} s", limit.as_secs())))
+    outcome.unwrap_or_else(|_| Err(anyhow!("{timeout_problem} within {} s", limit.as_secs())))
 }
 
 async fn connect(url: &ControllerUrl, tls: Option<&HttpsConnector>) -> io::Result<Io> {
-    let mut refused = None;
+    let mut last_error = None;
     for address in tokio::net::lookup_host(&url.authority).await? {
-        let connected = match tls {
+        let connect_result = match tls {
             Some(tls) => tls.connect(url.host(), address).await,
             None => TcpStream::connect(address).await.map(Io::Plain),
         };
-        match connected {
+        match connect_result {
             Ok(io) => return Ok(io),
-            Err(error) => refused = Some(error),
+            Err(error) => last_error = Some(error),
         }
     }
-    Err(refused.unwrap_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the name has no address")))
+    Err(last_error.unwrap_or_else(|| io::Error::new(io::ErrorKind::NotFound, "the name has no address")))
 }
 
 async fn send(
@@ -84,14 +84,14 @@ async fn send(
     let request = request.body(Full::new(Bytes::from(pending.body.unwrap_or_default())))?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(io)).await?;
     // The connection's future completes when the sender is dropped.
-    let answer = async move {
-        let answer = sender.send_request(request).await?;
-        let status = answer.status();
-        anyhow::Ok((status, answer.into_body().collect().await?.to_bytes()))
+    let response_future = async move {
+        let response = sender.send_request(request).await?;
+        let status = response.status();
+        anyhow::Ok((status, response.into_body().collect().await?.to_bytes()))
     };
-    let (answer, ended) = tokio::join!(answer, connection);
+    let (answer, connection_result) = tokio::join!(response_future, connection);
     // The connection's error is reported because it is more precise than its sender's error.
-    match (answer, ended) {
+    match (answer, connection_result) {
         (Err(_), Err(error)) => Err(error.into()),
         (answer, _) => answer,
     }

@@ -30,7 +30,7 @@ impl hyper::body::Body for EndlessBody {
     }
 }
 
-fn serve(bounds: ConnectionLimits) -> (SocketAddr, RunningServer) {
+fn start_server(bounds: ConnectionLimits) -> (SocketAddr, RunningServer) {
     let router = Router::new()
         .route("/", get(async || "here"))
         .route("/watch", get(async || Body::new(EndlessBody(interval(Duration::from_millis(5))))));
@@ -52,13 +52,13 @@ impl Client {
     }
 
     async fn read_until(&mut self, expected: &str) {
-        let mut read = Vec::new();
-        let reading = async {
-            while !String::from_utf8_lossy(&read).contains(expected) {
-                assert_ne!(self.0.read_buf(&mut read).await.unwrap(), 0, "it was let go");
+        let mut received_bytes = Vec::new();
+        let read_future = async {
+            while !String::from_utf8_lossy(&received_bytes).contains(expected) {
+                assert_ne!(self.0.read_buf(&mut received_bytes).await.unwrap(), 0, "it was let go");
             }
         };
-        timeout(TIMEOUT, reading).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
+        timeout(TIMEOUT, read_future).await.unwrap_or_else(|_| panic!("no {expected:?} in time"));
     }
 
     async fn request_root(&mut self) {
@@ -72,17 +72,20 @@ impl Client {
     }
 
     async fn assert_closed(&mut self) {
-        let mut read = Vec::new();
-        let ended = timeout(TIMEOUT, self.0.read_to_end(&mut read)).await;
-        drop(ended.expect("it is let go in time"));
+        let mut received_bytes = Vec::new();
+        let read_result = timeout(TIMEOUT, self.0.read_to_end(&mut received_bytes)).await;
+        drop(read_result.expect("it is let go in time"));
     }
 }
 
 /// At the limit, a new connection is accepted in place of an idle one, and active connections stay open.
 #[tokio::test]
 async fn idle_connection_is_evicted_for_a_new_one() {
-    let (address, _serving) =
-        serve(ConnectionLimits { max_connections: 5, head_timeout: LONG_TIMEOUT, ..ConnectionLimits::default() });
+    let (address, _serving) = start_server(ConnectionLimits {
+        max_connections: 5,
+        request_head_timeout: LONG_TIMEOUT,
+        ..ConnectionLimits::default()
+    });
     let mut sole_client = Client::connect(2, address).await;
     let mut watcher = Client::connect(1, address).await;
     watcher.start_watch().await;
@@ -113,8 +116,11 @@ async fn idle_connection_is_evicted_for_a_new_one() {
 
 #[tokio::test]
 async fn connection_waits_when_all_slots_are_busy() {
-    let (address, _serving) =
-        serve(ConnectionLimits { max_connections: 2, head_timeout: LONG_TIMEOUT, ..ConnectionLimits::default() });
+    let (address, _serving) = start_server(ConnectionLimits {
+        max_connections: 2,
+        request_head_timeout: LONG_TIMEOUT,
+        ..ConnectionLimits::default()
+    });
     let mut watchers = [Client::connect(1, address).await, Client::connect(1, address).await];
     for watcher in &mut watchers {
         watcher.start_watch().await;
@@ -131,7 +137,7 @@ async fn connection_waits_when_all_slots_are_busy() {
 #[tokio::test]
 async fn idle_connection_is_closed_unless_it_watches() {
     let (address, _serving) =
-        serve(ConnectionLimits { head_timeout: Duration::from_secs(2), ..ConnectionLimits::default() });
+        start_server(ConnectionLimits { request_head_timeout: Duration::from_secs(2), ..ConnectionLimits::default() });
     let mut watcher = Client::connect(1, address).await;
     watcher.start_watch().await;
     let mut silent_client = Client::connect(1, address).await;

@@ -12,7 +12,9 @@ use coreward_model::consistency::TimestampOrigin;
 use coreward_model::policy::TelemetryLevel;
 use coreward_model::vlan::Vlan;
 use coreward_wire::v1::RefusedUpdate;
-use coreward_wire::{FleetChange, FleetConfiguration, Peer, Server, Service, ServiceIndex, UnusableService};
+use coreward_wire::{
+    FleetChange, FleetConfiguration, PeerLoadBalancer, Server, Service, ServiceIndex, UnusableService,
+};
 
 use super::Forwarder;
 use super::refusals::{RefusalSubject, log_rejection};
@@ -23,7 +25,7 @@ fn server_identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
     (server.id, server.address, server.vlan)
 }
 
-fn peer_names_and_addresses(peers: &[Peer]) -> Vec<(&str, Option<IpAddr>)> {
+fn peer_names_and_addresses(peers: &[PeerLoadBalancer]) -> Vec<(&str, Option<IpAddr>)> {
     peers.iter().map(|peer| (peer.name.as_str(), peer.address)).collect()
 }
 
@@ -31,17 +33,17 @@ impl Forwarder {
     /// Applies a configuration. Unusable services are reported to the controller and keep their previous configuration.
     pub fn apply_and_report_configuration(
         &mut self,
-        number: u64,
+        configuration_number: u64,
         mut configuration: FleetConfiguration,
-        refused: &[UnusableService],
+        unusable_services: &[UnusableService],
     ) {
         let generation = configuration.generation;
         let service_indexes: BTreeSet<u32> =
             configuration.services.iter().map(|service| service.index.get().into()).collect();
         self.refusals.retain_tables(|index| service_indexes.contains(&index));
-        configuration.services.extend(self.previous_services_of_refused(refused, &configuration.services));
-        let apply_result = self.configure(number, configuration);
-        self.record_refused_services(generation, refused, &apply_result);
+        configuration.services.extend(self.previous_services_of_refused(unusable_services, &configuration.services));
+        let apply_result = self.configure(configuration_number, configuration);
+        self.record_refused_services(generation, unusable_services, &apply_result);
     }
 
     pub fn apply_and_report_change(&mut self, mut change: FleetChange, refused: &[UnusableService]) {
@@ -64,35 +66,45 @@ impl Forwarder {
     }
 
     /// Returns the previous configurations of those services whose new ones are unusable.
-    fn previous_services_of_refused(&self, refused: &[UnusableService], others: &[Service]) -> Vec<Service> {
-        let previous_service = |refused: &UnusableService| {
-            let (before, _) = self.services_by_index.get(&ServiceIndex::new(refused.index)?)?;
-            let is_address_free = others.iter().all(|other| other.address != before.address);
-            (before.name == refused.name && is_address_free).then(|| refused.with_servers_of(before))
+    fn previous_services_of_refused(
+        &self,
+        unusable_services: &[UnusableService],
+        new_services: &[Service],
+    ) -> Vec<Service> {
+        let to_previous_service = |unusable_service: &UnusableService| {
+            let (previous_service, _) = self.services_by_index.get(&ServiceIndex::new(unusable_service.index)?)?;
+            let is_address_free = new_services.iter().all(|other| other.address != previous_service.address);
+            (previous_service.name == unusable_service.name && is_address_free)
+                .then(|| unusable_service.with_servers_of(previous_service))
         };
-        refused.iter().filter_map(previous_service).collect()
+        unusable_services.iter().filter_map(to_previous_service).collect()
     }
 
-    fn record_refused_services(&mut self, generation: u64, refused: &[UnusableService], outcome: &anyhow::Result<()>) {
-        for service in refused {
+    fn record_refused_services(
+        &mut self,
+        generation: u64,
+        unusable_services: &[UnusableService],
+        apply_result: &anyhow::Result<()>,
+    ) {
+        for service in unusable_services {
             self.refusals.refuse(RefusalSubject::Service(service.index), service.to_refused_update(generation));
         }
-        match outcome {
+        match apply_result {
             Ok(()) => self.refusals.accept(RefusalSubject::WholeConfiguration),
-            Err(error) => self.refuse_all(generation, error),
+            Err(error) => self.reject_configuration(generation, error),
         }
     }
 
     /// Records that the whole configuration is unusable. `generation` is 0 if it is unknown.
-    pub fn refuse_all(&mut self, generation: u64, error: &anyhow::Error) {
+    pub fn reject_configuration(&mut self, generation: u64, error: &anyhow::Error) {
         let (service, table) = (String::new(), false);
         let reason = format!("{error:#}");
         self.refusals.refuse(RefusalSubject::WholeConfiguration, RefusedUpdate { service, generation, reason, table });
     }
 
-    pub fn record_table_outcome(&mut self, index: u32, generation: u64, outcome: &anyhow::Result<()>) {
+    pub fn record_table_outcome(&mut self, index: u32, generation: u64, install_result: &anyhow::Result<()>) {
         let configured_service = ServiceIndex::new(index).and_then(|index| self.services_by_index.get(&index));
-        let Err(error) = outcome else { return self.refusals.accept(RefusalSubject::Table(index)) };
+        let Err(error) = install_result else { return self.refusals.accept(RefusalSubject::Table(index)) };
         // The service's configuration was already rejected. The controller was informed of this, but still makes the
         // service's tables because other load balancers use them.
         if configured_service.is_none() && self.refusals.is_refused(index) {
@@ -108,8 +120,8 @@ impl Forwarder {
     }
 
     /// Applies the keys, services and servers of a configuration. Tables follow later. A later change names this
-    /// configuration by `number`. If the data plane cannot hold the services, this fails without effect.
-    pub fn configure(&mut self, number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
+    /// configuration by `configuration_number`. If the data plane cannot hold the services, this fails without effect.
+    pub fn configure(&mut self, configuration_number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configuration_number = None;
         let address_and_mode = |service: &Service| (service.address, service.mode);
         let addresses_and_modes: Vec<_> = configuration.services.iter().map(address_and_mode).collect();
@@ -141,8 +153,8 @@ impl Forwarder {
             self.set_servers(index);
         }
         self.set_connection_owners();
-        self.health_checks.configure(self.services_by_index.values().map(|(service, _)| service));
-        (self.confirmed_generation, self.configuration_number) = (configuration.generation, Some(number));
+        self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
+        (self.confirmed_generation, self.configuration_number) = (configuration.generation, Some(configuration_number));
         self.applied_generation = self.confirmed_generation;
         self.configured_at.get_or_insert_with(monotonic);
         Ok(())
@@ -159,18 +171,20 @@ impl Forwarder {
                 change.base_number
             );
         }
-        let differs_only_in_servers = |new: &Service| {
-            let known_service = self.services_by_index.get(&new.index);
-            known_service.is_some_and(|(old, _)| Service { servers: old.servers.clone(), ..new.clone() } == *old)
+        let differs_only_in_servers = |new_service: &Service| {
+            let known_service = self.services_by_index.get(&new_service.index);
+            known_service.is_some_and(|(old_service, _)| {
+                Service { servers: old_service.servers.clone(), ..new_service.clone() } == *old_service
+            })
         };
         let next_configuration = &change.configuration;
-        let peers_have_moved = peer_names_and_addresses(&self.load_balancers)
+        let have_peers_moved = peer_names_and_addresses(&self.load_balancers)
             != peer_names_and_addresses(&next_configuration.load_balancers);
         if !change.removed_services.is_empty()
-            || peers_have_moved
+            || have_peers_moved
             || !next_configuration.services.iter().all(differs_only_in_servers)
         {
-            let change_number = change.number;
+            let change_number = change.next_number;
             let previous_configuration =
                 self.current_configuration().context("a change without a configuration in force")?;
             let complete_configuration = change.apply_to(previous_configuration);
@@ -181,37 +195,39 @@ impl Forwarder {
         self.traffic_report_interval = next_configuration.report_interval;
         self.load_based_table_lifetime = next_configuration.table_lifetime;
         self.load_balancers = change.configuration.load_balancers;
-        let (mut moved, mut checked) = (false, false);
+        let (mut have_servers_moved, mut has_health_checks) = (false, false);
         let mut changed_services = Vec::new();
-        for new in change.configuration.services {
-            let Some((service, _)) = self.services_by_index.get_mut(&new.index) else { continue };
-            moved |= !new.servers.iter().map(server_identity).eq(service.servers.iter().map(server_identity));
-            checked |= new.check.is_some();
-            changed_services.push(new.index);
-            *service = new;
+        for new_service in change.configuration.services {
+            let Some((service, _)) = self.services_by_index.get_mut(&new_service.index) else { continue };
+            have_servers_moved |=
+                !new_service.servers.iter().map(server_identity).eq(service.servers.iter().map(server_identity));
+            has_health_checks |= new_service.check.is_some();
+            changed_services.push(new_service.index);
+            *service = new_service;
         }
-        if moved {
+        if have_servers_moved {
             self.use_server_vlans()?;
             self.resolve_addresses()?;
             self.index_servers_by_neighbour();
         }
         changed_services.into_iter().for_each(|index| self.set_servers(index));
         self.set_connection_owners();
-        if checked {
-            self.health_checks.configure(self.services_by_index.values().map(|(service, _)| service));
+        if has_health_checks {
+            self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
         }
-        (self.confirmed_generation, self.configuration_number) = (change.configuration.generation, Some(change.number));
+        (self.confirmed_generation, self.configuration_number) =
+            (change.configuration.generation, Some(change.next_number));
         self.applied_generation = self.confirmed_generation;
         Ok(())
     }
 
     /// Returns whether the next configuration must be complete because a change did not fit.
-    pub fn needs_configuration(&self) -> bool {
+    pub fn needs_complete_configuration(&self) -> bool {
         self.needs_complete_configuration
     }
 
     /// Applies a configuration that an earlier daemon saved. The controller's next configuration must then be complete.
-    pub fn restore(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
+    pub fn restore_saved(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
         (self.confirmed_generation, self.configuration_number, self.is_configuration_unsaved) = (0, None, false);
         Ok(())
@@ -230,7 +246,7 @@ impl Forwarder {
     }
 
     pub(super) fn log_missing_configuration(&mut self) {
-        if self.missing_configuration_log_at.is_none_or(|due| monotonic() < due) {
+        if self.missing_configuration_log_at.is_none_or(|log_at| monotonic() < log_at) {
             return;
         }
         self.missing_configuration_log_at = None;
@@ -270,9 +286,9 @@ impl Forwarder {
         let server_neighbours = self.services_by_index.values().flat_map(neighbours_of_service);
         let other_peers = self.load_balancers.iter().filter(|peer| peer.name != self.own_name);
         let peer_neighbours = other_peers.filter_map(|peer| self.peer_neighbour(peer));
-        let wanted_neighbours: BTreeSet<Neighbour> = server_neighbours.chain(peer_neighbours).collect();
-        self.mac_addresses.retain(|neighbour, _| wanted_neighbours.contains(neighbour));
-        self.resolvers.set_neighbours(&wanted_neighbours)
+        let required_neighbours: BTreeSet<Neighbour> = server_neighbours.chain(peer_neighbours).collect();
+        self.mac_addresses.retain(|neighbour, _| required_neighbours.contains(neighbour));
+        self.resolvers.set_neighbours(&required_neighbours)
     }
 
     pub(super) fn index_servers_by_neighbour(&mut self) {
@@ -291,16 +307,18 @@ impl Forwarder {
     /// an earlier process until ARP finds another.
     pub(super) fn set_servers(&mut self, service_index: ServiceIndex) {
         self.mask_down_servers(service_index);
-        let Some((service, index)) = self.services_by_index.get(&service_index) else { return };
-        let mut removed_server_ids: HashSet<ServerId> = self.load_balancer.member_ids(*index).into_iter().collect();
-        self.load_balancer.set_broadcast_vlan(*index, self.broadcast_vlan(service));
+        let Some((service, lb_service_index)) = self.services_by_index.get(&service_index) else { return };
+        let mut removed_server_ids: HashSet<ServerId> =
+            self.load_balancer.member_ids(*lb_service_index).into_iter().collect();
+        self.load_balancer.set_broadcast_vlan(*lb_service_index, self.broadcast_vlan(service));
         for server in &service.servers {
             removed_server_ids.remove(&server.id);
-            let previous_server = self.load_balancer.server(*index, server.id);
+            let previous_server = self.load_balancer.server(*lb_service_index, server.id);
             let neighbour = self.neighbour_of(service, server);
             let mac = neighbour.and_then(|neighbour| self.mac_addresses.get(&neighbour).copied());
-            let mac = mac.or_else(|| previous_server.and_then(|before| before.mac)).filter(|_| neighbour.is_some());
-            let tunnel = lb::Tunnel { address: server.address, source_port: None };
+            let mac =
+                mac.or_else(|| previous_server.and_then(|lb_server| lb_server.mac)).filter(|_| neighbour.is_some());
+            let tunnel = lb::Tunnel { destination_address: server.address, source_port: None };
             if let Err(error) = self.load_balancer.set_tunnel(server.id, tunnel) {
                 tracing::error!(
                     event = "server-address-not-set",
@@ -312,13 +330,13 @@ impl Forwarder {
                 );
             }
             self.load_balancer.set_server_vlan(server.id, self.vlan_of(service, server));
-            let now = lb::Server { mac, is_eligible: self.may_get_new_connections(service_index, server) };
+            let new_server = lb::Server { mac, is_eligible: self.may_get_new_connections(service_index, server) };
             // After a switch to LB-side stamping, even an unchanged server's address must be set.
-            if previous_server != Some(now) || service.mode.timestamps == TimestampOrigin::LoadBalancer {
-                self.load_balancer.set_server(*index, server.id, now);
+            if previous_server != Some(new_server) || service.mode.timestamps == TimestampOrigin::LoadBalancer {
+                self.load_balancer.set_server(*lb_service_index, server.id, new_server);
             }
         }
-        removed_server_ids.into_iter().for_each(|id| self.load_balancer.remove_server(*index, id));
+        removed_server_ids.into_iter().for_each(|id| self.load_balancer.remove_server(*lb_service_index, id));
     }
 
     /// Applies the numbers and addresses of all load balancers that have a connection table. One whose MAC address is

@@ -53,44 +53,49 @@ metrics! {
 }
 
 impl Forwarder {
-    pub fn record_install_latency(&mut self, took: Duration) {
-        self.table_install_latency.observe(took);
+    pub fn record_install_latency(&mut self, latency: Duration) {
+        self.table_install_latency.observe(latency);
     }
 
     /// Returns the current value of every metric. `state` is the daemon's state message.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
         let mut snapshot = component::base_snapshot(Component::Lb);
-        snapshot.add(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);
+        snapshot.add_value(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);
         component::add_load_balancer_metrics(&mut snapshot, &self.own_name, state);
         snapshot.add_histogram(&LB_TABLE_INSTALL_SECONDS, self.table_install_latency);
-        snapshot.add(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
-        snapshot.add(&LB_MASKED_SERVERS, [], self.masked_targets.len() as f64);
-        snapshot.add(&LB_EXPIRED_TABLES, [], self.table_ages.services_with_expired_tables().len() as f64);
-        if let Some(announced) = self.announced_vip_count {
-            snapshot.add(&LB_ANNOUNCED_VIPS, [], announced as f64);
+        snapshot.add_value(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
+        snapshot.add_value(&LB_MASKED_SERVERS, [], self.masked_targets.len() as f64);
+        snapshot.add_value(&LB_EXPIRED_TABLES, [], self.table_ages.services_with_expired_tables().len() as f64);
+        if let Some(announced_count) = self.announced_vip_count {
+            snapshot.add_value(&LB_ANNOUNCED_VIPS, [], announced_count as f64);
         }
-        let health_by_service: Vec<(ServiceIndex, v1::ServerHealth)> =
-            self.health_checks.checked_servers().map(|(service, _, checked)| (service, (&checked).into())).collect();
+        let health_by_service: Vec<(ServiceIndex, v1::ServerHealth)> = self
+            .health_checks
+            .checked_servers()
+            .map(|(service, _, check_result)| (service, (&check_result).into()))
+            .collect();
         for (service, _) in self.services_by_index.values().filter(|(service, _)| service.check.is_some()) {
-            let health_of_service =
-                health_by_service.iter().filter(|(index, _)| *index == service.index).map(|(_, checked)| checked);
+            let health_of_service = health_by_service
+                .iter()
+                .filter(|(index, _)| *index == service.index)
+                .map(|(_, server_health)| server_health);
             component::add_health_checks(&mut snapshot, &service.name, health_of_service);
         }
-        for (number, (service, index)) in &self.services_by_index {
+        for (service_index, (service, lb_service_index)) in &self.services_by_index {
             let service_name = service.name.as_str();
-            let is_failing = self.symptoms.failing_services.contains(number);
-            snapshot.add(&LB_SERVICE_HANDSHAKES_FAIL, [service_name], f64::from(u8::from(is_failing)));
-            if let Some(generation) = self.load_balancer.table_generation(*index) {
-                snapshot.add(&TABLE_GENERATION, [service_name], generation as f64);
+            let is_failing = self.symptoms.failing_services.contains(service_index);
+            snapshot.add_value(&LB_SERVICE_HANDSHAKES_FAIL, [service_name], f64::from(u8::from(is_failing)));
+            if let Some(generation) = self.load_balancer.table_generation(*lb_service_index) {
+                snapshot.add_value(&TABLE_GENERATION, [service_name], generation as f64);
             }
-            let counters = self.load_balancer.service_counters(*index);
+            let counters = self.load_balancer.service_counters(*lb_service_index);
             for (counter, count) in COUNTER_NAMES.into_iter().zip(counters.packets_by_outcome) {
                 match counter.strip_prefix("drop_") {
-                    Some(reason) => snapshot.add(&LB_SERVICE_DROPS_TOTAL, [service_name, reason], count as f64),
-                    None => snapshot.add(&LB_SERVICE_PACKETS_TOTAL, [service_name, counter], count as f64),
+                    Some(reason) => snapshot.add_value(&LB_SERVICE_DROPS_TOTAL, [service_name, reason], count as f64),
+                    None => snapshot.add_value(&LB_SERVICE_PACKETS_TOTAL, [service_name, counter], count as f64),
                 }
             }
-            snapshot.add(&LB_SERVICE_FORWARDED_BYTES_TOTAL, [service_name], counters.forwarded_bytes as f64);
+            snapshot.add_value(&LB_SERVICE_FORWARDED_BYTES_TOTAL, [service_name], counters.forwarded_bytes as f64);
         }
         snapshot
     }

@@ -32,26 +32,27 @@ impl Forwarder {
 
     /// Reads the kernel's next hop to each server whose packets are encapsulated.
     pub(super) fn read_next_hops(&mut self) {
-        let to = |service: &Service, server: &Server| {
+        let to_neighbour_and_name = |service: &Service, server: &Server| {
             (Neighbour { vlan: self.vlan_of(service, server), address: server.address }, server.name.clone())
         };
-        let servers_of_service =
-            |service: &Service| service.servers.iter().map(|server| to(service, server)).collect::<Vec<_>>();
+        let servers_of_service = |service: &Service| {
+            service.servers.iter().map(|server| to_neighbour_and_name(service, server)).collect::<Vec<_>>()
+        };
         let service_names_by_server: HashMap<Neighbour, String> =
             self.encapsulating_services().flat_map(servers_of_service).collect();
         let devices_by_vlan =
-            vlan_device::names(&self.interface, service_names_by_server.keys().map(|server| server.vlan));
+            vlan_device::devices_for_vlans(&self.interface, service_names_by_server.keys().map(|server| server.vlan));
         let to_interface_index = |device: &String| nix::net::if_::if_nametoindex(device.as_str()).ok();
         let interface_indexes: HashMap<Vlan, u32> =
             devices_by_vlan.iter().filter_map(|(vlan, device)| Some((*vlan, to_interface_index(device)?))).collect();
         (self.next_hops_by_server, self.route_warnings) = (HashMap::new(), BTreeSet::new());
         for (server, name) in service_names_by_server {
-            let Some(index) = interface_indexes.get(&server.vlan) else {
+            let Some(interface_index) = interface_indexes.get(&server.vlan) else {
                 // Without a device, the kernel has no routes for the VLAN, so the server itself must be in it.
                 self.next_hops_by_server.insert(server, server.address);
                 continue;
             };
-            match self.kernel_routes.next_hop(*index, server.address) {
+            match self.kernel_routes.next_hop(*interface_index, server.address) {
                 Ok(next_hop) => drop(self.next_hops_by_server.insert(server, next_hop)),
                 Err(error) => {
                     let server_address = server.address;
@@ -101,7 +102,7 @@ impl Forwarder {
         let mut problems: Vec<String> = self.route_warnings.iter().cloned().collect();
         let vip_device_name = self.vip_device();
         let outer_source_addresses = neighbour::outer_source_addresses(&vip_device_name);
-        for (needed, source, family) in [
+        for (is_family_used, source_address, family) in [
             (
                 encapsulation_servers().any(|address| address.is_ipv4()),
                 IpAddr::from(outer_source_addresses.ipv4),
@@ -113,7 +114,7 @@ impl Forwarder {
                 "routable IPv6",
             ),
         ] {
-            if needed && source.is_unspecified() {
+            if is_family_used && source_address.is_unspecified() {
                 problems.push(format!(
                     "interface {vip_device_name:?} has no {family} address: expected one, the source of encapsulated \
                      packets to servers with such addresses"
@@ -126,16 +127,16 @@ impl Forwarder {
 
     /// Returns a warning if IPv6 packets of the minimum MTU exceed the device's MTU when outer headers are added.
     fn mtu_warning(&self) -> Option<String> {
-        let ipv6_services = self.encapsulating_services().filter(|service| service.address.socket.is_ipv6());
+        let ipv6_services = self.encapsulating_services().filter(|service| service.address.vip_and_port.is_ipv6());
         let packet_lengths = ipv6_services.flat_map(|service| {
             service.servers.iter().map(|server| IPV6_MIN_MTU + service.mode.forwarding.overhead_bytes(server.address))
         });
-        let needed = packet_lengths.max()?;
+        let required_mtu = packet_lengths.max()?;
         let mtu = device::mtu(&self.interface).ok()? as usize;
-        (mtu < needed).then(|| {
+        (mtu < required_mtu).then(|| {
             format!(
-                "interface {:?} has an MTU of {mtu}: expected at least {needed}, an IPv6 packet of {IPV6_MIN_MTU} \
-                 bytes in its outer header, or such packets of services with IPv6 VIPs are dropped",
+                "interface {:?} has an MTU of {mtu}: expected at least {required_mtu}, an IPv6 packet of \
+                 {IPV6_MIN_MTU} bytes in its outer header, or such packets of services with IPv6 VIPs are dropped",
                 self.interface
             )
         })

@@ -26,11 +26,12 @@ pub struct RefusedUpdates(BTreeMap<RefusalSubject, RefusedUpdate>);
 
 impl RefusedUpdates {
     /// Records an unusable update. Logs it only if subject or reason is new, because tables arrive ten times a second.
-    pub fn refuse(&mut self, subject: RefusalSubject, refused: RefusedUpdate) {
-        let has_same_reason =
-            |before: &RefusedUpdate| before.service == refused.service && before.reason == refused.reason;
+    pub fn refuse(&mut self, subject: RefusalSubject, refused_update: RefusedUpdate) {
+        let has_same_reason = |previous_update: &RefusedUpdate| {
+            previous_update.service == refused_update.service && previous_update.reason == refused_update.reason
+        };
         if !self.0.get(&subject).is_some_and(has_same_reason) {
-            let RefusedUpdate { service, generation, reason, table } = &refused;
+            let RefusedUpdate { service, generation, reason, table } = &refused_update;
             let kind = if *table { "table" } else { "configuration" };
             tracing::warn!(
                 event = "update-rejected",
@@ -41,7 +42,7 @@ impl RefusedUpdates {
                 "the load balancer rejects an update of the controller and keeps its previous state"
             );
         }
-        self.0.insert(subject, refused);
+        self.0.insert(subject, refused_update);
     }
 
     /// Records that the subject's newest update is usable.

@@ -35,20 +35,21 @@ impl Forwarder {
         let mut current_symptoms: BTreeMap<String, String> = self.failing_handshake_symptoms(now).into_iter().collect();
         current_symptoms.extend(self.send_drop_symptom(now));
         current_symptoms.extend(self.veth_peer_symptom());
-        for (what, words) in &current_symptoms {
-            if !self.symptoms.descriptions_by_symptom.contains_key(what) {
+        for (symptom, description) in &current_symptoms {
+            if !self.symptoms.descriptions_by_symptom.contains_key(symptom) {
                 tracing::warn!(
                     event = "symptom-found",
-                    symptom = what,
-                    problem = %words,
+                    symptom = symptom,
+                    problem = %description,
                     "the load balancer's counters show that packets are lost: run `coreward doctor` on this machine"
                 );
             }
         }
-        for what in self.symptoms.descriptions_by_symptom.keys().filter(|what| !current_symptoms.contains_key(*what)) {
+        for symptom in self.symptoms.descriptions_by_symptom.keys().filter(|what| !current_symptoms.contains_key(*what))
+        {
             tracing::info!(
                 event = "symptom-gone",
-                symptom = what,
+                symptom = symptom,
                 window_s = GROWTH_WINDOW.as_secs(),
                 "the load balancer's counters no longer show this symptom of lost packets"
             );
@@ -60,21 +61,21 @@ impl Forwarder {
         let counters = ethtool::xdp_transmit_errors(&self.interface);
         let total_drops = counters.iter().map(|(_, count)| count).sum();
         self.symptoms.send_drops_total = total_drops;
-        let [dropped] = self.symptoms.recent_send_drops.record_and_get_growth(now, [total_drops]);
+        let [recent_drop_count] = self.symptoms.recent_send_drops.record_and_get_growth(now, [total_drops]);
         let counter_names: Vec<&str> = counters.iter().map(|(name, _)| name.as_str()).collect();
         let symptom_name = format!("{} drops frames that XDP sent", self.interface);
         let description = format!(
-            "{symptom_name}: {dropped} in {} s ({}); see `coreward doctor`",
+            "{symptom_name}: {recent_drop_count} in {} s ({}); see `coreward doctor`",
             GROWTH_WINDOW.as_secs(),
             counter_names.join(", ")
         );
-        (dropped > 0).then_some((symptom_name, description))
+        (recent_drop_count > 0).then_some((symptom_name, description))
     }
 
     fn veth_peer_symptom(&self) -> Option<(String, String)> {
-        let index = nix::net::if_::if_nametoindex(self.interface.as_str()).ok()?;
-        let are_frames_lost =
-            self.attached_xdp_mode == lb::AttachedXdpMode::Native && veth::peer_has_native_xdp(index) == Some(false);
+        let interface_index = nix::net::if_::if_nametoindex(self.interface.as_str()).ok()?;
+        let are_frames_lost = self.attached_xdp_mode == lb::AttachedXdpMode::Native
+            && veth::peer_has_native_xdp(interface_index) == Some(false);
         let symptom_name = format!("the other end of the veth {} has no XDP program", self.interface);
         let description =
             format!("{symptom_name}: frames that XDP sends are dropped or wait there; see `coreward doctor`");
@@ -85,23 +86,25 @@ impl Forwarder {
         self.symptoms.recent_handshake_counters.retain(|index, _| self.services_by_index.contains_key(index));
         self.symptoms.failing_services.clear();
         let mut symptoms = Vec::new();
-        for (index, (service, place)) in &self.services_by_index {
+        for (index, (service, lb_service_index)) in &self.services_by_index {
             if service.address.protocol != Protocol::Tcp {
                 continue;
             }
-            let counters = self.load_balancer.service_counters(*place);
+            let counters = self.load_balancer.service_counters(*lb_service_index);
             let syn_and_established_counts = [counters.syn_packets(), counters.established_packets()];
-            let [syns, others] = self
+            let [syn_count, other_packet_count] = self
                 .symptoms
                 .recent_handshake_counters
                 .entry(*index)
                 .or_default()
                 .record_and_get_growth(now, syn_and_established_counts);
-            if do_most_handshakes_fail(syns, others) {
+            if do_most_handshakes_fail(syn_count, other_packet_count) {
                 self.symptoms.failing_services.insert(*index);
                 let symptom_name = format!("service {}: most new connections do not become established", service.name);
-                let description =
-                    format!("{symptom_name}: {syns} SYNs and {others} other packets in {} s", GROWTH_WINDOW.as_secs());
+                let description = format!(
+                    "{symptom_name}: {syn_count} SYNs and {other_packet_count} other packets in {} s",
+                    GROWTH_WINDOW.as_secs()
+                );
                 symptoms.push((symptom_name, description));
             }
         }

@@ -51,8 +51,8 @@ impl TableAges {
         self.opened_count_by_expired_service.remove(&service).is_some()
     }
 
-    pub fn end_stream(&mut self, now: Duration) {
-        self.stream_end_by_service.values_mut().for_each(|end| *end = end.or(Some(now)));
+    pub fn record_stream_end(&mut self, now: Duration) {
+        self.stream_end_by_service.values_mut().for_each(|stream_end| *stream_end = stream_end.or(Some(now)));
     }
 
     pub fn retain(&mut self, is_service: impl Fn(ServiceIndex) -> bool) {
@@ -62,7 +62,7 @@ impl TableAges {
 
     fn exceeds_lifetime(&self, service: ServiceIndex, lifetime: Duration, now: Duration) -> bool {
         let aging_since = self.stream_end_by_service.get(&service).copied().unwrap_or(Some(self.process_started_at));
-        aging_since.is_some_and(|since| now.saturating_sub(since) >= lifetime)
+        aging_since.is_some_and(|started_at| now.saturating_sub(started_at) >= lifetime)
     }
 
     pub fn services_with_expired_tables(&self) -> impl ExactSizeIterator<Item = ServiceIndex> + '_ {
@@ -71,8 +71,8 @@ impl TableAges {
 }
 
 impl Forwarder {
-    pub fn end_stream(&mut self) {
-        self.table_ages.end_stream(monotonic());
+    pub fn end_controller_stream(&mut self) {
+        self.table_ages.record_stream_end(monotonic());
     }
 
     /// Chooses new candidates for services whose tables have expired, once a second.
@@ -106,18 +106,22 @@ impl Forwarder {
         expired_services.into_iter().for_each(|index| self.refresh_expired_table(index, &traffic_by_server));
     }
 
-    fn refresh_expired_table(&mut self, service_index: ServiceIndex, traffic: &HashMap<ServerId, ServerTraffic>) {
-        let (service, index) = &self.services_by_index[&service_index];
-        let opened_count = self.load_balancer.opened_connection_count(*index);
+    fn refresh_expired_table(
+        &mut self,
+        service_index: ServiceIndex,
+        traffic_by_server: &HashMap<ServerId, ServerTraffic>,
+    ) {
+        let (service, lb_service_index) = &self.services_by_index[&service_index];
+        let opened_count = self.load_balancer.opened_connection_count(*lb_service_index);
         let previous_opened_count = self.table_ages.opened_count_by_expired_service.insert(service_index, opened_count);
         if previous_opened_count.is_none() {
             log_expired(service, self.load_based_table_lifetime);
         }
         self.table_ages.choice_count += 1;
-        let mut least_loaded = LeastPolicy::new(self.table_ages.choice_count);
-        let own_table = self.load_balancer.table_generation(*index).is_none().then(|| {
-            let eligible_servers = eligible_pool(service, |server| server.is_eligible, traffic);
-            least_loaded.compute_table(&eligible_servers, BucketCount::PUBLISHED, OWN_TABLE_GENERATION)
+        let mut least_policy = LeastPolicy::new(self.table_ages.choice_count);
+        let own_table = self.load_balancer.table_generation(*lb_service_index).is_none().then(|| {
+            let eligible_servers = eligible_pool(service, |server| server.is_eligible, traffic_by_server);
+            least_policy.compute_table(&eligible_servers, BucketCount::PUBLISHED, OWN_TABLE_GENERATION)
         });
         let takes_new_connections =
             |server: &Server| server.is_eligible && !self.masked_targets.contains(&(service_index, server.id));
@@ -126,19 +130,19 @@ impl Forwarder {
             let eligible_servers = eligible_pool(
                 service,
                 |server| member_ids.contains(&server.id) && takes_new_connections(server),
-                traffic,
+                traffic_by_server,
             );
             let newly_opened_count = opened_count.saturating_sub(previous_opened_count.unwrap_or(opened_count));
-            least_loaded
+            least_policy
                 .candidate_table(&eligible_servers.with_opened_connections(newly_opened_count), table.bucket_count)
         };
         let install_result = own_table.map_or(Ok(()), |table| {
             coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                self.load_balancer.install_table(*index, &table)
+                self.load_balancer.install_table(*lb_service_index, &table)
             })
         });
         if let Err(error) =
-            install_result.and_then(|()| self.load_balancer.replace_candidates(*index, choose_candidates))
+            install_result.and_then(|()| self.load_balancer.replace_candidates(*lb_service_index, choose_candidates))
         {
             tracing::warn!(
                 event = "candidates-not-replaced",
@@ -180,13 +184,14 @@ fn may_choose_candidates(service: &Service) -> bool {
 /// Returns the servers that take new connections of a service, with the loads that this load balancer counts.
 fn eligible_pool(
     service: &Service,
-    takes_new: impl Fn(&Server) -> bool,
-    traffic: &HashMap<ServerId, ServerTraffic>,
+    takes_new_connections: impl Fn(&Server) -> bool,
+    traffic_by_server: &HashMap<ServerId, ServerTraffic>,
 ) -> Pool {
-    let eligible_servers = service.servers.iter().filter(|server| takes_new(server));
+    let eligible_servers = service.servers.iter().filter(|server| takes_new_connections(server));
     let to_pool_server = |server: &Server| {
-        let open_connection_count =
-            traffic.get(&server.id).map_or(0, |counts| counts.opened.saturating_sub(counts.closed));
+        let open_connection_count = traffic_by_server.get(&server.id).map_or(0, |server_traffic| {
+            server_traffic.opened_connection_count.saturating_sub(server_traffic.closed_connection_count)
+        });
         PoolServer {
             open_connections: open_connection_count.try_into().unwrap_or(u32::MAX),
             weight: server.weight,
@@ -217,9 +222,9 @@ mod tests {
         );
         table_ages.record_new_table(service_index(1));
         assert!(!table_ages.exceeds_lifetime(service_index(1), lifetime, at(1000)), "the stream goes on");
-        table_ages.end_stream(at(1000));
+        table_ages.record_stream_end(at(1000));
         // Further attempts to connect find no leader.
-        table_ages.end_stream(at(1005));
+        table_ages.record_stream_end(at(1005));
         assert!(
             !table_ages.exceeds_lifetime(service_index(1), lifetime, at(1009))
                 && table_ages.exceeds_lifetime(service_index(1), lifetime, at(1010))

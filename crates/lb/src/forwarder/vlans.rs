@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use coreward_dataplane::vlan_device;
 use coreward_model::consistency::ServiceMigration;
 use coreward_model::vlan::Vlan;
-use coreward_wire::{Peer, Server, Service};
+use coreward_wire::{PeerLoadBalancer, Server, Service};
 
 use super::Forwarder;
 use crate::resolvers::Neighbour;
@@ -17,7 +17,7 @@ impl Forwarder {
         if other_balancer == Some(server.id) { self.vip_vlan } else { server.vlan }
     }
 
-    pub(super) fn peer_neighbour(&self, peer: &Peer) -> Option<Neighbour> {
+    pub(super) fn peer_neighbour(&self, peer: &PeerLoadBalancer) -> Option<Neighbour> {
         Some(Neighbour { vlan: self.vip_vlan, address: peer.address? })
     }
 
@@ -43,12 +43,12 @@ impl Forwarder {
 
     /// Returns the name of the network device in the VIPs' VLAN.
     pub(super) fn vip_device(&self) -> String {
-        vlan_device::name(&self.interface, self.vip_vlan).unwrap_or_else(|| self.interface.clone())
+        vlan_device::device_for_vlan(&self.interface, self.vip_vlan).unwrap_or_else(|| self.interface.clone())
     }
 
     /// Returns the network device that receives the packets of each VLAN.
     pub(super) fn device_of_each_vlan(&self) -> BTreeMap<Vlan, String> {
-        vlan_device::names(&self.interface, self.all_server_vlans().into_iter().chain([self.vip_vlan]))
+        vlan_device::devices_for_vlans(&self.interface, self.all_server_vlans().into_iter().chain([self.vip_vlan]))
     }
 
     /// Makes the driver leave VLAN tags in frames, if VLANs are in use. Logs problems of the VLAN devices.

@@ -30,13 +30,13 @@ pub enum TableWord {
 /// Memory that holds the words of a connection table, with atomic operations.
 pub trait AtomicWordStorage {
     /// Loads a word with acquire order, so that earlier writes of the thread that stored the word become visible.
-    fn load(&self, word: TableWord) -> u64;
+    fn load(&self, table_word: TableWord) -> u64;
     /// Stores a word atomically with relaxed order. It may be used only for words that no other thread reads.
-    fn store(&self, word: TableWord, value: u64);
+    fn store(&self, table_word: TableWord, value: u64);
     /// Replaces the word's value `old` by `new` (acquire and release order). Returns whether the value was `old`.
-    fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool;
+    fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool;
     /// Stores a word atomically with release order, after all earlier stores. It publishes an entry's identity.
-    fn publish(&self, word: TableWord, value: u64);
+    fn publish(&self, table_word: TableWord, value: u64);
 }
 
 const IDENTITY_OFFSET: usize = offset_of!(intf::connection, identity);
@@ -58,7 +58,7 @@ const NEXT_FREE_SHIFT: u32 = 32;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TakeSlotError {
     /// The partition has no free slot.
-    Full,
+    PartitionFull,
     /// Other operations took or freed slots during each of [`intf::CONNECTION_TAKE_ATTEMPTS`] attempts.
     Contended,
 }
@@ -69,11 +69,11 @@ pub struct NewConnection {
     /// Hash of the 4-tuple.
     pub hash: ConnectionHash,
     /// Slot of the service in the load balancer's tables.
-    pub service: u16,
+    pub service_slot: u16,
     /// Address and port of the client.
     pub client: SocketAddr,
     /// Number of bytes of the frame with the SYN.
-    pub bytes: u64,
+    pub frame_bytes: u64,
 }
 
 /// A connection table in memory of type `M`.
@@ -105,23 +105,23 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     /// `bpf/lb/connection_table.h` does. Fails if no slot is free, or if other operations were faster at each attempt.
     pub fn take(
         &self,
-        new: &NewConnection,
+        new_connection: &NewConnection,
         server: ServerId,
         now: ClockTicks,
     ) -> Result<ConnectionIndex, TakeSlotError> {
-        let partition = new.hash.partition(self.size);
+        let partition = new_connection.hash.partition(self.size);
         let stack_top = TableWord::StackTop(partition);
         for _ in 0..intf::CONNECTION_TAKE_ATTEMPTS {
             // BPF has no acquiring load, but the address of `next_free` depends on the first load, which orders both.
-            let top = self.memory.load(stack_top);
-            let Some(slot) = (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
-                return Err(TakeSlotError::Full);
+            let stack_top_value = self.memory.load(stack_top);
+            let Some(slot) = (stack_top_value & u64::from(intf::CONNECTION_STACK_SLOT_MASK)).checked_sub(1) else {
+                return Err(TakeSlotError::PartitionFull);
             };
             let index = ConnectionIndex::new(partition, slot as u32);
             // If another operation takes the entry meanwhile, `next_free` may have any value, but the exchange fails.
             let next_free = self.next_free(index);
-            if self.memory.compare_exchange(stack_top, top, updated_stack_top(top, next_free)) {
-                self.fill_entry(index, new, server, now);
+            if self.memory.compare_exchange(stack_top, stack_top_value, updated_stack_top(stack_top_value, next_free)) {
+                self.fill_entry(index, new_connection, server, now);
                 return Ok(index);
             }
         }
@@ -132,12 +132,12 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     /// `bpf/lb/stateful.h` does. Returns the new entry's index and the connection that had the slot.
     pub fn reuse_expired_slot(
         &self,
-        new: &NewConnection,
+        new_connection: &NewConnection,
         server: ServerId,
         now: ClockTicks,
         is_expired: impl Fn(&Connection) -> bool,
     ) -> Option<(ConnectionIndex, Connection)> {
-        let partition = new.hash.partition(self.size);
+        let partition = new_connection.hash.partition(self.size);
         let clock_hand = TableWord::ClockHand(partition);
         (0..intf::CONNECTION_HAND_PROBES).find_map(|_| {
             let slot = self.memory.load(clock_hand);
@@ -147,26 +147,31 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
             if !self.release(index, expired_connection.identity) {
                 return None;
             }
-            self.fill_entry(index, new, server, now);
+            self.fill_entry(index, new_connection, server, now);
             Some((index, expired_connection))
         })
     }
 
     /// Writes an entry that no other thread accesses. The identity is written last, because it publishes the entry.
-    fn fill_entry(&self, index: ConnectionIndex, new: &NewConnection, server: ServerId, now: ClockTicks) {
-        let entry_word = |field| TableWord::EntryWord(index, field);
+    fn fill_entry(&self, index: ConnectionIndex, new_connection: &NewConnection, server: ServerId, now: ClockTicks) {
+        let entry_word = |field_offset| TableWord::EntryWord(index, field_offset);
         let generation =
             (self.memory.load(entry_word(GENERATION_OFFSET)) & u64::from(intf::CONNECTION_GENERATION_MASK)) as u16;
         self.memory.store(entry_word(PACKETS_OFFSET), 1);
-        self.memory.store(entry_word(BYTES_OFFSET), new.bytes);
+        self.memory.store(entry_word(BYTES_OFFSET), new_connection.frame_bytes);
         self.memory.store(entry_word(TIMES_OFFSET), u64::from(now.0) << 32 | u64::from(now.0));
-        let client_words = address_words(new.client.ip());
-        for (position, pair) in client_words.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
-            let word = u64::from_ne_bytes(pair.try_into().expect("two of four bytes each"));
-            self.memory.store(entry_word(CLIENT_ADDRESS_OFFSET + position * size_of::<u64>()), word);
+        let client_words = address_words(new_connection.client.ip());
+        for (word_index, word_bytes) in client_words.as_bytes().chunks_exact(size_of::<u64>()).enumerate() {
+            let client_word = u64::from_ne_bytes(word_bytes.try_into().expect("two of four bytes each"));
+            self.memory.store(entry_word(CLIENT_ADDRESS_OFFSET + word_index * size_of::<u64>()), client_word);
         }
-        self.set_port_and_flags(index, u64::from(new.client.port().to_be()));
-        let identity = EntryIdentity { tag: new.hash.tag(), generation, service: new.service, server };
+        self.set_port_and_flags(index, u64::from(new_connection.client.port().to_be()));
+        let identity = EntryIdentity {
+            tag: new_connection.hash.tag(),
+            generation,
+            service_slot: new_connection.service_slot,
+            server,
+        };
         self.memory.publish(entry_word(IDENTITY_OFFSET), identity.to_word());
     }
 
@@ -175,31 +180,31 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     pub fn find(&self, hash: ConnectionHash, slot: u32, service: u16) -> Option<(ConnectionIndex, ServerId)> {
         let index = ConnectionIndex::new(hash.partition(self.size), slot);
         let identity = EntryIdentity::from_word(self.memory.load(TableWord::EntryWord(index, IDENTITY_OFFSET)))?;
-        (identity.tag == hash.tag() && identity.service == service).then_some((index, identity.server))
+        (identity.tag == hash.tag() && identity.service_slot == service).then_some((index, identity.server))
     }
 
     /// Counts a packet that is not a SYN, like `update_connection()` in BPF. Returns whether it starts the close.
-    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool, now: ClockTicks) -> bool {
+    pub fn update(&self, index: ConnectionIndex, bytes: u64, is_closing_packet: bool, now: ClockTicks) -> bool {
         self.add_to_entry_word(index, PACKETS_OFFSET, 1);
         self.add_to_entry_word(index, BYTES_OFFSET, bytes);
         self.set_last_seen(index, now);
-        let (word, flag) =
+        let (flags_word, closing_flag) =
             (TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
-        let starts_closing = closing && self.memory.load(word) & flag == 0;
+        let starts_closing = is_closing_packet && self.memory.load(flags_word) & closing_flag == 0;
         if starts_closing {
-            self.memory.store(word, self.memory.load(word) | flag);
+            self.memory.store(flags_word, self.memory.load(flags_word) | closing_flag);
         }
         starts_closing
     }
 
     /// Records another SYN of a connection, like `reopen_connection()` in BPF. Returns whether it was closing.
     pub fn reopen(&self, index: ConnectionIndex, now: ClockTicks) -> bool {
-        let (word, flag) =
+        let (flags_word, closing_flag) =
             (TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(intf::CONNECTION_CLOSING) << FLAGS_SHIFT);
         self.set_last_seen(index, now);
-        let old_word = self.memory.load(word);
-        self.memory.store(word, old_word & !flag);
-        old_word & flag != 0
+        let old_word = self.memory.load(flags_word);
+        self.memory.store(flags_word, old_word & !closing_flag);
+        old_word & closing_flag != 0
     }
 
     // ---- what user space does ----
@@ -229,11 +234,15 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     /// Puts the slot of an entry onto the stack of its partition, after [`release`](Self::release).
     pub fn push(&self, index: ConnectionIndex) {
-        let stack = TableWord::StackTop(index.partition());
+        let stack_top = TableWord::StackTop(index.partition());
         loop {
-            let top = self.memory.load(stack);
-            self.set_next_free(index, (top & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32);
-            if self.memory.compare_exchange(stack, top, updated_stack_top(top, index.slot() + 1)) {
+            let stack_top_value = self.memory.load(stack_top);
+            self.set_next_free(index, (stack_top_value & u64::from(intf::CONNECTION_STACK_SLOT_MASK)) as u32);
+            if self.memory.compare_exchange(
+                stack_top,
+                stack_top_value,
+                updated_stack_top(stack_top_value, index.slot() + 1),
+            ) {
                 return;
             }
         }
@@ -264,10 +273,17 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
     /// Returns the client address of the connection at `index`, or `None` if the entry is free. If another connection
     /// gets the entry while its three words are read, the address may be the previous client's, or a mixture of both.
     pub fn client_address(&self, index: ConnectionIndex) -> Option<IpAddr> {
-        let words = [0, size_of::<u64>()].map(|half| self.load_entry_word(index, CLIENT_ADDRESS_OFFSET + half));
-        let quarters = words.map(|word| [word as u32, (word >> 32) as u32]);
-        (!self.is_free(index))
-            .then(|| address_from_words([quarters[0][0], quarters[0][1], quarters[1][0], quarters[1][1]]))
+        let address_halves =
+            [0, size_of::<u64>()].map(|half_offset| self.load_entry_word(index, CLIENT_ADDRESS_OFFSET + half_offset));
+        let address_quarters = address_halves.map(|address_half| [address_half as u32, (address_half >> 32) as u32]);
+        (!self.is_free(index)).then(|| {
+            address_from_words([
+                address_quarters[0][0],
+                address_quarters[0][1],
+                address_quarters[1][0],
+                address_quarters[1][1],
+            ])
+        })
     }
 
     /// Returns a copy of the connection at `index`, even if packets update it meanwhile. Returns `None` if the entry is
@@ -278,9 +294,9 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
             return None;
         }
         let mut entry = intf::connection { identity, ..Default::default() };
-        for (position, bytes) in entry.as_mut_bytes().chunks_exact_mut(size_of::<u64>()).enumerate().skip(1) {
-            let word = self.load_entry_word(index, position * size_of::<u64>());
-            bytes.copy_from_slice(&word.to_ne_bytes());
+        for (word_index, bytes) in entry.as_mut_bytes().chunks_exact_mut(size_of::<u64>()).enumerate().skip(1) {
+            let entry_word = self.load_entry_word(index, word_index * size_of::<u64>());
+            bytes.copy_from_slice(&entry_word.to_ne_bytes());
         }
         let is_unchanged = self.load_entry_word(index, IDENTITY_OFFSET) == identity;
         if is_unchanged { Connection::from_entry(index, &entry) } else { None }
@@ -288,38 +304,38 @@ impl<M: AtomicWordStorage> ConnectionTable<M> {
 
     // ---- parts of words ----
 
-    fn load_entry_word(&self, index: ConnectionIndex, field: usize) -> u64 {
-        self.memory.load(TableWord::EntryWord(index, field))
+    fn load_entry_word(&self, index: ConnectionIndex, field_offset: usize) -> u64 {
+        self.memory.load(TableWord::EntryWord(index, field_offset))
     }
 
     fn next_free(&self, index: ConnectionIndex) -> u32 {
         (self.memory.load(TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET)) >> NEXT_FREE_SHIFT) as u32
     }
 
-    fn set_next_free(&self, index: ConnectionIndex, next: u32) {
-        self.memory.store(TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(next) << NEXT_FREE_SHIFT);
+    fn set_next_free(&self, index: ConnectionIndex, next_free: u32) {
+        self.memory.store(TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET), u64::from(next_free) << NEXT_FREE_SHIFT);
     }
 
     fn set_port_and_flags(&self, index: ConnectionIndex, low_half: u64) {
-        let word = TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET);
-        self.memory.store(word, self.memory.load(word) & !LOW_HALF_MASK | low_half);
+        let port_flags_word = TableWord::EntryWord(index, PORT_FLAGS_NEXT_OFFSET);
+        self.memory.store(port_flags_word, self.memory.load(port_flags_word) & !LOW_HALF_MASK | low_half);
     }
 
     fn set_last_seen(&self, index: ConnectionIndex, now: ClockTicks) {
-        let word = TableWord::EntryWord(index, TIMES_OFFSET);
-        self.memory.store(word, self.memory.load(word) & !LOW_HALF_MASK | u64::from(now.0));
+        let times_word = TableWord::EntryWord(index, TIMES_OFFSET);
+        self.memory.store(times_word, self.memory.load(times_word) & !LOW_HALF_MASK | u64::from(now.0));
     }
 
-    fn add_to_entry_word(&self, index: ConnectionIndex, field: usize, value: u64) {
-        let word = TableWord::EntryWord(index, field);
-        self.memory.store(word, self.memory.load(word).wrapping_add(value));
+    fn add_to_entry_word(&self, index: ConnectionIndex, field_offset: usize, value: u64) {
+        let entry_word = TableWord::EntryWord(index, field_offset);
+        self.memory.store(entry_word, self.memory.load(entry_word).wrapping_add(value));
     }
 }
 
 /// Returns the next word for the top of a stack. It has the new top slot plus one, or 0 for an empty stack, and an
 /// incremented count of changes, which prevents the ABA problem.
-fn updated_stack_top(top: u64, slot_plus_one: u32) -> u64 {
-    let change_count = (top >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
+fn updated_stack_top(stack_top_value: u64, slot_plus_one: u32) -> u64 {
+    let change_count = (stack_top_value >> intf::CONNECTION_STACK_COUNT_SHIFT).wrapping_add(1);
     change_count << intf::CONNECTION_STACK_COUNT_SHIFT | u64::from(slot_plus_one & intf::CONNECTION_STACK_SLOT_MASK)
 }
 
@@ -339,8 +355,7 @@ impl RecentConnections {
     /// Returns the slot in which [`ConnectionTable::find`] may find the connection of a retransmitted SYN. Returns
     /// `None` if no recent SYN of the connection is recorded.
     pub fn find_slot(&self, hash: ConnectionHash) -> Option<u32> {
-        let recent_entry =
-            self.0[hash.recent_syn_set_index()].iter().find(|recent| Self::is_entry_of(**recent, hash))?;
+        let recent_entry = self.0[hash.recent_syn_set_index()].iter().find(|entry| Self::is_entry_of(**entry, hash))?;
         Some(recent_entry & intf::CONNECTION_SLOT_MASK)
     }
 
@@ -356,8 +371,8 @@ impl RecentConnections {
         }
     }
 
-    fn is_entry_of(recent: u32, hash: ConnectionHash) -> bool {
-        (recent ^ hash.tag()) & !intf::CONNECTION_SLOT_MASK == 0
+    fn is_entry_of(entry: u32, hash: ConnectionHash) -> bool {
+        (entry ^ hash.tag()) & !intf::CONNECTION_SLOT_MASK == 0
     }
 }
 
@@ -386,32 +401,33 @@ impl HeapTableMemory {
         }
     }
 
-    fn atomic_word(&self, word: TableWord) -> &AtomicU64 {
-        match word {
+    fn atomic_word(&self, table_word: TableWord) -> &AtomicU64 {
+        match table_word {
             TableWord::StackTop(partition) => &self.stack_tops[partition as usize],
             TableWord::ClockHand(partition) => &self.clock_hands[partition as usize],
-            TableWord::EntryWord(index, field) => {
-                &self.entry_words[index.position(self.size) as usize * WORDS_PER_ENTRY + field / size_of::<u64>()]
+            TableWord::EntryWord(index, field_offset) => {
+                &self.entry_words
+                    [index.position(self.size) as usize * WORDS_PER_ENTRY + field_offset / size_of::<u64>()]
             }
         }
     }
 }
 
 impl AtomicWordStorage for HeapTableMemory {
-    fn load(&self, word: TableWord) -> u64 {
-        self.atomic_word(word).load(Ordering::Acquire)
+    fn load(&self, table_word: TableWord) -> u64 {
+        self.atomic_word(table_word).load(Ordering::Acquire)
     }
 
-    fn store(&self, word: TableWord, value: u64) {
-        self.atomic_word(word).store(value, Ordering::Relaxed);
+    fn store(&self, table_word: TableWord, value: u64) {
+        self.atomic_word(table_word).store(value, Ordering::Relaxed);
     }
 
-    fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool {
-        self.atomic_word(word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool {
+        self.atomic_word(table_word).compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    fn publish(&self, word: TableWord, value: u64) {
-        self.atomic_word(word).store(value, Ordering::Release);
+    fn publish(&self, table_word: TableWord, value: u64) {
+        self.atomic_word(table_word).store(value, Ordering::Release);
     }
 }
 
@@ -439,7 +455,7 @@ mod tests {
             SERVICE_SLOT,
             client,
         );
-        NewConnection { hash, service: SERVICE_SLOT, client, bytes: 74 }
+        NewConnection { hash, service_slot: SERVICE_SLOT, client, frame_bytes: 74 }
     }
 
     fn server_of_client(client: u32) -> ServerId {
@@ -454,8 +470,8 @@ mod tests {
         for client in 0..8000 {
             match table.take(&new_connection(client), server_of_client(client), ClockTicks(3)) {
                 Ok(index) => assert!(taken_slots.insert((index, client))),
-                Err(outcome) => {
-                    assert_eq!(outcome, TakeSlotError::Full);
+                Err(take_error) => {
+                    assert_eq!(take_error, TakeSlotError::PartitionFull);
                     rejected_count += 1;
                 }
             }
@@ -466,7 +482,7 @@ mod tests {
             assert_eq!(table.find(syn.hash, index.slot(), SERVICE_SLOT), Some((*index, server_of_client(*client))));
             assert_eq!(table.find(syn.hash, index.slot(), SERVICE_SLOT + 1), None);
             let connection = table.connection(*index).unwrap();
-            assert_eq!((connection.client, connection.packet_count, connection.bytes), (syn.client, 1, 74));
+            assert_eq!((connection.client, connection.packet_count, connection.byte_count), (syn.client, 1, 74));
             assert_eq!((connection.opened_at, connection.identity.generation), (ClockTicks(3), 0));
         }
         for (index, client) in &taken_slots {
@@ -484,22 +500,24 @@ mod tests {
     fn packets_update_their_entry_and_a_retransmitted_syn_finds_it() {
         let table = empty_table(1024);
         let syn = new_connection(1);
-        let mut recent = RecentConnections::default();
-        let find_by_syn = |recent: &RecentConnections| table.find(syn.hash, recent.find_slot(syn.hash)?, SERVICE_SLOT);
-        assert_eq!(find_by_syn(&recent), None);
+        let mut recent_connections = RecentConnections::default();
+        let find_by_syn = |recent_connections: &RecentConnections| {
+            table.find(syn.hash, recent_connections.find_slot(syn.hash)?, SERVICE_SLOT)
+        };
+        assert_eq!(find_by_syn(&recent_connections), None);
         table.take(&self::new_connection(2), server_of_client(2), ClockTicks(10)).unwrap();
         let index = table.take(&syn, server_of_client(1), ClockTicks(10)).unwrap();
-        recent.remember(syn.hash, index);
+        recent_connections.remember(syn.hash, index);
         table.update(index, 1500, false, ClockTicks(11));
         table.update(index, 66, true, ClockTicks(12));
         let connection = table.connection(index).unwrap();
-        assert_eq!((connection.packet_count, connection.bytes), (3, 74 + 1500 + 66));
+        assert_eq!((connection.packet_count, connection.byte_count), (3, 74 + 1500 + 66));
         assert_eq!(
             (connection.opened_at, connection.last_packet_at, connection.is_closing),
             (ClockTicks(10), ClockTicks(12), true)
         );
         assert_eq!(connection.client, syn.client);
-        assert_eq!(find_by_syn(&recent), Some((index, server_of_client(1))));
+        assert_eq!(find_by_syn(&recent_connections), Some((index, server_of_client(1))));
         table.reopen(index, ClockTicks(20));
         let connection = table.connection(index).unwrap();
         assert_eq!(
@@ -507,6 +525,6 @@ mod tests {
             (3, ClockTicks(20), false)
         );
         assert!(table.release(index, connection.identity));
-        assert_eq!(find_by_syn(&recent), None);
+        assert_eq!(find_by_syn(&recent_connections), None);
     }
 }

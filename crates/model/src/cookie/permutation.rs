@@ -23,10 +23,10 @@ impl KeyedPermutation {
     /// Permutation of the server's id in a cookie that the load balancer stamps.
     pub const LB_STAMPED_COOKIE: Self = Self { bits: intf::LB_STAMPING_ID_BITS };
 
-    /// Returns the number that hides `plain` in a cookie of the connection with hash `hash`. Both numbers are below
-    /// 2^bits.
-    pub fn hide(self, hash: u64, plain: u32) -> u32 {
-        let mut number = u64::from(plain).wrapping_sub(self.addend(hash)) & self.mask();
+    /// Returns the number that hides `plain_number` in a cookie of the connection with hash `hash`. Both numbers are
+    /// below 2^bits.
+    pub fn hide(self, hash: u64, plain_number: u32) -> u32 {
+        let mut number = u64::from(plain_number).wrapping_sub(self.addend(hash)) & self.mask();
         for round in (1..=ROUND_COUNT).rev() {
             number = self.invert_xor_shift_right(number).wrapping_mul(modular_inverse(self.round_factor(hash, round)))
                 & self.mask();
@@ -34,9 +34,9 @@ impl KeyedPermutation {
         (self.invert_xor_shift_right(number) ^ hash & self.mask()) as u32
     }
 
-    /// Returns the plain number that [`hide`](Self::hide) turned into `hidden`.
-    pub fn reveal(self, hash: u64, hidden: u32) -> u32 {
-        let mut number = self.xor_shift_right((u64::from(hidden) ^ hash) & self.mask());
+    /// Returns the plain number that [`hide`](Self::hide) turned into `hidden_number`.
+    pub fn reveal(self, hash: u64, hidden_number: u32) -> u32 {
+        let mut number = self.xor_shift_right((u64::from(hidden_number) ^ hash) & self.mask());
         for round in 1..=ROUND_COUNT {
             number = self.xor_shift_right(number.wrapping_mul(self.round_factor(hash, round)) & self.mask());
         }
@@ -68,7 +68,8 @@ impl KeyedPermutation {
 /// Returns the inverse of an odd factor modulo 2^20 by Newton's method, whose steps double the number of correct bits.
 fn modular_inverse(factor: u64) -> u64 {
     let inverse_of_5_bits = factor.wrapping_mul(3) ^ 2;
-    let newton_step = |inverse: u64| inverse.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(inverse)));
+    let newton_step =
+        |approximation: u64| approximation.wrapping_mul(2u64.wrapping_sub(factor.wrapping_mul(approximation)));
     newton_step(newton_step(inverse_of_5_bits))
 }
 
@@ -85,10 +86,10 @@ mod tests {
         let mut rng = seeded_rng(1, 0);
         for permutation in PERMUTATIONS {
             for hash in [0, u64::MAX].into_iter().chain((0..20).map(|_| rng.next_u64())) {
-                for plain in 0..1 << permutation.bits {
-                    let hidden = permutation.hide(hash, plain);
-                    assert!(hidden < 1 << permutation.bits, "{hidden}");
-                    assert_eq!(permutation.reveal(hash, hidden), plain);
+                for plain_number in 0..1 << permutation.bits {
+                    let hidden_number = permutation.hide(hash, plain_number);
+                    assert!(hidden_number < 1 << permutation.bits, "{hidden_number}");
+                    assert_eq!(permutation.reveal(hash, hidden_number), plain_number);
                 }
             }
         }
@@ -127,17 +128,18 @@ mod tests {
         let mut rng = seeded_rng(2, 0);
         for permutation in PERMUTATIONS {
             let number_count = 1 << permutation.bits;
-            let (here, there) = (number_count / 3, number_count / 5);
+            let (first_number, second_number) = (number_count / 3, number_count / 5);
             let draw_count = 40_000;
             let known_difference = {
                 let hash = rng.next_u64();
-                permutation.hide(hash, here) ^ permutation.hide(hash, there)
+                permutation.hide(hash, first_number) ^ permutation.hide(hash, second_number)
             };
             let mut hit_count = 0;
             for _ in 0..draw_count {
                 let hash = rng.next_u64();
-                hit_count +=
-                    u32::from(permutation.reveal(hash, permutation.hide(hash, here) ^ known_difference) == there);
+                hit_count += u32::from(
+                    permutation.reveal(hash, permutation.hide(hash, first_number) ^ known_difference) == second_number,
+                );
             }
             // By chance, draws / count are expected, which is 1.2 and 20.
             assert!(
@@ -157,27 +159,38 @@ mod tests {
             [(KeyedPermutation::COOKIE, 15, 32_749u64), (KeyedPermutation::LB_STAMPED_COOKIE, 11, 2_039)]
         {
             let moduli = [prime, 1 << bits];
-            let plain_numbers = [1, 5, 7].map(|part| (1u32 << bits) / 8 * part + 3);
+            let plain_numbers = [1, 5, 7].map(|eighth_count| (1u32 << bits) / 8 * eighth_count + 3);
             let mut hit_counts = [0; 3];
             let draw_count = 20_000;
             for _ in 0..draw_count {
                 let hashes = [rng.next_u64(), rng.next_u64()];
-                let [known, other] = hashes.map(|hash| plain_numbers.map(|plain| permutation.hide(hash, plain)));
+                let [known_numbers, other_numbers] =
+                    hashes.map(|hash| plain_numbers.map(|plain_number| permutation.hide(hash, plain_number)));
                 let subtract_modulo =
                     |a: u32, b: u32, modulo: u64| (u64::from(a) + modulo - u64::from(b) % modulo) % modulo;
-                for (hits, modulo) in hit_counts.iter_mut().zip(moduli) {
-                    let [known, other] = [known, other]
-                        .map(|of| [subtract_modulo(of[0], of[1], modulo), subtract_modulo(of[0], of[2], modulo)]);
+                for (hit_count, modulo) in hit_counts.iter_mut().zip(moduli) {
+                    let [known_differences, other_differences] = [known_numbers, other_numbers].map(|numbers| {
+                        [
+                            subtract_modulo(numbers[0], numbers[1], modulo),
+                            subtract_modulo(numbers[0], numbers[2], modulo),
+                        ]
+                    });
                     // known[1] / known[0] == other[1] / other[0]
-                    *hits += u32::from(known[1] * other[0] % modulo == other[1] * known[0] % modulo);
+                    *hit_count += u32::from(
+                        known_differences[1] * other_differences[0] % modulo
+                            == other_differences[1] * known_differences[0] % modulo,
+                    );
                 }
-                hit_counts[2] += u32::from(known[0] ^ known[1] ^ known[2] == other[0] ^ other[1] ^ other[2]);
+                hit_counts[2] += u32::from(
+                    known_numbers[0] ^ known_numbers[1] ^ known_numbers[2]
+                        == other_numbers[0] ^ other_numbers[1] ^ other_numbers[2],
+                );
             }
             // By chance, draws / 2^bits are expected, which is 0.6 and 10. Products modulo 2^bits agree more often, by
             // factors of two.
             let expected_count = f64::from(draw_count) / f64::from(1 << bits);
             assert!(
-                hit_counts.iter().all(|hits| f64::from(*hits) < 12.0 + 12.0 * expected_count),
+                hit_counts.iter().all(|hit_count| f64::from(*hit_count) < 12.0 + 12.0 * expected_count),
                 "{hit_counts:?} of {draw_count}"
             );
         }

@@ -32,14 +32,14 @@ impl FromStr for CoreAssignmentMode {
     type Err = UnknownAssignmentMode;
 
     fn from_str(name: &str) -> Result<Self, UnknownAssignmentMode> {
-        let entry = ASSIGNMENT_NAMES.iter().find(|(known, _)| *known == name);
+        let entry = ASSIGNMENT_NAMES.iter().find(|(known_name, _)| *known_name == name);
         entry.map(|(_, assignment)| *assignment).ok_or_else(|| UnknownAssignmentMode(name.to_owned()))
     }
 }
 
 impl fmt::Display for CoreAssignmentMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = ASSIGNMENT_NAMES.iter().find(|(_, known)| known == self).map_or("", |(name, _)| *name);
+        let name = ASSIGNMENT_NAMES.iter().find(|(_, known_mode)| known_mode == self).map_or("", |(name, _)| *name);
         f.write_str(name)
     }
 }
@@ -102,17 +102,17 @@ fn state_with_only(service: u8) -> [bool; 2] {
 impl CoreAllocator {
     /// Returns an allocator with the initial allocation. In mode `dedicated`, both services have equally many cores. In
     /// mode `hybrid`, they have their reserved cores, service 0 first, and share the others.
-    pub fn new(mode: CoreAssignmentMode, cores: u16, reserved_cores: ReservedCores) -> Self {
-        let [first, second] = match mode {
+    pub fn new(mode: CoreAssignmentMode, core_count: u16, reserved_cores: ReservedCores) -> Self {
+        let [first_own_count, second_own_count] = match mode {
             CoreAssignmentMode::CompleteShare => [0, 0],
-            CoreAssignmentMode::Dedicated => [cores / 2, cores - cores / 2],
+            CoreAssignmentMode::Dedicated => [core_count / 2, core_count - core_count / 2],
             CoreAssignmentMode::Hybrid => {
-                let [first, second] = reserved_cores.0;
-                [first.min(cores), second.min(cores.saturating_sub(first))]
+                let [first_own_count, second_own_count] = reserved_cores.0;
+                [first_own_count.min(core_count), second_own_count.min(core_count.saturating_sub(first_own_count))]
             }
         };
-        let services_on = |core| [core < cores.saturating_sub(second), core >= first];
-        Self { mode, reserved_cores, services_by_core: (0..cores).map(services_on).collect() }
+        let services_on = |core| [core < core_count.saturating_sub(second_own_count), core >= first_own_count];
+        Self { mode, reserved_cores, services_by_core: (0..core_count).map(services_on).collect() }
     }
 
     /// Returns the number of the server's cores.
@@ -125,26 +125,31 @@ impl CoreAllocator {
         self.services_by_core[usize::from(core)][usize::from(service)]
     }
 
-    /// Applies a load hint for `service`, and returns the changes. `other_waits` is whether requests of the other
-    /// service wait at the NIC. `load` returns the number of requests that a service has at a core.
+    /// Applies a load hint for `service`, and returns the changes. `is_other_service_waiting` is whether requests of
+    /// the other service wait at the NIC. `load` returns the number of requests that a service has at a core.
     pub fn apply_load_hint(
         &mut self,
         service: u8,
         hint: LoadHint,
-        other_waits: bool,
+        is_other_service_waiting: bool,
         load: impl Fn(u8, u16) -> u32,
     ) -> Vec<AssignmentChange> {
         match self.mode {
             CoreAssignmentMode::CompleteShare => Vec::new(),
             // Service 1 takes no core while requests of service 0 wait.
-            CoreAssignmentMode::Dedicated if hint == LoadHint::ScaleUp && service == 1 && other_waits => Vec::new(),
+            CoreAssignmentMode::Dedicated if hint == LoadHint::ScaleUp && service == 1 && is_other_service_waiting => {
+                Vec::new()
+            }
             CoreAssignmentMode::Dedicated => {
-                let (from, to) =
+                let (source_service, target_service) =
                     if hint == LoadHint::ScaleUp { (1 - service, service) } else { (service, 1 - service) };
-                let reserved_count = self.reserved_cores.0[usize::from(from)];
-                self.reassign_one_core(state_with_only(from), state_with_only(to), reserved_count, |core| {
-                    load(0, core) + load(1, core)
-                })
+                let reserved_count = self.reserved_cores.0[usize::from(source_service)];
+                self.reassign_one_core(
+                    state_with_only(source_service),
+                    state_with_only(target_service),
+                    reserved_count,
+                    |core| load(0, core) + load(1, core),
+                )
             }
             CoreAssignmentMode::Hybrid => self.adjust_own_cores(load),
         }
@@ -155,41 +160,43 @@ impl CoreAllocator {
     fn adjust_own_cores(&mut self, load: impl Fn(u8, u16) -> u32) -> Vec<AssignmentChange> {
         let idle_own_count = self.cores_in_state(state_with_only(0)).filter(|core| load(0, *core) == 0).count();
         let overflow_core_count = self.cores_in_state(BOTH_SERVICES).filter(|core| load(0, *core) > 0).count();
-        let [kept, other_kept] = self.reserved_cores.0;
+        let [reserved_count, other_reserved_count] = self.reserved_cores.0;
         if overflow_core_count > idle_own_count {
             // Service 1 always keeps a core.
-            self.reassign_one_core(BOTH_SERVICES, state_with_only(0), (other_kept == 0).into(), |core| load(1, core))
+            self.reassign_one_core(BOTH_SERVICES, state_with_only(0), (other_reserved_count == 0).into(), |core| {
+                load(1, core)
+            })
         } else if idle_own_count > overflow_core_count {
-            self.reassign_one_core(state_with_only(0), BOTH_SERVICES, kept, |core| load(0, core))
+            self.reassign_one_core(state_with_only(0), BOTH_SERVICES, reserved_count, |core| load(0, core))
         } else {
             Vec::new()
         }
     }
 
     fn cores_in_state(&self, services: [bool; 2]) -> impl Iterator<Item = u16> + '_ {
-        (0..).zip(&self.services_by_core).filter(move |(_, runs)| **runs == services).map(|(core, _)| core)
+        (0..)
+            .zip(&self.services_by_core)
+            .filter(move |(_, running_services)| **running_services == services)
+            .map(|(core, _)| core)
     }
 
-    /// Changes the least loaded core in state `from` to state `to`, if more than `kept` cores are in state `from`.
+    /// Changes the least loaded core in state `old_state` to state `new_state`, if more than `min_core_count` cores are
+    /// in state `old_state`.
     fn reassign_one_core(
         &mut self,
-        from: [bool; 2],
-        to: [bool; 2],
-        kept: u16,
+        old_state: [bool; 2],
+        new_state: [bool; 2],
+        min_core_count: u16,
         load: impl Fn(u16) -> u32,
     ) -> Vec<AssignmentChange> {
-        if self.cores_in_state(from).count() <= usize::from(kept) {
+        if self.cores_in_state(old_state).count() <= usize::from(min_core_count) {
             return Vec::new();
         }
-        let Some(core) = self.cores_in_state(from).min_by_key(|core| load(*core)) else { return Vec::new() };
-        self.services_by_core[usize::from(core)] = to;
+        let Some(core) = self.cores_in_state(old_state).min_by_key(|core| load(*core)) else { return Vec::new() };
+        self.services_by_core[usize::from(core)] = new_state;
         let change_of = |service: u8| {
-            let runs_after = to[usize::from(service)];
-            (runs_after != from[usize::from(service)]).then_some(AssignmentChange {
-                service,
-                core,
-                is_running: runs_after,
-            })
+            let is_running = new_state[usize::from(service)];
+            (is_running != old_state[usize::from(service)]).then_some(AssignmentChange { service, core, is_running })
         };
         [0, 1].into_iter().filter_map(change_of).collect()
     }
@@ -227,8 +234,10 @@ mod tests {
         );
         // Service 0 has requests at up to three cores, the first ones. Service 1 has requests at all its own cores,
         // most at the first.
-        let load_on_first_cores = |busy: u16| {
-            move |service: u8, core: u16| if service == 0 { (core < busy).into() } else { u32::from(10 - core) }
+        let load_on_first_cores = |busy_core_count: u16| {
+            move |service: u8, core: u16| {
+                if service == 0 { (core < busy_core_count).into() } else { u32::from(10 - core) }
+            }
         };
         let core_taken = [AssignmentChange { service: 1, core: 4, is_running: false }];
         assert_eq!(

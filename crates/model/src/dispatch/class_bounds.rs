@@ -30,15 +30,23 @@ pub struct ClassBounds {
 }
 
 impl ClassBounds {
-    /// Reserves the first `reserved` cores for the highest class. Other classes are limited to `reserved_bound`
-    /// requests on these cores, and have at least one other core. Everywhere else the bound is `bound`.
-    pub fn with_reserved_cores(core_count: u16, classes: u8, reserved: u16, bound: u32, reserved_bound: u32) -> Self {
-        let reserved = usize::from(reserved.min(core_count.saturating_sub(1)));
+    /// Reserves the first `reserved_core_count` cores for the highest class. Other classes are limited to
+    /// `reserved_bound` requests on these cores, and have at least one other core. Everywhere else the bound is
+    /// `default_bound`.
+    pub fn with_reserved_cores(
+        core_count: u16,
+        class_count: u8,
+        reserved_core_count: u16,
+        default_bound: u32,
+        reserved_bound: u32,
+    ) -> Self {
+        let reserved_core_count = usize::from(reserved_core_count.min(core_count.saturating_sub(1)));
         let bounds_of_class = |class: u8| {
-            let at = |core: usize| if class > 0 && core < reserved { reserved_bound } else { bound };
-            (0..usize::from(core_count)).map(at).collect()
+            let bound_at_core =
+                |core: usize| if class > 0 && core < reserved_core_count { reserved_bound } else { default_bound };
+            (0..usize::from(core_count)).map(bound_at_core).collect()
         };
-        Self { core_count, bounds_by_class: (0..classes.max(1)).map(bounds_of_class).collect() }
+        Self { core_count, bounds_by_class: (0..class_count.max(1)).map(bounds_of_class).collect() }
     }
 
     /// Returns the bound for `class` at each core.
@@ -69,9 +77,9 @@ impl ClassBoundedShortestQueue {
     fn update_rank(&mut self, core: u16) {
         let outstanding_count = self.outstanding_by_core[usize::from(core)];
         for (ranks, bounds) in self.core_ranks_by_class.iter_mut().zip(&self.class_bounds.bounds_by_class) {
-            let bound = bounds[usize::from(core)];
-            let at_bound_bit = if outstanding_count >= bound { AT_BOUND_BIT } else { 0 };
-            ranks.set(core, outstanding_count | at_bound_bit | if bound == 0 { FORBIDDEN_BIT } else { 0 });
+            let core_bound = bounds[usize::from(core)];
+            let at_bound_bit = if outstanding_count >= core_bound { AT_BOUND_BIT } else { 0 };
+            ranks.set_key(core, outstanding_count | at_bound_bit | if core_bound == 0 { FORBIDDEN_BIT } else { 0 });
         }
     }
 }

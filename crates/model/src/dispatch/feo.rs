@@ -32,7 +32,7 @@ pub enum Selection {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RateLimit {
     /// Time after which one token is added, in the caller's unit of time.
-    pub interval: u64,
+    pub token_interval: u64,
     /// Maximum number of tokens in the bucket, at least 1.
     pub burst: u32,
 }
@@ -43,13 +43,13 @@ pub struct SchedulingParameters {
     /// Priority, weight or relative deadline, depending on the [`Ranking`].
     pub rank_parameter: u32,
     /// Limit of the rate at which the member's requests are dispatched.
-    pub limit: Option<RateLimit>,
+    pub rate_limit: Option<RateLimit>,
 }
 
 impl SchedulingParameters {
     /// Returns the parameters of a member without rate limit.
     pub const fn new(rank_parameter: u32) -> Self {
-        Self { rank_parameter, limit: None }
+        Self { rank_parameter, rate_limit: None }
     }
 }
 
@@ -57,7 +57,7 @@ impl SchedulingParameters {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GroupConfig {
     /// Scheduling parameters of the group among the groups.
-    pub member: SchedulingParameters,
+    pub parameters: SchedulingParameters,
     /// Rule by which the group's services are ranked.
     pub ranking: Ranking,
 }
@@ -68,7 +68,7 @@ pub struct QueueConfig {
     /// Index of the service's group.
     pub group_index: u8,
     /// Scheduling parameters of the service within its group.
-    pub member: SchedulingParameters,
+    pub parameters: SchedulingParameters,
     /// Priority of the service when the buffer overflows. Requests of the highest number are dropped first.
     pub drop_priority: u8,
 }
@@ -94,10 +94,10 @@ impl FirstEligibleOutConfig {
     pub fn strict_priority(priorities: impl IntoIterator<Item = u8>) -> Self {
         let parameters_for = |priority: u8| SchedulingParameters::new(priority.into());
         let queue =
-            |priority| QueueConfig { group_index: 0, member: parameters_for(priority), drop_priority: priority };
+            |priority| QueueConfig { group_index: 0, parameters: parameters_for(priority), drop_priority: priority };
         Self {
             group_ranking: Ranking::StrictPriority,
-            groups: vec![GroupConfig { member: SchedulingParameters::new(0), ranking: Ranking::StrictPriority }],
+            groups: vec![GroupConfig { parameters: SchedulingParameters::new(0), ranking: Ranking::StrictPriority }],
             queues: priorities.into_iter().map(queue).collect(),
             selection: Selection::FirstEligible,
             capacity: usize::MAX,
@@ -185,38 +185,39 @@ struct SchedulingState {
 }
 
 impl SchedulingState {
-    fn new(member: SchedulingParameters, ranking: Ranking) -> Result<Self, FirstEligibleOutConfigError> {
-        if ranking == Ranking::WeightedShare && !(1..=MAX_WEIGHT).contains(&member.rank_parameter) {
-            return Err(FirstEligibleOutConfigError::WeightOutOfRange(member.rank_parameter));
+    fn new(parameters: SchedulingParameters, ranking: Ranking) -> Result<Self, FirstEligibleOutConfigError> {
+        if ranking == Ranking::WeightedShare && !(1..=MAX_WEIGHT).contains(&parameters.rank_parameter) {
+            return Err(FirstEligibleOutConfigError::WeightOutOfRange(parameters.rank_parameter));
         }
-        if member.limit.is_some_and(|limit| limit.burst == 0) {
+        if parameters.rate_limit.is_some_and(|rate_limit| rate_limit.burst == 0) {
             return Err(FirstEligibleOutConfigError::ZeroBurst);
         }
-        Ok(Self { parameters: member, start_tag: 0, bucket_full_at: 0 })
+        Ok(Self { parameters, start_tag: 0, bucket_full_at: 0 })
     }
 
     /// Returns the earliest time at which the member's token bucket has a token, or 0 without a rate limit.
     #[inline]
     fn next_token_at(&self) -> u64 {
-        self.parameters.limit.map_or(0, |limit| {
-            self.bucket_full_at.saturating_sub(limit.interval.saturating_mul(u64::from(limit.burst) - 1))
+        self.parameters.rate_limit.map_or(0, |rate_limit| {
+            self.bucket_full_at
+                .saturating_sub(rate_limit.token_interval.saturating_mul(u64::from(rate_limit.burst) - 1))
         })
     }
 
     #[inline]
-    fn rank(&self, ranking: Ranking, arrived: u64) -> u64 {
+    fn rank(&self, ranking: Ranking, arrival_time: u64) -> u64 {
         match ranking {
             Ranking::StrictPriority => u64::from(self.parameters.rank_parameter),
             Ranking::WeightedShare => self.start_tag,
-            Ranking::EarliestDeadline => arrived.saturating_add(u64::from(self.parameters.rank_parameter)),
+            Ranking::EarliestDeadline => arrival_time.saturating_add(u64::from(self.parameters.rank_parameter)),
         }
     }
 
     /// Takes a token, and advances the member's start tag. Returns the new virtual time of the level.
     #[inline]
     fn record_dispatch(&mut self, now: u64, ranking: Ranking) -> u64 {
-        if let Some(limit) = self.parameters.limit {
-            self.bucket_full_at = self.bucket_full_at.max(now).saturating_add(limit.interval);
+        if let Some(rate_limit) = self.parameters.rate_limit {
+            self.bucket_full_at = self.bucket_full_at.max(now).saturating_add(rate_limit.token_interval);
         }
         let dispatched_start_tag = self.start_tag;
         if ranking == Ranking::WeightedShare {
@@ -240,26 +241,26 @@ impl<T> FirstEligibleOut<T> {
         }
         let mut groups = Vec::new();
         for group in &config.groups {
-            let state = SchedulingState::new(group.member, config.group_ranking)?;
+            let state = SchedulingState::new(group.parameters, config.group_ranking)?;
             groups.push(SchedulingGroup { state, ranking: group.ranking, virtual_time: 0, member_mask: 0 });
         }
         let mut queues = Vec::new();
-        for (service, &QueueConfig { group_index: group, member, drop_priority: priority }) in
+        for (service, &QueueConfig { group_index: group, parameters, drop_priority: priority }) in
             config.queues.iter().enumerate()
         {
             let parent_group = groups.get_mut(usize::from(group));
             let parent = parent_group.ok_or(FirstEligibleOutConfigError::UnknownGroup { service, group })?;
             parent.member_mask |= 1 << service;
-            let state = SchedulingState::new(member, parent.ranking)?;
+            let state = SchedulingState::new(parameters, parent.ranking)?;
             queues.push(ServiceQueue { state, group_index: group, drop_priority: priority, requests: VecDeque::new() });
         }
-        let &FirstEligibleOutConfig { group_ranking: ranking, selection, capacity, .. } = config;
-        let mut rankings = groups.iter().map(|group| group.ranking).chain([ranking]);
+        let &FirstEligibleOutConfig { group_ranking, selection, capacity, .. } = config;
+        let mut rankings = groups.iter().map(|group| group.ranking).chain([group_ranking]);
         let mut states = groups.iter().map(|group| &group.state).chain(queues.iter().map(|queue| &queue.state));
         let is_stateless = rankings.all(|ranking| ranking != Ranking::WeightedShare)
-            && states.all(|turn| turn.parameters.limit.is_none());
+            && states.all(|state| state.parameters.rate_limit.is_none());
         Ok(Self {
-            group_ranking: ranking,
+            group_ranking,
             selection,
             capacity,
             waiting_count: 0,
@@ -279,7 +280,7 @@ impl<T> FirstEligibleOut<T> {
 
     /// Returns the arrival time of the oldest waiting request of `service`, if any waits.
     pub fn oldest_arrival_time(&self, service: u8) -> Option<u64> {
-        self.queues[usize::from(service)].requests.front().map(|(arrived, _)| *arrived)
+        self.queues[usize::from(service)].requests.front().map(|(arrival_time, _)| *arrival_time)
     }
 
     /// Returns whether a request of an eligible service may skip the queue, because a push and a pop change nothing.
@@ -294,27 +295,27 @@ impl<T> FirstEligibleOut<T> {
     /// priority, the new request included. Among services of equal priority, the longest queue loses a request.
     #[inline]
     pub fn push(&mut self, now: u64, service: u8, request: T) -> Option<(u8, T)> {
-        let mut dropped = None;
+        let mut dropped_request = None;
         if self.waiting_count == self.capacity {
             let victim_service = self.overflow_victim(service);
             if victim_service == service {
                 return Some((service, request));
             }
-            dropped = self.queues[usize::from(victim_service)]
+            dropped_request = self.queues[usize::from(victim_service)]
                 .requests
                 .pop_back()
-                .map(|(_, youngest)| (victim_service, youngest));
+                .map(|(_, youngest_request)| (victim_service, youngest_request));
             self.record_removal(victim_service);
         }
         self.append(now, service, request);
-        dropped
+        dropped_request
     }
 
     /// Removes and returns the next request with its service, or `None` if none may be dispatched now. Bit s of
-    /// `eligible` is set if a core would take a request of service s.
+    /// `eligible_service_mask` is set if a core would take a request of service s.
     #[inline]
-    pub fn pop(&mut self, now: u64, eligible: u64) -> Option<(u8, T)> {
-        let service = self.select_service(now, eligible)?;
+    pub fn pop(&mut self, now: u64, eligible_service_mask: u64) -> Option<(u8, T)> {
+        let service = self.select_service(now, eligible_service_mask)?;
         let queue = &mut self.queues[usize::from(service)];
         let group = &mut self.groups[usize::from(queue.group_index)];
         self.virtual_time = group.state.record_dispatch(now, self.group_ranking);
@@ -354,59 +355,68 @@ impl<T> FirstEligibleOut<T> {
         }
     }
 
-    /// Returns the service that must drop a request when a request of service `arriving` arrives at a full buffer.
-    fn overflow_victim(&self, arriving: u8) -> u8 {
+    /// Returns the service that must drop a request when a request of service `arriving_service` arrives at a full
+    /// buffer.
+    fn overflow_victim(&self, arriving_service: u8) -> u8 {
         let drop_key = |service: u8| {
-            let arriving_count = usize::from(service == arriving);
+            let arriving_count = usize::from(service == arriving_service);
             (
                 self.queues[usize::from(service)].drop_priority,
                 self.waiting_count(service) + arriving_count,
                 arriving_count,
             )
         };
-        bit_indices(self.backlogged_service_mask | 1 << arriving)
+        bit_indices(self.backlogged_service_mask | 1 << arriving_service)
             .max_by_key(|service| drop_key(*service))
-            .unwrap_or(arriving)
+            .unwrap_or(arriving_service)
     }
 
     #[inline]
-    fn select_service(&self, now: u64, eligible: u64) -> Option<u8> {
-        let considered_services = match self.selection {
-            Selection::FirstEligible => self.backlogged_service_mask & eligible,
+    fn select_service(&self, now: u64, eligible_service_mask: u64) -> Option<u8> {
+        let considered_service_mask = match self.selection {
+            Selection::FirstEligible => self.backlogged_service_mask & eligible_service_mask,
             Selection::Pifo => self.backlogged_service_mask,
         };
-        let mut best: Option<(u64, u8)> = None;
+        let mut best_candidate: Option<(u64, u8)> = None;
         for group in self.groups.iter().filter(|group| group.state.next_token_at() <= now) {
-            let Some((arrived, _, service)) = self.next_service_in_group(group, now, considered_services) else {
+            let Some((arrival_time, _, service)) = self.next_service_in_group(group, now, considered_service_mask)
+            else {
                 continue;
             };
-            let rank = group.state.rank(self.group_ranking, arrived);
-            if best.is_none_or(|(least, _)| rank < least) {
-                best = Some((rank, service));
+            let rank = group.state.rank(self.group_ranking, arrival_time);
+            if best_candidate.is_none_or(|(least_rank, _)| rank < least_rank) {
+                best_candidate = Some((rank, service));
             }
         }
-        let (_, service) = best?;
-        (eligible >> service & 1 == 1).then_some(service)
+        let (_, service) = best_candidate?;
+        (eligible_service_mask >> service & 1 == 1).then_some(service)
     }
 
     /// Returns a group's earliest arrival, and the rank and the index of its next service.
     #[inline]
-    fn next_service_in_group(&self, group: &SchedulingGroup, now: u64, considered: u64) -> Option<(u64, u64, u8)> {
-        let mut best: Option<(u64, u64, u8)> = None;
-        for service in bit_indices(considered & group.member_mask) {
+    fn next_service_in_group(
+        &self,
+        group: &SchedulingGroup,
+        now: u64,
+        considered_service_mask: u64,
+    ) -> Option<(u64, u64, u8)> {
+        let mut best_candidate: Option<(u64, u64, u8)> = None;
+        for service in bit_indices(considered_service_mask & group.member_mask) {
             let queue = &self.queues[usize::from(service)];
             if queue.state.next_token_at() > now {
                 continue;
             }
-            let Some((arrived, _)) = queue.requests.front() else { continue };
-            let rank = queue.state.rank(group.ranking, *arrived);
-            best = Some(match best {
-                Some((earliest, least, other)) if least <= rank => (earliest.min(*arrived), least, other),
-                Some((earliest, ..)) => (earliest.min(*arrived), rank, service),
-                None => (*arrived, rank, service),
+            let Some((arrival_time, _)) = queue.requests.front() else { continue };
+            let rank = queue.state.rank(group.ranking, *arrival_time);
+            best_candidate = Some(match best_candidate {
+                Some((earliest_arrival, least_rank, other_service)) if least_rank <= rank => {
+                    (earliest_arrival.min(*arrival_time), least_rank, other_service)
+                }
+                Some((earliest_arrival, ..)) => (earliest_arrival.min(*arrival_time), rank, service),
+                None => (*arrival_time, rank, service),
             });
         }
-        best
+        best_candidate
     }
 }
 

@@ -24,16 +24,16 @@ pub struct SubmitEffects<T> {
     /// Request that was dropped because the buffer is full, with its service. It may be the submitted request.
     pub dropped_request: Option<(u8, T)>,
     /// Request that goes to a core now. It is the submitted request, unless earlier ones or rate limits delay it.
-    pub sent: Option<(ReleasedRequest, T)>,
+    pub sent_request: Option<(ReleasedRequest, T)>,
 }
 
 impl JoinBoundedShortestRankedQueue {
-    /// Returns a dispatcher for `services` services in strict priority, each enabled on all cores. Panics without
+    /// Returns a dispatcher for `service_count` services in strict priority, each enabled on all cores. Panics without
     /// services, with more than [`MAX_SERVICES`](super::MAX_SERVICES), or without cores.
-    pub fn new(cores: u16, services: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
-        let ranked_services: Vec<_> = (0..services).map(|priority| RankedService { priority, lambda }).collect();
-        let ranks = RankArrays::new(cores, &ranked_services, RankRule::Ranked, depth);
-        Self::with_ranks(ranks, &FirstEligibleOutConfig::strict_priority(0..services)).expect("1 to 64 services")
+    pub fn new(core_count: u16, service_count: u8, lambda: Lambda, depth: NonZeroU16) -> Self {
+        let ranked_services: Vec<_> = (0..service_count).map(|priority| RankedService { priority, lambda }).collect();
+        let ranks = RankArrays::new(core_count, &ranked_services, RankRule::Ranked, depth);
+        Self::with_ranks(ranks, &FirstEligibleOutConfig::strict_priority(0..service_count)).expect("1 to 64 services")
     }
 }
 
@@ -48,8 +48,8 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
     }
 
     /// Enables or disables `service` on `core`, as [`RankArrays::set_enabled`] does.
-    pub fn set_enabled(&mut self, service: u8, core: u16, runs: bool) {
-        self.ranks.set_enabled(service, core, runs);
+    pub fn set_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
+        self.ranks.set_enabled(service, core, is_enabled);
     }
 
     /// Returns the ranks of the cores for each service.
@@ -79,19 +79,22 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
         if self.scheduler.can_bypass_queue()
             && let Some(core) = self.ranks.assign_request(service)
         {
-            return SubmitEffects { dropped_request: None, sent: Some((ReleasedRequest { service, core }, request)) };
+            return SubmitEffects {
+                dropped_request: None,
+                sent_request: Some((ReleasedRequest { service, core }, request)),
+            };
         }
-        let dropped = self.scheduler.push(now, service, request);
-        let sent = self.next(now);
-        let peak = &mut self.waiting_peaks[usize::from(service)];
-        *peak = (*peak).max(self.scheduler.waiting_count(service) as u64);
-        SubmitEffects { dropped_request: dropped, sent }
+        let dropped_request = self.scheduler.push(now, service, request);
+        let sent_request = self.next_request(now);
+        let waiting_peak = &mut self.waiting_peaks[usize::from(service)];
+        *waiting_peak = (*waiting_peak).max(self.scheduler.waiting_count(service) as u64);
+        SubmitEffects { dropped_request, sent_request }
     }
 
     /// Returns the next request that goes to a core, or `None` if none can go now. It must be called until it returns
     /// `None` after feedback, after a service was enabled, and when a rate limit ends.
     #[inline]
-    pub fn next(&mut self, now: u64) -> Option<(ReleasedRequest, T)> {
+    pub fn next_request(&mut self, now: u64) -> Option<(ReleasedRequest, T)> {
         let (service, request) = self.scheduler.pop(now, self.ranks.eligible_service_mask())?;
         let core = self.ranks.assign_request(service)?;
         Some((ReleasedRequest { service, core }, request))
@@ -107,9 +110,9 @@ impl<T> JoinBoundedShortestRankedQueue<T> {
 impl Dispatcher for JoinBoundedShortestRankedQueue {
     #[inline]
     fn place(&mut self, now: u64, header: &DispatchHeader) -> Option<u16> {
-        let (release, ()) = self.submit(now, header.service, ()).sent?;
-        debug_assert_eq!(release.service, header.service, "release() was called until None");
-        Some(release.core)
+        let (released_request, ()) = self.submit(now, header.service, ()).sent_request?;
+        debug_assert_eq!(released_request.service, header.service, "release() was called until None");
+        Some(released_request.core)
     }
 
     #[inline]
@@ -119,7 +122,7 @@ impl Dispatcher for JoinBoundedShortestRankedQueue {
 
     #[inline]
     fn release(&mut self, now: u64) -> Option<ReleasedRequest> {
-        self.next(now).map(|(release, ())| release)
+        self.next_request(now).map(|(released_request, ())| released_request)
     }
 }
 
@@ -204,18 +207,18 @@ mod tests {
         );
         assert_eq!(jbsrq.ranks().eligible_service_mask(), 0b111);
 
-        let sent_request_f = jbsrq.submit(0, SERVICE_1, ()).sent;
+        let sent_request_f = jbsrq.submit(0, SERVICE_1, ()).sent_request;
         assert_eq!(sent_request_f, Some((ReleasedRequest { service: SERVICE_1, core: 0 }, ())), "steps 1 to 5");
         assert_eq!(ranks_of_core(&jbsrq, 0), [3000, 1400, 600], "step 6");
         assert_eq!(jbsrq.ranks().eligible_service_mask() >> SERVICE_2 & 1, 0, "steps 7 and 8");
-        assert_eq!(jbsrq.submit(0, SERVICE_2, ()).sent, None, "held at the NIC");
+        assert_eq!(jbsrq.submit(0, SERVICE_2, ()).sent_request, None, "held at the NIC");
 
         jbsrq.record_feedback(SERVICE_1, 0, 1).unwrap();
         assert_eq!(ranks_of_core(&jbsrq, 0), [2000, 400, 400], "step 9, F");
         jbsrq.record_feedback(SERVICE_2, 0, 1).unwrap();
         assert_eq!(ranks_of_core(&jbsrq, 0), [1000, 200, 200], "step 9, A");
-        assert_eq!(jbsrq.next(0), Some((ReleasedRequest { service: SERVICE_2, core: 0 }, ())));
-        assert_eq!(jbsrq.next(0), None);
+        assert_eq!(jbsrq.next_request(0), Some((ReleasedRequest { service: SERVICE_2, core: 0 }, ())));
+        assert_eq!(jbsrq.next_request(0), None);
     }
 
     #[test]
@@ -224,20 +227,20 @@ mod tests {
             let config = FirstEligibleOutConfig { selection, ..FirstEligibleOutConfig::strict_priority(0..2) };
             let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 1).ranks, &config).unwrap();
             jbsrq.set_enabled(0, 1, false);
-            assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(0, 0, 'b').sent.is_none());
-            let sent = jbsrq.submit(0, 1, 'c').sent;
-            assert_eq!(sent, core.map(|core| (ReleasedRequest { service: 1, core }, 'c')), "{selection:?}");
+            assert!(jbsrq.submit(0, 0, 'a').sent_request.is_some() && jbsrq.submit(0, 0, 'b').sent_request.is_none());
+            let sent_request = jbsrq.submit(0, 1, 'c').sent_request;
+            assert_eq!(sent_request, core.map(|core| (ReleasedRequest { service: 1, core }, 'c')), "{selection:?}");
         }
     }
 
     #[test]
     fn rate_limit_applies_to_idle_cores() {
         let mut config = FirstEligibleOutConfig::strict_priority(0..2);
-        config.queues[0].member.limit = Some(RateLimit { interval: 10, burst: 1 });
+        config.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 10, burst: 1 });
         let mut jbsrq = JoinBoundedShortestRankedQueue::with_ranks(dispatcher(2, 4).ranks, &config).unwrap();
-        assert!(jbsrq.submit(0, 0, 'a').sent.is_some() && jbsrq.submit(1, 0, 'b').sent.is_none());
-        assert_eq!((jbsrq.next(9), jbsrq.scheduler().next_token_time()), (None, Some(10)));
-        assert_eq!(jbsrq.next(10), Some((ReleasedRequest { service: 0, core: 1 }, 'b')));
+        assert!(jbsrq.submit(0, 0, 'a').sent_request.is_some() && jbsrq.submit(1, 0, 'b').sent_request.is_none());
+        assert_eq!((jbsrq.next_request(9), jbsrq.scheduler().next_token_time()), (None, Some(10)));
+        assert_eq!(jbsrq.next_request(10), Some((ReleasedRequest { service: 0, core: 1 }, 'b')));
     }
 
     proptest! {
@@ -254,7 +257,7 @@ mod tests {
             config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
             let ranks = JoinBoundedShortestRankedQueue::new(2, 3, Lambda::PUBLISHED, 2.try_into().unwrap()).ranks;
             let mut with_shortcut = JoinBoundedShortestRankedQueue::with_ranks(ranks.clone(), &config).unwrap();
-            config.groups[0].member.limit = Some(RateLimit { interval: 0, burst: 1 });
+            config.groups[0].parameters.rate_limit = Some(RateLimit { token_interval: 0, burst: 1 });
             let mut without_shortcut = JoinBoundedShortestRankedQueue::with_ranks(ranks, &config).unwrap();
             for (now, (step, service, core)) in (0u64..).zip(steps) {
                 match step {
@@ -271,8 +274,8 @@ mod tests {
                     }
                 }
                 loop {
-                    let next = with_shortcut.next(now);
-                    prop_assert_eq!(&next, &without_shortcut.next(now));
+                    let next = with_shortcut.next_request(now);
+                    prop_assert_eq!(&next, &without_shortcut.next_request(now));
                     if next.is_none() {
                         break;
                     }

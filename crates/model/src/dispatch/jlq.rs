@@ -9,24 +9,24 @@ pub struct JoinLightestQueue {
 }
 
 impl JoinLightestQueue {
-    /// Returns a dispatcher for `cores` idle cores.
-    pub fn new(cores: u16) -> Self {
-        Self { outstanding_work_by_core: TournamentTree::new(cores, 0) }
+    /// Returns a dispatcher for `core_count` idle cores.
+    pub fn new(core_count: u16) -> Self {
+        Self { outstanding_work_by_core: TournamentTree::new(core_count, 0) }
     }
 }
 
 impl Dispatcher for JoinLightestQueue {
     #[inline]
     fn place(&mut self, _now: u64, header: &DispatchHeader) -> Option<u16> {
-        let (core, under_way) = self.outstanding_work_by_core.least();
-        self.outstanding_work_by_core.set(core, under_way + header.expected_service_time);
+        let (core, outstanding_work) = self.outstanding_work_by_core.least();
+        self.outstanding_work_by_core.set_key(core, outstanding_work + header.expected_service_time);
         Some(core)
     }
 
     #[inline]
     fn record_completion(&mut self, core: u16, header: &DispatchHeader) {
-        let outstanding_work = self.outstanding_work_by_core.get(core);
-        self.outstanding_work_by_core.set(core, outstanding_work - header.expected_service_time);
+        let outstanding_work = self.outstanding_work_by_core.key(core);
+        self.outstanding_work_by_core.set_key(core, outstanding_work - header.expected_service_time);
     }
 }
 
@@ -38,8 +38,9 @@ mod tests {
     #[test]
     fn lightest_queue_gets_the_request() {
         let mut jlq = JoinLightestQueue::new(2);
-        let placed_cores: Vec<_> =
-            [5, 1, 1, 1, 1, 1, 1].map(|expected| jlq.place(0, &header(0, expected)).unwrap()).to_vec();
+        let placed_cores: Vec<_> = [5, 1, 1, 1, 1, 1, 1]
+            .map(|expected_service_time| jlq.place(0, &header(0, expected_service_time)).unwrap())
+            .to_vec();
         assert_eq!(placed_cores, [0, 1, 1, 1, 1, 1, 0]);
         jlq.record_completion(0, &header(0, 5));
         assert_eq!(jlq.place(0, &header(0, 1)), Some(0));

@@ -3,8 +3,9 @@
 use super::{DispatchHeader, Dispatcher, ReleasedRequest, TournamentTree};
 
 /// Dispatcher that joins the shortest queue (Turbo, HPCA'23, Sect. IV-B1), optionally with a bound. Then no core has
-/// more than `bound` outstanding requests, and the others wait in one queue at the NIC (R2P2's JBSQ(n), ATC'19, and
-/// RingLeader, NSDI'23, Sect. 4.2). JBSQ(1) is one central queue, which a request leaves when a core is free.
+/// more than `max_outstanding` outstanding requests, and the others wait in one queue at the NIC (R2P2's JBSQ(n),
+/// ATC'19, and RingLeader, NSDI'23, Sect. 4.2). JBSQ(1) is one central queue, which a request leaves when a core is
+/// free.
 #[derive(Debug, Clone)]
 pub struct JoinShortestQueue {
     outstanding_by_core: TournamentTree<u32>,
@@ -14,22 +15,22 @@ pub struct JoinShortestQueue {
 
 impl JoinShortestQueue {
     /// Returns a dispatcher that sends every request to a core at once, without a bound.
-    pub fn unbounded(cores: u16) -> Self {
-        Self { outstanding_by_core: TournamentTree::new(cores, 0), max_outstanding: u32::MAX, waiting_count: 0 }
+    pub fn unbounded(core_count: u16) -> Self {
+        Self { outstanding_by_core: TournamentTree::new(core_count, 0), max_outstanding: u32::MAX, waiting_count: 0 }
     }
 
-    /// Returns a dispatcher that allows at most `bound` outstanding requests at each core.
-    pub fn bounded(cores: u16, bound: std::num::NonZeroU16) -> Self {
-        Self { max_outstanding: u32::from(bound.get()), ..Self::unbounded(cores) }
+    /// Returns a dispatcher that allows at most `max_outstanding` outstanding requests at each core.
+    pub fn bounded(core_count: u16, max_outstanding: std::num::NonZeroU16) -> Self {
+        Self { max_outstanding: u32::from(max_outstanding.get()), ..Self::unbounded(core_count) }
     }
 
     #[inline]
     fn take_shortest_queue(&mut self) -> Option<u16> {
-        let (core, under_way) = self.outstanding_by_core.least();
-        if under_way >= self.max_outstanding {
+        let (core, outstanding_count) = self.outstanding_by_core.least();
+        if outstanding_count >= self.max_outstanding {
             return None;
         }
-        self.outstanding_by_core.set(core, under_way + 1);
+        self.outstanding_by_core.set_key(core, outstanding_count + 1);
         Some(core)
     }
 }
@@ -44,8 +45,8 @@ impl Dispatcher for JoinShortestQueue {
 
     #[inline]
     fn record_completion(&mut self, core: u16, _header: &DispatchHeader) {
-        let outstanding_count = self.outstanding_by_core.get(core);
-        self.outstanding_by_core.set(core, outstanding_count - 1);
+        let outstanding_count = self.outstanding_by_core.key(core);
+        self.outstanding_by_core.set_key(core, outstanding_count - 1);
     }
 
     #[inline]

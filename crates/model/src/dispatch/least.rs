@@ -52,14 +52,14 @@ impl<K: Key> TournamentTree<K> {
         let leaf_count = usize::from(leaves).next_power_of_two();
         let mut tree = Self { nodes: vec![K::NO_LEAF; 2 * leaf_count], leaf_count };
         for index in 0..leaves {
-            tree.set(index, key);
+            tree.set_key(index, key);
         }
         tree
     }
 
     /// Sets the key of the leaf with index `index`.
     #[inline]
-    pub fn set(&mut self, index: u16, key: K) {
+    pub fn set_key(&mut self, index: u16, key: K) {
         let mut node = self.leaf_count + usize::from(index);
         let mut least_node = key.node(index);
         self.nodes[node] = least_node;
@@ -72,7 +72,7 @@ impl<K: Key> TournamentTree<K> {
 
     /// Returns the key of the leaf with index `index`.
     #[inline]
-    pub fn get(&self, index: u16) -> K {
+    pub fn key(&self, index: u16) -> K {
         K::leaf_and_key(self.nodes[self.leaf_count + usize::from(index)]).1
     }
 
@@ -99,11 +99,11 @@ mod tests {
             let mut keys = vec![1u64; usize::from(leaves)];
             for (index, key) in changes {
                 let index = index % leaves;
-                tree.set(index, key);
+                tree.set_key(index, key);
                 keys[usize::from(index)] = key;
                 let least_leaf = (0..leaves).min_by_key(|i| keys[usize::from(*i)]).unwrap();
                 prop_assert_eq!(tree.least(), (least_leaf, keys[usize::from(least_leaf)]));
-                prop_assert_eq!(tree.get(index), key);
+                prop_assert_eq!(tree.key(index), key);
             }
         }
     }

@@ -119,11 +119,11 @@ impl LoadMonitor {
 
     /// Performs the checks that are due at `now`, and returns the hint to send. Scaling up comes before scaling down.
     ///
-    /// `oldest` is the arrival of the request that has waited longest, if any waits. `peak` is the maximum number of
-    /// waiting requests since the previous call. `now` must not decrease.
-    pub fn check(&mut self, now: u64, oldest: Option<u64>, peak: u64) -> Option<LoadHint> {
-        let needs_more = self.check_scale_up(now, oldest);
-        let needs_fewer = self.check_scale_down(now, peak);
+    /// `oldest_arrival_time` is the arrival of the request that has waited longest, if any waits. `peak_queue_length`
+    /// is the maximum number of waiting requests since the previous call. `now` must not decrease.
+    pub fn check(&mut self, now: u64, oldest_arrival_time: Option<u64>, peak_queue_length: u64) -> Option<LoadHint> {
+        let needs_more = self.check_scale_up(now, oldest_arrival_time);
+        let needs_fewer = self.check_scale_down(now, peak_queue_length);
         if self.is_hint_in_flight || !(needs_more || needs_fewer) {
             return None;
         }
@@ -132,15 +132,15 @@ impl LoadMonitor {
         Some(if needs_more { LoadHint::ScaleUp } else { LoadHint::ScaleDown })
     }
 
-    fn check_scale_up(&mut self, now: u64, oldest: Option<u64>) -> bool {
+    fn check_scale_up(&mut self, now: u64, oldest_arrival_time: Option<u64>) -> bool {
         let Some((condition, checks)) = &mut self.scale_up else { return false };
-        let Some(previous) = checks.take_due_check(now, condition.epoch) else { return false };
-        oldest.is_some_and(|oldest| oldest <= previous)
+        let Some(previous_check) = checks.take_due_check(now, condition.epoch) else { return false };
+        oldest_arrival_time.is_some_and(|arrival_time| arrival_time <= previous_check)
     }
 
-    fn check_scale_down(&mut self, now: u64, peak: u64) -> bool {
+    fn check_scale_down(&mut self, now: u64, peak_queue_length: u64) -> bool {
         let Some((condition, checks)) = &mut self.scale_down else { return false };
-        self.peak_queue_length = self.peak_queue_length.max(peak);
+        self.peak_queue_length = self.peak_queue_length.max(peak_queue_length);
         if checks.take_due_check(now, condition.epoch).is_none() {
             return false;
         }
@@ -173,13 +173,13 @@ mod tests {
         Epoch::new(NonZeroU64::new(length).unwrap())
     }
 
-    fn monitor(up: u64, down: u64, threshold: u64, calm_epochs: u32) -> LoadMonitor {
+    fn monitor(up_epoch_length: u64, down_epoch_length: u64, threshold: u64, calm_epochs: u32) -> LoadMonitor {
         let mut monitor = LoadMonitor::default();
-        monitor.enable_scale_up(0, ScaleUpCondition { epoch: epoch(up) });
+        monitor.enable_scale_up(0, ScaleUpCondition { epoch: epoch(up_epoch_length) });
         monitor.enable_scale_down(
             0,
             ScaleDownCondition {
-                epoch: epoch(down),
+                epoch: epoch(down_epoch_length),
                 max_calm_queue_length: threshold,
                 required_calm_epochs: calm_epochs,
             },
@@ -241,37 +241,37 @@ mod tests {
         ) {
             let mut monitor = monitor(up, down, threshold, calm_epochs);
             let mut queue: VecDeque<(u64, usize)> = VecDeque::new();
-            let mut at_previous_check: VecDeque<(u64, usize)> = VecDeque::new();
-            let (mut in_flight, mut calm, mut epoch_peak) = (false, 0, 0);
+            let mut queue_at_previous_check: VecDeque<(u64, usize)> = VecDeque::new();
+            let (mut is_hint_in_flight, mut calm_epoch_count, mut epoch_peak) = (false, 0, 0);
             for (now, (arrivals, departures, rearms)) in (1u64..).zip(steps) {
                 // Requests that arrive at the time of a check are taken to arrive just after it.
                 queue.drain(..departures.min(queue.len()));
-                let needs_more = now % up == 0 && queue.iter().any(|request| at_previous_check.contains(request));
+                let needs_more = now % up == 0 && queue.iter().any(|request| queue_at_previous_check.contains(request));
                 if now % up == 0 {
-                    at_previous_check.clone_from(&queue);
+                    queue_at_previous_check.clone_from(&queue);
                 }
                 let mut needs_fewer = false;
                 if now % down == 0 {
-                    calm = if epoch_peak <= threshold { calm + 1 } else { 0 };
-                    needs_fewer = calm >= calm_epochs;
+                    calm_epoch_count = if epoch_peak <= threshold { calm_epoch_count + 1 } else { 0 };
+                    needs_fewer = calm_epoch_count >= calm_epochs;
                 }
-                let expected = match (in_flight, needs_more, needs_fewer) {
+                let expected = match (is_hint_in_flight, needs_more, needs_fewer) {
                     (false, true, _) => Some(LoadHint::ScaleUp),
                     (false, false, true) => Some(LoadHint::ScaleDown),
                     _ => None,
                 };
-                let oldest = queue.front().map(|(arrived, _)| *arrived);
-                prop_assert_eq!(monitor.check(now, oldest, epoch_peak), expected);
+                let oldest_arrival_time = queue.front().map(|(arrival_time, _)| *arrival_time);
+                prop_assert_eq!(monitor.check(now, oldest_arrival_time, epoch_peak), expected);
                 if expected.is_some() {
-                    (in_flight, calm) = (true, 0);
+                    (is_hint_in_flight, calm_epoch_count) = (true, 0);
                 }
                 if now % down == 0 {
                     epoch_peak = queue.len() as u64;
                 }
-                prop_assert_eq!(monitor.is_hint_in_flight(), in_flight);
+                prop_assert_eq!(monitor.is_hint_in_flight(), is_hint_in_flight);
                 if rearms {
-                    prop_assert_eq!(monitor.rearm(), in_flight);
-                    in_flight = false;
+                    prop_assert_eq!(monitor.rearm(), is_hint_in_flight);
+                    is_hint_in_flight = false;
                 }
                 queue.extend((0..arrivals).map(|index| (now + 1, index)));
                 epoch_peak = epoch_peak.max(queue.len() as u64);

@@ -107,8 +107,10 @@ impl RankArrays {
     pub fn new(cores: u16, services: &[RankedService], rule: RankRule, depth: NonZeroU16) -> Self {
         assert!(services.len() <= MAX_SERVICES, "{} services: expected at most {MAX_SERVICES}", services.len());
         let core_count = usize::from(cores);
-        let ranks = (0..services.len()).map(|own| ServiceRanks {
-            weight_by_service: (0..services.len()).map(|other| rule.request_weight(services, own, other)).collect(),
+        let ranks = (0..services.len()).map(|own_service| ServiceRanks {
+            weight_by_service: (0..services.len())
+                .map(|other_service| rule.request_weight(services, own_service, other_service))
+                .collect(),
             rank_by_core: vec![0; core_count],
             enabled_by_core: vec![true; core_count],
             outstanding_by_core: vec![0; core_count],
@@ -124,8 +126,8 @@ impl RankArrays {
 
     /// Enables or disables `service` on `core` (RingLeader's EnableService and DisableService). Requests that are
     /// already at the core stay there.
-    pub fn set_enabled(&mut self, service: u8, core: u16, enabled: bool) {
-        self.services[usize::from(service)].enabled_by_core[usize::from(core)] = enabled;
+    pub fn set_enabled(&mut self, service: u8, core: u16, is_enabled: bool) {
+        self.services[usize::from(service)].enabled_by_core[usize::from(core)] = is_enabled;
         self.update_eligibility(service, core);
     }
 
@@ -190,24 +192,24 @@ impl RankArrays {
     /// effect if fewer requests are outstanding at the core.
     #[inline]
     pub fn record_feedback(&mut self, service: u8, core: u16, count: u32) -> Result<(), FeedbackError> {
-        let outstanding = &mut self.services[usize::from(service)].outstanding_by_core[usize::from(core)];
-        let Some(left) = outstanding.checked_sub(count) else {
-            return Err(FeedbackError { service, core, count, outstanding: *outstanding });
+        let outstanding_count = &mut self.services[usize::from(service)].outstanding_by_core[usize::from(core)];
+        let Some(remaining_count) = outstanding_count.checked_sub(count) else {
+            return Err(FeedbackError { service, core, count, outstanding: *outstanding_count });
         };
-        *outstanding = left;
+        *outstanding_count = remaining_count;
         self.update_ranks(service, core, |rank, weight| rank - weight * count);
         Ok(())
     }
 
     #[inline]
     fn update_ranks(&mut self, service: u8, core: u16, change: impl Fn(u32, u32) -> u32) {
-        for own in 0..self.services.len() as u8 {
-            let service_ranks = &mut self.services[usize::from(own)];
+        for own_service in 0..self.services.len() as u8 {
+            let service_ranks = &mut self.services[usize::from(own_service)];
             let weight = service_ranks.weight_by_service[usize::from(service)];
             if weight != 0 {
                 service_ranks.rank_by_core[usize::from(core)] =
                     change(service_ranks.rank_by_core[usize::from(core)], weight);
-                self.update_eligibility(own, core);
+                self.update_eligibility(own_service, core);
             }
         }
     }
@@ -217,20 +219,20 @@ impl RankArrays {
         let service_ranks = &mut self.services[usize::from(service)];
         let rank = service_ranks.rank_by_core[usize::from(core)];
         let is_eligible = service_ranks.enabled_by_core[usize::from(core)] && rank < self.rank_limit;
-        service_ranks.eligible_rank_by_core.set(core, if is_eligible { rank } else { NOT_ELIGIBLE });
+        service_ranks.eligible_rank_by_core.set_key(core, if is_eligible { rank } else { NOT_ELIGIBLE });
         let eligible_bit = u64::from(service_ranks.eligible_rank_by_core.least().1 != NOT_ELIGIBLE);
         self.eligible_service_mask = self.eligible_service_mask & !(1 << service) | eligible_bit << service;
     }
 }
 
 impl RankRule {
-    /// Returns the weight of service `other`'s request in the rank of service `own`, in thousandths.
-    fn request_weight(self, services: &[RankedService], own: usize, other: usize) -> u32 {
+    /// Returns the weight of service `other_service`'s request in the rank of service `own_service`, in thousandths.
+    fn request_weight(self, services: &[RankedService], own_service: usize, other_service: usize) -> u32 {
         match self {
-            Self::Ranked if services[other].priority <= services[own].priority => RANK_OF_ONE_REQUEST,
-            Self::Ranked => u32::from(services[own].lambda.0),
+            Self::Ranked if services[other_service].priority <= services[own_service].priority => RANK_OF_ONE_REQUEST,
+            Self::Ranked => u32::from(services[own_service].lambda.0),
             Self::Global => RANK_OF_ONE_REQUEST,
-            Self::PerService => u32::from(own == other) * RANK_OF_ONE_REQUEST,
+            Self::PerService => u32::from(own_service == other_service) * RANK_OF_ONE_REQUEST,
         }
     }
 }

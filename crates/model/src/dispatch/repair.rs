@@ -3,15 +3,16 @@
 use std::time::Duration;
 
 /// Returns the indexes of one worker's requests that are to be given up. `ages` has, in any order, the number of checks
-/// since each request's dispatch. Requests of age 0 are kept. `queued` counts the datagrams in the worker's socket.
+/// since each request's dispatch. Requests of age 0 are kept. `queued_datagrams` counts the datagrams in the worker's
+/// socket.
 ///
 /// The socket's queue is a FIFO, so it holds the youngest requests. Only older requests can have been read or dropped.
 /// Those above an age of `timeout` checks are given up, so at least as many requests remain as datagrams wait.
-pub fn expired_request_indexes(ages: &[u32], queued: usize, timeout: u32) -> Vec<usize> {
-    let mut indexes_oldest_first: Vec<usize> = (0..ages.len()).filter(|at| ages[*at] > 0).collect();
-    indexes_oldest_first.sort_by_key(|at| (std::cmp::Reverse(ages[*at]), *at));
-    indexes_oldest_first.truncate(indexes_oldest_first.len().saturating_sub(queued));
-    indexes_oldest_first.retain(|at| ages[*at] > timeout);
+pub fn expired_request_indexes(ages: &[u32], queued_datagrams: usize, timeout: u32) -> Vec<usize> {
+    let mut indexes_oldest_first: Vec<usize> = (0..ages.len()).filter(|index| ages[*index] > 0).collect();
+    indexes_oldest_first.sort_by_key(|index| (std::cmp::Reverse(ages[*index]), *index));
+    indexes_oldest_first.truncate(indexes_oldest_first.len().saturating_sub(queued_datagrams));
+    indexes_oldest_first.retain(|index| ages[*index] > timeout);
     indexes_oldest_first
 }
 
@@ -30,9 +31,15 @@ impl StallDetector {
     }
 
     /// Returns whether datagrams have waited, without a new response of the worker, for at least `stall_after`.
-    pub fn is_stalled(&mut self, now: Duration, responses: u64, queued: usize, stall_after: Duration) -> bool {
-        if responses != self.response_count || queued == 0 {
-            *self = Self::new(now, responses);
+    pub fn is_stalled(
+        &mut self,
+        now: Duration,
+        response_count: u64,
+        queued_datagrams: usize,
+        stall_after: Duration,
+    ) -> bool {
+        if response_count != self.response_count || queued_datagrams == 0 {
+            *self = Self::new(now, response_count);
         }
         now.saturating_sub(self.last_progress) >= stall_after
     }
@@ -49,22 +56,24 @@ const CHECK_AVERAGE_WEIGHT: f64 = 0.1;
 
 impl LearnedServiceTime {
     /// Returns an average that starts with the expected service time `time`.
-    pub fn expected(time: Duration) -> Self {
+    pub fn with_expected_time(time: Duration) -> Self {
         Self { mean_ns: Some(time.as_nanos() as f64) }
     }
 
     /// Adds the service times since the previous check, given by their sum (ns) and number.
-    pub fn observe(&mut self, sum_ns: u64, count: u64) {
+    pub fn add_service_times(&mut self, sum_ns: u64, count: u64) {
         if count > 0 {
             let check_mean_ns = sum_ns as f64 / count as f64;
-            self.mean_ns =
-                Some(self.mean_ns.map_or(check_mean_ns, |mean| mean + CHECK_AVERAGE_WEIGHT * (check_mean_ns - mean)));
+            self.mean_ns = Some(
+                self.mean_ns
+                    .map_or(check_mean_ns, |mean_ns| mean_ns + CHECK_AVERAGE_WEIGHT * (check_mean_ns - mean_ns)),
+            );
         }
     }
 
     /// Returns the expected service time, or `None` before the first response.
     pub fn expected_time(self) -> Option<Duration> {
-        self.mean_ns.map(|mean| Duration::from_nanos(mean as u64))
+        self.mean_ns.map(|mean_ns| Duration::from_nanos(mean_ns as u64))
     }
 }
 
@@ -97,12 +106,12 @@ mod tests {
 
     #[test]
     fn learned_service_time_follows_measurements() {
-        let mut learned = LearnedServiceTime::default();
-        learned.observe(0, 0);
-        assert_eq!(learned.expected_time(), None);
-        learned.observe(3_000, 3);
-        assert_eq!(learned.expected_time(), Some(Duration::from_nanos(1_000)));
-        (0..100).for_each(|_| learned.observe(10_000, 2));
-        assert!(learned.expected_time().unwrap() > Duration::from_nanos(4_990), "{learned:?}");
+        let mut service_time = LearnedServiceTime::default();
+        service_time.add_service_times(0, 0);
+        assert_eq!(service_time.expected_time(), None);
+        service_time.add_service_times(3_000, 3);
+        assert_eq!(service_time.expected_time(), Some(Duration::from_nanos(1_000)));
+        (0..100).for_each(|_| service_time.add_service_times(10_000, 2));
+        assert!(service_time.expected_time().unwrap() > Duration::from_nanos(4_990), "{service_time:?}");
     }
 }

@@ -45,12 +45,12 @@ pub fn assign_buckets_to_cores(loads: &[u64], backlog: &[u64]) -> Vec<u32> {
     // Each bucket counts slightly more than its load, so that idle buckets are spread, too.
     let scale = loads.len() as u64 + 1;
     let mut load_by_core = TournamentTree::<u64>::new(backlog.len() as u16, 0);
-    (0..).zip(backlog).for_each(|(core, backlog)| load_by_core.set(core, backlog * scale));
+    (0..).zip(backlog).for_each(|(core, backlog)| load_by_core.set_key(core, backlog * scale));
     let mut core_by_bucket = vec![0; loads.len()];
     for bucket in heaviest_first {
-        let (core, total) = load_by_core.least();
+        let (core, core_load) = load_by_core.least();
         core_by_bucket[bucket] = u32::from(core);
-        load_by_core.set(core, total + loads[bucket] * scale + 1);
+        load_by_core.set_key(core, core_load + loads[bucket] * scale + 1);
     }
     core_by_bucket
 }

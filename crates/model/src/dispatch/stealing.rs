@@ -27,28 +27,29 @@ pub struct Steal {
 
 impl LongestQueueStealing {
     /// Returns a policy whose cores are idle and have empty queues.
-    pub fn new(cores: u16) -> Self {
+    pub fn new(core_count: u16) -> Self {
         Self {
-            inverted_queue_lengths: TournamentTree::new(cores, EMPTY_QUEUE_KEY),
-            busy_state_by_core: TournamentTree::new(cores, IDLE),
+            inverted_queue_lengths: TournamentTree::new(core_count, EMPTY_QUEUE_KEY),
+            busy_state_by_core: TournamentTree::new(core_count, IDLE),
         }
     }
 
     /// Sets whether `core` serves a request.
-    pub fn set_busy(&mut self, core: u16, busy: bool) {
-        self.busy_state_by_core.set(core, if busy { BUSY } else { IDLE });
+    pub fn set_busy(&mut self, core: u16, is_busy: bool) {
+        self.busy_state_by_core.set_key(core, if is_busy { BUSY } else { IDLE });
     }
 
     /// Sets the number of requests in `core`'s queue, without the request in service.
     pub fn set_queue_length(&mut self, core: u16, length: u32) {
-        self.inverted_queue_lengths.set(core, EMPTY_QUEUE_KEY - length);
+        self.inverted_queue_lengths.set_key(core, EMPTY_QUEUE_KEY - length);
     }
 
     /// Returns the next transfer, from the longest queue to an idle core, where the lowest index wins among equals.
     /// Returns `None` if no core is idle or no request is queued.
     pub fn next_steal(&self) -> Option<Steal> {
-        let ((thief, state), (victim, length)) = (self.busy_state_by_core.least(), self.inverted_queue_lengths.least());
-        (state == IDLE && length != EMPTY_QUEUE_KEY).then_some(Steal { thief, victim })
+        let ((thief, busy_state), (victim, inverted_length)) =
+            (self.busy_state_by_core.least(), self.inverted_queue_lengths.least());
+        (busy_state == IDLE && inverted_length != EMPTY_QUEUE_KEY).then_some(Steal { thief, victim })
     }
 }
 

@@ -8,8 +8,8 @@ fn thresholds(rise: u32, fall: u32) -> Thresholds {
 
 fn verdicts_after_each_result(results: &[bool], thresholds: Thresholds) -> Vec<Option<HealthVerdict>> {
     let mut tracker = HealthTracker::default();
-    let verdict_after = |passed: &bool| {
-        tracker.record_result(*passed, thresholds);
+    let verdict_after = |has_passed: &bool| {
+        tracker.record_result(*has_passed, thresholds);
         tracker.verdict()
     };
     results.iter().map(verdict_after).collect()
@@ -46,9 +46,9 @@ fn observer_verdicts(verdicts: &[(u8, HealthVerdict)]) -> BTreeMap<u8, HealthVer
     verdicts.iter().copied().collect()
 }
 
-fn majority_of(observers: &[BTreeMap<u8, HealthVerdict>], before: HealthVerdict) -> Vec<(u8, HealthVerdict)> {
+fn majority_of(observers: &[BTreeMap<u8, HealthVerdict>], previous_verdict: HealthVerdict) -> Vec<(u8, HealthVerdict)> {
     let observers: Vec<_> = observers.iter().collect();
-    majority_verdicts(&observers, |_| before).into_iter().collect()
+    majority_verdicts(&observers, |_| previous_verdict).into_iter().collect()
 }
 
 #[test]
@@ -56,9 +56,9 @@ fn majority_of_observers_decides_and_a_tie_keeps_the_verdict() {
     use HealthVerdict::{Down, Up};
     let a = observer_verdicts(&[(1, Up), (2, Down)]);
     let b = observer_verdicts(&[(1, Up), (2, Up)]);
-    for before in [Up, Down] {
-        assert_eq!(majority_of(&[a.clone(), b.clone()], before), [(1, Up), (2, before)]);
-        assert_eq!(majority_of(&[a.clone(), a.clone(), b.clone()], before), [(1, Up), (2, Down)]);
+    for previous_verdict in [Up, Down] {
+        assert_eq!(majority_of(&[a.clone(), b.clone()], previous_verdict), [(1, Up), (2, previous_verdict)]);
+        assert_eq!(majority_of(&[a.clone(), a.clone(), b.clone()], previous_verdict), [(1, Up), (2, Down)]);
     }
     assert_eq!(majority_of(&[], Up), []);
 }
@@ -82,17 +82,18 @@ proptest! {
         results in prop::collection::vec(any::<bool>(), 1..60), rise in 1u32..6, fall in 1u32..6,
     ) {
         let actual_verdicts = verdicts_after_each_result(&results, thresholds(rise, fall));
-        for now in 0..results.len() {
-            let before = if now == 0 { None } else { actual_verdicts[now - 1] };
+        for result_index in 0..results.len() {
+            let previous_verdict = if result_index == 0 { None } else { actual_verdicts[result_index - 1] };
+            let newest_first = results[..=result_index].iter().rev();
             let equal_results_in_a_row =
-                results[..=now].iter().rev().take_while(|passed| **passed == results[now]).count() as u32;
-            let expected = match (before, results[now]) {
+                newest_first.take_while(|result| **result == results[result_index]).count() as u32;
+            let expected = match (previous_verdict, results[result_index]) {
                 (None, true) => Some(HealthVerdict::Up),
                 (None | Some(HealthVerdict::Up), false) if equal_results_in_a_row >= fall => Some(HealthVerdict::Down),
                 (Some(HealthVerdict::Down), true) if equal_results_in_a_row >= rise => Some(HealthVerdict::Up),
-                _ => before,
+                _ => previous_verdict,
             };
-            prop_assert_eq!(actual_verdicts[now], expected, "result {}", now);
+            prop_assert_eq!(actual_verdicts[result_index], expected, "result {}", result_index);
         }
     }
 
@@ -101,20 +102,20 @@ proptest! {
         let mut tracker = HealthTracker::default();
         let thresholds = thresholds(3, 3);
         tracker.record_result(true, thresholds);
-        let mut passed = false;
+        let mut has_passed = false;
         for run in runs {
             for _ in 0..run {
-                prop_assert!(!tracker.record_result(passed, thresholds));
+                prop_assert!(!tracker.record_result(has_passed, thresholds));
             }
-            passed = !passed;
+            has_passed = !has_passed;
         }
         prop_assert_eq!(tracker.verdict(), Some(HealthVerdict::Up));
     }
 
     #[test]
-    fn jittered_interval_is_at_most_the_interval(part in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
+    fn jittered_interval_is_at_most_the_interval(fraction in 0.0..=1.0f64, draw in 0.0..=1.0f64, ms in 1u64..100_000) {
         let interval = Duration::from_millis(ms);
-        let jittered_interval = Jitter::new(part).unwrap().jittered_interval(interval, draw);
+        let jittered_interval = Jitter::new(fraction).unwrap().jittered_interval(interval, draw);
         prop_assert!(jittered_interval <= interval && jittered_interval >= interval.mul_f64(0.0999), "{:?}",
             jittered_interval);
     }
@@ -122,16 +123,20 @@ proptest! {
     /// An observer that is cut off from all servers changes no verdict, as long as another one finds a server up.
     #[test]
     fn observer_cut_off_from_all_servers_changes_no_verdict(
-        seen in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),
+        up_states_by_observer in prop::collection::vec(prop::collection::btree_map(0u8..8, any::<bool>(), 1..8), 1..5),
         down_before: bool,
     ) {
-        let verdict = |up: bool| if up { HealthVerdict::Up } else { HealthVerdict::Down };
+        let to_verdict = |up: bool| if up { HealthVerdict::Up } else { HealthVerdict::Down };
         let mut observers: Vec<BTreeMap<u8, HealthVerdict>> =
-            seen.iter().map(|seen| seen.iter().map(|(target, up)| (*target, verdict(*up))).collect()).collect();
-        prop_assume!(observers.iter().any(|seen| seen.values().any(|verdict| *verdict == HealthVerdict::Up)));
-        let expected = majority_of(&observers, verdict(!down_before));
+            up_states_by_observer.iter().map(|up_states| {
+                up_states.iter().map(|(target, up)| (*target, to_verdict(*up))).collect()
+            }).collect();
+        prop_assume!(observers.iter().any(|verdict_by_target| {
+            verdict_by_target.values().any(|verdict| *verdict == HealthVerdict::Up)
+        }));
+        let expected = majority_of(&observers, to_verdict(!down_before));
         observers.push((0..8).map(|target| (target, HealthVerdict::Down)).collect());
-        prop_assert_eq!(majority_of(&observers, verdict(!down_before)), expected);
+        prop_assert_eq!(majority_of(&observers, to_verdict(!down_before)), expected);
     }
 }
 

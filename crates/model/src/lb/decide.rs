@@ -33,24 +33,24 @@ struct FrameSource {
 impl LoadBalancer {
     /// Processes a frame of the VIPs' VLAN, whose tag was removed.
     pub(super) fn receive_untagged(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
-        if let Some(answered) = self.process_reply(frame) {
-            return answered;
+        if let Some(reply_outcome) = self.process_reply(frame) {
+            return reply_outcome;
         }
         let mut service_slot = None;
         let decision = self.parse_and_decide(frame, now_ns, &mut service_slot).unwrap_or_else(Decision::from_counter);
         let outcome = decision.outcome(service_slot);
         if decision.forwards() {
             let frame_bytes = frame.len() as u64;
-            if let Identification::PreviousServerId(before) = decision.identification {
-                packet::set_identification(frame, before);
+            if let Identification::PreviousServerId(previous_server_id) = decision.identification {
+                packet::set_identification(frame, previous_server_id);
             }
-            if let Some((tsecr, value)) = &decision.tsecr {
+            if let Some((tsecr, value)) = &decision.new_tsecr {
                 packet::set_tsecr(frame, tsecr, *value);
             }
-            let slot_and_server = outcome.service.zip(outcome.server);
-            if let Err(dropped) = self.emit(frame, &decision, slot_and_server, now_ns) {
+            let slot_and_server = outcome.service_slot.zip(outcome.server);
+            if let Err(drop_counter) = self.emit(frame, &decision, slot_and_server, now_ns) {
                 self.count_connections(&decision, slot_and_server);
-                return Decision { counter: dropped, ..decision }.outcome(service_slot);
+                return Decision { counter: drop_counter, ..decision }.outcome(service_slot);
             }
             self.count_connections(&decision, slot_and_server);
             if let Some((_, server)) = slot_and_server {
@@ -65,16 +65,16 @@ impl LoadBalancer {
         &mut self,
         frame: &mut Vec<u8>,
         decision: &Decision,
-        to_server: Option<(usize, ServerId)>,
+        slot_and_server: Option<(usize, ServerId)>,
         now_ns: u64,
     ) -> Result<(), ParseEndCounter> {
-        if let Some((place, server)) = to_server {
-            let forwarding = self.service(place).mode.forwarding;
+        if let Some((service_slot, server)) = slot_and_server {
+            let forwarding = self.service(service_slot).mode.forwarding;
             if forwarding.encapsulates() {
                 let tunnel = *self.tunnel_by_server.get(&server).ok_or(intf::LB_COUNTER_DROP_SERVER_UNRESOLVED)?;
                 let mtu = self.settings.outer_header.mtu - forwarding.overhead_bytes(tunnel.address);
                 if packet::ip_packet_bytes(frame) > mtu {
-                    return Err(self.drop_exceeding_mtu(frame, place, mtu, now_ns));
+                    return Err(self.drop_exceeding_mtu(frame, service_slot, mtu, now_ns));
                 }
                 self.encapsulate(frame, forwarding, tunnel);
             }
@@ -83,12 +83,12 @@ impl LoadBalancer {
         Ok(())
     }
 
-    /// Parses a frame and decides on it. Sets `read` to the slot of the service as soon as it is known.
+    /// Parses a frame and decides on it. Sets `out_service_slot` to the slot of the service as soon as it is known.
     fn parse_and_decide(
         &mut self,
         frame: &[u8],
         now_ns: u64,
-        read: &mut Option<usize>,
+        out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
         let frame_fields = packet::read_frame_fields(frame).ok_or(NOT_A_SERVICE)?;
         if frame_fields.destination_mac != self.own_mac || !self.vips.contains(&frame_fields.vip) {
@@ -100,18 +100,20 @@ impl LoadBalancer {
         }
         let ip_packet = packet::parse_ip(frame)?;
         let sender = FrameSource { mac: packet::source_mac(frame), frame_bytes: frame.len() as u64 };
-        match (ip_packet.protocol, ip_packet.part) {
+        match (ip_packet.protocol, ip_packet.fragment_part) {
             (PROTOCOL_ICMPV6, _) if frame_fields.protocol != PROTOCOL_ICMPV6 => Err(NOT_A_SERVICE),
             (packet::PROTOCOL_ICMP | PROTOCOL_ICMPV6, _) if is_icmp_of_its_family(&ip_packet) => {
-                self.decide_icmp_error(&ip_packet, sender, now_ns, read)
+                self.decide_icmp_error(&ip_packet, sender, now_ns, out_service_slot)
             }
             (packet::PROTOCOL_ICMP, _) => Err(NOT_A_SERVICE),
             (protocol, _) if !self.is_balanced_protocol(protocol) => Err(NOT_A_SERVICE),
-            (UDP_PROTOCOL_NUMBER, FragmentPart::LaterFragment) => self.decide_later_fragment(&ip_packet, read),
+            (UDP_PROTOCOL_NUMBER, FragmentPart::LaterFragment) => {
+                self.decide_later_fragment(&ip_packet, out_service_slot)
+            }
             (UDP_PROTOCOL_NUMBER, _) => {
                 let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
                 let service_slot = self.service_slot_at(ip_packet.vip, ports.1, UDP_PROTOCOL_NUMBER)?;
-                *read = Some(service_slot);
+                *out_service_slot = Some(service_slot);
                 let packet = packet::parse_udp(&ip_packet, ports)?;
                 let decision = self.decide(service_slot, &packet, &sender, now_ns);
                 self.record_first_fragment(&ip_packet, service_slot, &decision);
@@ -120,7 +122,7 @@ impl LoadBalancer {
             (_, FragmentPart::Whole) => {
                 let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
                 let service_slot = self.service_slot_at(ip_packet.vip, ports.1, TCP_PROTOCOL_NUMBER)?;
-                *read = Some(service_slot);
+                *out_service_slot = Some(service_slot);
                 let packet = packet::parse_tcp(&ip_packet, ports)?;
                 Ok(self.decide(service_slot, &packet, &sender, now_ns))
             }
@@ -144,15 +146,15 @@ impl LoadBalancer {
     /// flow table identifies the server. Without either, the error is broadcast.
     fn decide_icmp_error(
         &mut self,
-        whole: &IpPacket<'_>,
+        ip_packet: &IpPacket<'_>,
         sender: FrameSource,
         now_ns: u64,
-        read: &mut Option<usize>,
+        out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
         const DELIVERED_COUNTER: intf::lb_counter = intf::LB_COUNTER_ICMP_ERROR;
-        let quote = packet::parse_quote(whole)?;
+        let quote = packet::parse_quote(ip_packet)?;
         let service_slot = self.service_slot_at(quote.vip.ip(), quote.vip.port(), quote.protocol)?;
-        *read = Some(service_slot);
+        *out_service_slot = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
         let protocol = if quote.protocol == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
         if self.is_lb_stamped(service_slot)
@@ -170,8 +172,8 @@ impl LoadBalancer {
             Some(Cookie::Server(id)) if self.service(service_slot).server(id).is_some() => {
                 return Ok(self.deliver_to(service_slot, id, DELIVERED_COUNTER));
             }
-            Some(Cookie::TableIndex(number)) if self.service(service_slot).is_stateful() => {
-                match self.decide_by_index(service_slot, &tuple, number, DELIVERED_COUNTER, sender.mac, now_ns) {
+            Some(Cookie::TableIndex(cookie_index)) if self.service(service_slot).is_stateful() => {
+                match self.decide_by_index(service_slot, &tuple, cookie_index, DELIVERED_COUNTER, sender.mac, now_ns) {
                     IndexLookup::Decided(decision, _) => return Ok(decision),
                     IndexLookup::UnknownConnection => event = Some(intf::LB_EVENT_CONNECTION_UNKNOWN),
                     IndexLookup::UnknownServer => {}
@@ -184,75 +186,81 @@ impl LoadBalancer {
             .filter(|entry| self.is_usable(service_slot, entry.server, false));
         let decision = match (flow_entry, self.service(service_slot).other_balancer()) {
             (Some(entry), _) => self.deliver_to(service_slot, entry.server, DELIVERED_COUNTER),
-            (None, Some(other)) => self.decide_other_balancer(service_slot, other),
+            (None, Some(other_balancer)) => self.decide_other_balancer(service_slot, other_balancer),
             (None, None) => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
                 self.deliver_broadcast(
-                    (service_slot, whole.client),
+                    (service_slot, ip_packet.client),
                     intf::LIMITED_ICMP_ERROR,
                     over_rate_counter,
                     now_ns,
                 )
             }
         };
-        Ok(Decision { event, ..decision })
+        Ok(Decision { extra_event: event, ..decision })
     }
 
     fn decide_later_fragment(
         &self,
-        whole: &IpPacket<'_>,
-        read: &mut Option<usize>,
+        ip_packet: &IpPacket<'_>,
+        out_service_slot: &mut Option<usize>,
     ) -> Result<Decision, ParseEndCounter> {
-        let fragment_target = self.fragment_targets.get(&FragmentKey::of(whole)).filter(|(service_slot, id)| {
+        let fragment_target = self.fragment_targets.get(&FragmentKey::of(ip_packet)).filter(|(service_slot, id)| {
             self.services[*service_slot].as_ref().is_some_and(|service| service.server(*id).is_some())
         });
         let (service_slot, id) = *fragment_target.ok_or(intf::LB_COUNTER_DROP_FRAGMENT)?;
-        *read = Some(service_slot);
+        *out_service_slot = Some(service_slot);
         Ok(self.deliver_to(service_slot, id, intf::LB_COUNTER_FRAGMENT))
     }
 
-    fn record_first_fragment(&mut self, whole: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
-        if let (FragmentPart::First, true, Some(server)) = (whole.part, decision.forwards(), decision.server) {
-            self.fragment_targets.insert(FragmentKey::of(whole), (service_slot, server));
+    fn record_first_fragment(&mut self, ip_packet: &IpPacket<'_>, service_slot: usize, decision: &Decision) {
+        if let (FragmentPart::First, true, Some(server)) =
+            (ip_packet.fragment_part, decision.forwards(), decision.server)
+        {
+            self.fragment_targets.insert(FragmentKey::of(ip_packet), (service_slot, server));
         }
     }
 
-    fn count_connections(&mut self, decision: &Decision, to_server: Option<(usize, ServerId)>) {
-        let Some((service, server)) = to_server else { return };
-        *self.opened_connections_by_slot.entry(service).or_default() += u64::from(decision.opens_connection);
+    fn count_connections(&mut self, decision: &Decision, slot_and_server: Option<(usize, ServerId)>) {
+        let Some((service_slot, server)) = slot_and_server else { return };
+        *self.opened_connections_by_slot.entry(service_slot).or_default() += u64::from(decision.opens_connection);
         let traffic: &mut ServerTraffic = self.traffic_by_server.entry(server).or_default();
-        traffic.opened += u64::from(decision.opens_connection);
-        traffic.closed += u64::from(decision.closes_connection);
+        traffic.opened_connection_count += u64::from(decision.opens_connection);
+        traffic.closed_connection_count += u64::from(decision.closes_connection);
     }
 
     fn count_traffic(&mut self, server: ServerId, bytes: u64) {
         if self.settings.counts_traffic {
             let traffic = self.traffic_by_server.entry(server).or_default();
             traffic.packet_count += 1;
-            traffic.bytes += bytes;
+            traffic.frame_bytes += bytes;
         }
     }
 
     fn decide(&mut self, service_slot: usize, packet: &Packet, sender: &FrameSource, now_ns: u64) -> Decision {
-        let Some(transfer) = self.service(service_slot).mode.migration else {
+        let Some(migration) = self.service(service_slot).mode.migration else {
             return self.decide_within_mode(service_slot, packet, sender, now_ns);
         };
-        let (other, first) = (transfer.other_balancer(), packet.flags & SYN != 0);
-        if first && matches!(transfer, ServiceMigration::HandedOverTo(_)) {
-            return self.decide_other_balancer(service_slot, other);
+        let (other_balancer, is_syn) = (migration.other_balancer(), packet.tcp_flags & SYN != 0);
+        if is_syn && matches!(migration, ServiceMigration::HandedOverTo(_)) {
+            return self.decide_other_balancer(service_slot, other_balancer);
         }
         let decision = self.decide_within_mode(service_slot, packet, sender, now_ns);
-        if decision.server.is_some() && !first { decision.with_previous_server(other.get()) } else { decision }
+        if decision.server.is_some() && !is_syn {
+            decision.with_previous_server(other_balancer.get())
+        } else {
+            decision
+        }
     }
 
-    /// Decides on a packet of a connection that has no state on this load balancer. `of` is the service's slot and the
-    /// packet's source.
-    pub(super) fn decide_unknown(&mut self, of: (usize, IpAddr), now_ns: u64) -> Decision {
-        match self.service(of.0).other_balancer() {
-            Some(other) => self.decide_other_balancer(of.0, other),
+    /// Decides on a packet of a connection that has no state on this load balancer. `slot_and_source` is the service's
+    /// slot and the packet's source.
+    pub(super) fn decide_unknown(&mut self, slot_and_source: (usize, IpAddr), now_ns: u64) -> Decision {
+        match self.service(slot_and_source.0).other_balancer() {
+            Some(other_balancer) => self.decide_other_balancer(slot_and_source.0, other_balancer),
             None => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_UNKNOWN_COOKIE;
-                self.deliver_broadcast(of, intf::LIMITED_UNKNOWN_COOKIE, over_rate_counter, now_ns)
+                self.deliver_broadcast(slot_and_source, intf::LIMITED_UNKNOWN_COOKIE, over_rate_counter, now_ns)
             }
         }
     }
@@ -260,10 +268,10 @@ impl LoadBalancer {
     /// Forwards to the other load balancer of a migration. The packet carries `NO_SERVER` as previous server, so that
     /// no server forwards it again.
     fn decide_other_balancer(&self, service_slot: usize, id: ServerId) -> Decision {
-        let to = self
+        let decision = self
             .deliver_to(service_slot, id, intf::LB_COUNTER_TO_OTHER_BALANCER)
             .with_previous_server(intf::NO_SERVER as u16);
-        Decision { server: None, ..to }
+        Decision { server: None, ..decision }
     }
 
     fn decide_within_mode(
@@ -275,7 +283,7 @@ impl LoadBalancer {
     ) -> Decision {
         let service = self.service(service_slot);
         let mode = service.mode;
-        let is_syn = packet.flags & SYN != 0;
+        let is_syn = packet.tcp_flags & SYN != 0;
         if self.is_lb_stamped(service_slot) {
             return match is_syn && packet.tsecr.is_some() {
                 true => match self.find_unstamped_server(service_slot, packet) {
@@ -339,11 +347,11 @@ impl LoadBalancer {
             Cookie::Server(id) if self.service(service_slot).server(id).is_some() => self
                 .deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED)
                 .with_closes_connection(packet.is_closing()),
-            Cookie::TableIndex(number) if self.service(service_slot).is_stateful() => {
+            Cookie::TableIndex(cookie_index) if self.service(service_slot).is_stateful() => {
                 match self.decide_by_index(
                     service_slot,
                     &tuple,
-                    number,
+                    cookie_index,
                     intf::LB_COUNTER_CONNECTION_TABLE,
                     sender.mac,
                     now_ns,
@@ -363,15 +371,15 @@ impl LoadBalancer {
     }
 
     /// Returns whether the server may get the packet. For a SYN, it must take new connections.
-    pub(super) fn is_usable(&self, service_slot: usize, server: ServerId, first: bool) -> bool {
+    pub(super) fn is_usable(&self, service_slot: usize, server: ServerId, is_syn: bool) -> bool {
         let service = self.service(service_slot);
-        if first { service.takes_new_connections(server) } else { service.server(server).is_some() }
+        if is_syn { service.takes_new_connections(server) } else { service.server(server).is_some() }
     }
 
     /// Returns the flow entry of the bucket's server if that server may get the packet. The decision carries the id of
     /// the bucket's previous server.
     pub(super) fn decide_by_bucket(&mut self, service_slot: usize, packet: &Packet) -> (Option<FlowEntry>, Decision) {
-        let is_syn = packet.flags & SYN != 0;
+        let is_syn = packet.tcp_flags & SYN != 0;
         match self
             .bucket_entry(service_slot, packet)
             .filter(|choice| self.is_usable(service_slot, choice.server, is_syn))
@@ -388,15 +396,15 @@ impl LoadBalancer {
         self.service(service_slot).placement.as_ref().and_then(|placement| placement.bucket_entry(&packet.tuple()))
     }
 
-    /// Decides on a SYN without a usable flow entry. `stale` is its unusable flow entry, if it has one.
+    /// Decides on a SYN without a usable flow entry. `unusable_entry` is its unusable flow entry, if it has one.
     fn decide_syn_without_cookie(
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        stale: Option<FlowEntry>,
+        unusable_entry: Option<FlowEntry>,
     ) -> Decision {
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
-        let (mut before, decision, kind) = match (choice, stale) {
+        let (mut previous_server, decision, entry_need) = match (choice, unusable_entry) {
             (Some(_), None) => return decision,
             (Some(choice), Some(_)) => (choice.previous_server, decision, FlowEntryNeed::Hint),
             (None, _) => {
@@ -409,22 +417,24 @@ impl LoadBalancer {
             }
         };
         let Some(server) = decision.server else { return decision };
-        if let Some(stale) = stale.filter(|stale| self.service(service_slot).server(stale.server).is_some()) {
-            before = Some(stale.server);
+        if let Some(unusable_entry) =
+            unusable_entry.filter(|stale| self.service(service_slot).server(stale.server).is_some())
+        {
+            previous_server = Some(unusable_entry.server);
         }
-        let entry = FlowEntry { previous_server: before, ..FlowEntry::of(server) };
+        let entry = FlowEntry { previous_server, ..FlowEntry::of(server) };
         self.services[service_slot].as_mut().expect("in the directory").has_flows = true;
         self.with_flow_entry(
             service_slot,
             packet,
             entry,
-            kind,
+            entry_need,
             decision.with_previous_server(entry.encode_state_field()),
         )
     }
 
     fn decide_without_cookie(&mut self, service_slot: usize, packet: &Packet, now_ns: u64) -> Decision {
-        let is_syn = packet.flags & SYN != 0;
+        let is_syn = packet.tcp_flags & SYN != 0;
         let service = self.service(service_slot);
         let is_beamer = service.mode.consistency == Consistency::Beamer;
         let flow_entry =
@@ -440,16 +450,17 @@ impl LoadBalancer {
         if is_beamer {
             return self.decide_by_bucket(service_slot, packet).1;
         }
-        if packet.flags & RST != 0 {
-            let (of, over_rate) = ((service_slot, packet.client.ip()), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
+        if packet.tcp_flags & RST != 0 {
+            let (slot_and_source, over_rate_counter) =
+                ((service_slot, packet.client.ip()), intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED);
             return self
-                .deliver_broadcast(of, intf::LIMITED_RESET, over_rate, now_ns)
+                .deliver_broadcast(slot_and_source, intf::LIMITED_RESET, over_rate_counter, now_ns)
                 .with_previous_server(intf::NO_SERVER as u16);
         }
         // Connections of this load balancer are in the flow table since their second packet. The other load balancer
         // must get all packets of its own connections.
-        if let Some(ServiceMigration::HandedOverTo(other)) = self.service(service_slot).mode.migration {
-            return self.decide_other_balancer(service_slot, other);
+        if let Some(ServiceMigration::HandedOverTo(other_balancer)) = self.service(service_slot).mode.migration {
+            return self.decide_other_balancer(service_slot, other_balancer);
         }
         let (choice, decision) = self.decide_by_bucket(service_slot, packet);
         match choice.filter(|_| decision.forwards()) {
@@ -459,7 +470,7 @@ impl LoadBalancer {
     }
 
     fn decide_by_hash_table(&mut self, service_slot: usize, packet: &Packet) -> Decision {
-        let is_syn = packet.flags & SYN != 0;
+        let is_syn = packet.tcp_flags & SYN != 0;
         let is_udp = packet.protocol == Protocol::Udp;
         // A datagram without a known flow opens one.
         let opens_flow = is_syn || is_udp;
@@ -473,8 +484,8 @@ impl LoadBalancer {
                 if is_syn { placement_counter(true) } else { intf::LB_COUNTER_FLOW_TABLE },
             );
         }
-        if let Some(other) = self.service(service_slot).other_balancer().filter(|_| !opens_flow) {
-            return self.decide_other_balancer(service_slot, other);
+        if let Some(other_balancer) = self.service(service_slot).other_balancer().filter(|_| !opens_flow) {
+            return self.decide_other_balancer(service_slot, other_balancer);
         }
         let decision = self.decide_by_rule(service_slot, packet, placement_counter(opens_flow));
         match (decision.server.filter(|_| opens_flow), flow_entry) {
@@ -491,32 +502,33 @@ impl LoadBalancer {
         service_slot: usize,
         packet: &Packet,
         entry: FlowEntry,
-        kind: FlowEntryNeed,
+        entry_need: FlowEntryNeed,
         decision: Decision,
     ) -> Decision {
-        let is_inserted = self.insert_flow(service_slot, packet, entry, kind);
-        Decision { event: is_inserted.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
+        let is_inserted = self.insert_flow(service_slot, packet, entry, entry_need);
+        Decision { extra_event: is_inserted.then_some(intf::LB_EVENT_FLOW_INSERTED), ..decision }
     }
 
-    /// Broadcasts a packet within the rate limits. `of` is the service's slot and the packet's source.
+    /// Broadcasts a packet within the rate limits. `slot_and_source` is the service's slot and the packet's source.
     pub(super) fn deliver_broadcast(
         &mut self,
-        of: (usize, IpAddr),
+        slot_and_source: (usize, IpAddr),
         reason: BroadcastReason,
-        over_rate: intf::lb_counter,
+        over_rate_counter: intf::lb_counter,
         now_ns: u64,
     ) -> Decision {
-        if self.service(of.0).mode.forwarding.encapsulates() || !self.has_broadcast_vlan(of.0) {
+        if self.service(slot_and_source.0).mode.forwarding.encapsulates() || !self.has_broadcast_vlan(slot_and_source.0)
+        {
             return Decision::from_counter(intf::LB_COUNTER_DROP_NOT_BROADCAST);
         }
         if !self.broadcast_limiter.take_tokens(
             &self.connection_table_state.key,
-            of,
+            slot_and_source,
             reason,
             &self.settings.broadcast_rates,
             now_ns,
         ) {
-            return Decision::from_counter(over_rate);
+            return Decision::from_counter(over_rate_counter);
         }
         let is_owner_lost = reason == intf::LIMITED_OWNER_LOST;
         Decision::forward(
@@ -532,6 +544,6 @@ fn is_icmp_of_its_family(packet: &IpPacket<'_>) -> bool {
 }
 
 /// Returns the counter of a packet whose server the placement rule selects.
-fn placement_counter(opens: bool) -> intf::lb_counter {
-    if opens { intf::LB_COUNTER_NEW_CONNECTION } else { intf::LB_COUNTER_PER_PACKET }
+fn placement_counter(opens_connection: bool) -> intf::lb_counter {
+    if opens_connection { intf::LB_COUNTER_NEW_CONNECTION } else { intf::LB_COUNTER_PER_PACKET }
 }

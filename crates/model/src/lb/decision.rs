@@ -22,8 +22,8 @@ pub(super) struct Decision {
     pub server: Option<ServerId>,
     pub identification: Identification,
     /// TSecr that is replaced, and its new value.
-    pub tsecr: Option<(Tsecr, u32)>,
-    pub event: Option<intf::lb_event>,
+    pub new_tsecr: Option<(Tsecr, u32)>,
+    pub extra_event: Option<intf::lb_event>,
     /// Whether the placement rule selected the server of a new connection.
     pub opens_connection: bool,
     /// Whether the packet ends a connection that its cookie identifies.
@@ -37,8 +37,8 @@ impl Decision {
             destination_mac: [0; 6],
             server: None,
             identification: Identification::Unchanged,
-            tsecr: None,
-            event: None,
+            new_tsecr: None,
+            extra_event: None,
             opens_connection: false,
             closes_connection: false,
         }
@@ -49,15 +49,15 @@ impl Decision {
     }
 
     pub fn with_tsecr(self, tsecr: Tsecr, value: u32) -> Self {
-        Self { tsecr: Some((tsecr, value)), ..self }
+        Self { new_tsecr: Some((tsecr, value)), ..self }
     }
 
-    pub fn with_opens_connection(self, opens: bool) -> Self {
-        Self { opens_connection: opens, ..self }
+    pub fn with_opens_connection(self, opens_connection: bool) -> Self {
+        Self { opens_connection, ..self }
     }
 
-    pub fn with_closes_connection(self, closes: bool) -> Self {
-        Self { closes_connection: closes, ..self }
+    pub fn with_closes_connection(self, closes_connection: bool) -> Self {
+        Self { closes_connection, ..self }
     }
 
     pub fn with_identification(self, identification: Identification) -> Self {
@@ -65,15 +65,15 @@ impl Decision {
     }
 
     pub fn with_event(self, event: intf::lb_event) -> Self {
-        Self { event: Some(event), ..self }
+        Self { extra_event: Some(event), ..self }
     }
 
     pub fn server(&self) -> Option<ServerId> {
         self.server
     }
 
-    pub fn with_previous_server(self, before: u16) -> Self {
-        Self { identification: Identification::PreviousServerId(before), ..self }
+    pub fn with_previous_server(self, previous_server_id: u16) -> Self {
+        Self { identification: Identification::PreviousServerId(previous_server_id), ..self }
     }
 
     pub fn forwards(&self) -> bool {
@@ -82,8 +82,8 @@ impl Decision {
 
     pub fn outcome(&self, service_slot: Option<usize>) -> Outcome {
         let server = self.server.filter(|_| self.counter < intf::LB_COUNTER_DROP_MALFORMED_IPV4);
-        let syn_table_entry = self.tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
+        let syn_table_entry = self.new_tsecr.map(|(_, value)| value).filter(|value| *value != 0 && server.is_some());
         let syn_table_entry = syn_table_entry.filter(|_| self.counter == intf::LB_COUNTER_NEW_CONNECTION);
-        Outcome { counter: self.counter, service: service_slot, server, syn_table_entry, event: self.event }
+        Outcome { counter: self.counter, service_slot, server, syn_table_entry, event: self.extra_event }
     }
 }

@@ -31,7 +31,7 @@ pub struct TunnelEndpoint {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OuterHeader {
     /// Source address of IPv4 outer headers.
-    pub address: Ipv4Addr,
+    pub source_ipv4: Ipv4Addr,
     /// Source address of IPv6 outer headers.
     pub source_ipv6: Ipv6Addr,
     /// Maximum length in bytes of a packet that leaves, its outer header included.
@@ -45,7 +45,7 @@ pub(super) struct IpHeaderFields {
     /// Flow label (IPv6 only).
     pub flow_label: u16,
     /// Length of the packet in bytes, this header included.
-    pub length: usize,
+    pub packet_bytes: usize,
     /// Protocol (IPv4) or next header (IPv6).
     pub protocol: u8,
 }
@@ -64,29 +64,44 @@ impl LoadBalancer {
         let header = IpHeaderFields {
             traffic_class: packet::traffic_class(frame),
             flow_label: flow_port,
-            length: packet::ip_packet_bytes(frame) + forwarding.overhead_bytes(tunnel.address),
+            packet_bytes: packet::ip_packet_bytes(frame) + forwarding.overhead_bytes(tunnel.address),
             protocol: if forwarding == Forwarding::Ipip { inner_protocol } else { PROTOCOL_UDP },
         };
         let own_header = self.settings.outer_header;
-        let (ethertype, mut outer) = match tunnel.address {
-            IpAddr::V4(address) => (ETHERTYPE_IPV4, header.ipv4_header(own_header.address, address)),
+        let (ethertype, mut outer_header) = match tunnel.address {
+            IpAddr::V4(address) => (ETHERTYPE_IPV4, header.ipv4_header(own_header.source_ipv4, address)),
             IpAddr::V6(address) => (ETHERTYPE_IPV6, header.ipv6_header(own_header.source_ipv6, address)),
         };
         if forwarding == Forwarding::Gue {
             let source_port = tunnel.source_port.unwrap_or(flow_port);
-            for word in [source_port, intf::GUE_PORT as u16, (header.length - outer.len()) as u16, 0] {
-                outer.extend(word.to_be_bytes());
+            for field in [source_port, intf::GUE_PORT as u16, (header.packet_bytes - outer_header.len()) as u16, 0] {
+                outer_header.extend(field.to_be_bytes());
             }
         }
-        frame.splice(ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES, [&ethertype.to_be_bytes()[..], &outer].concat());
+        frame.splice(
+            ETHERNET_HEADER_BYTES - 2..ETHERNET_HEADER_BYTES,
+            [&ethertype.to_be_bytes()[..], &outer_header].concat(),
+        );
     }
 }
 
 impl IpHeaderFields {
     pub(super) fn ipv4_header(&self, source: Ipv4Addr, destination: Ipv4Addr) -> Vec<u8> {
-        let [high, low] = (self.length as u16).to_be_bytes();
-        let mut header =
-            vec![0x45, self.traffic_class, high, low, 0, 0, DONT_FRAGMENT_FLAG, 0, OUTER_TTL, self.protocol, 0, 0];
+        let [high_byte, low_byte] = (self.packet_bytes as u16).to_be_bytes();
+        let mut header = vec![
+            0x45,
+            self.traffic_class,
+            high_byte,
+            low_byte,
+            0,
+            0,
+            DONT_FRAGMENT_FLAG,
+            0,
+            OUTER_TTL,
+            self.protocol,
+            0,
+            0,
+        ];
         header.extend(source.octets());
         header.extend(destination.octets());
         let checksum = packet::checksum(&header);
@@ -97,7 +112,7 @@ impl IpHeaderFields {
     pub(super) fn ipv6_header(&self, source: Ipv6Addr, destination: Ipv6Addr) -> Vec<u8> {
         let first_word = 6 << 28 | u32::from(self.traffic_class) << 20 | u32::from(self.flow_label);
         let mut header = first_word.to_be_bytes().to_vec();
-        header.extend(((self.length - IPV6_HEADER_BYTES) as u16).to_be_bytes());
+        header.extend(((self.packet_bytes - IPV6_HEADER_BYTES) as u16).to_be_bytes());
         header.extend([self.protocol, OUTER_TTL]);
         header.extend(source.octets());
         header.extend(destination.octets());
@@ -108,7 +123,7 @@ impl IpHeaderFields {
 /// Returns unspecified addresses and no limit, for load balancers whose services do not encapsulate.
 impl Default for OuterHeader {
     fn default() -> Self {
-        Self { address: Ipv4Addr::UNSPECIFIED, source_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
+        Self { source_ipv4: Ipv4Addr::UNSPECIFIED, source_ipv6: Ipv6Addr::UNSPECIFIED, mtu: usize::from(u16::MAX) }
     }
 }
 
@@ -125,9 +140,10 @@ mod tests {
     #[test]
     fn ipv4_header_checksum_verifies() {
         // The header of a captured packet: 10.0.0.1 to 10.9.0.2, 60 bytes of TCP in IP-in-IP.
-        let header = IpHeaderFields { traffic_class: 0, flow_label: 0, length: 80, protocol: PROTOCOL_IPV4 };
+        let header = IpHeaderFields { traffic_class: 0, flow_label: 0, packet_bytes: 80, protocol: PROTOCOL_IPV4 };
         let header = header.ipv4_header(Ipv4Addr::new(10, 0, 0, 1), Ipv4Addr::new(10, 9, 0, 2));
-        let word_sum: u32 = header.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
+        let word_sum: u32 =
+            header.chunks(2).map(|word_bytes| u32::from(u16::from_be_bytes([word_bytes[0], word_bytes[1]]))).sum();
         assert_eq!((word_sum & 0xffff) + (word_sum >> 16), 0xffff);
         assert_eq!(header.len(), IPV4_HEADER_BYTES);
     }

@@ -104,7 +104,7 @@ impl FlowEntry {
         match (self.handshake, self.previous_server) {
             (HandshakeState::HalfOpen(time), _) => intf::HALF_OPEN_FLOW as u16 | time,
             (HandshakeState::Stamped, _) => intf::STAMPED_FLOW as u16,
-            (HandshakeState::Open, Some(before)) => before.get(),
+            (HandshakeState::Open, Some(previous_server)) => previous_server.get(),
             (HandshakeState::Open, None) => intf::NO_SERVER as u16,
         }
     }
@@ -113,11 +113,11 @@ impl FlowEntry {
         u64::from(self.encode_state_field()) << intf::FLOW_PREVIOUS_SHIFT | u64::from(self.server.get())
     }
 
-    fn from_flow_word(word: u64) -> Self {
+    fn from_flow_word(flow_word: u64) -> Self {
         let server_id = |bits: u64| ServerId::try_from(bits & 0xffff).ok();
-        let state_field = word >> intf::FLOW_PREVIOUS_SHIFT;
+        let state_field = flow_word >> intf::FLOW_PREVIOUS_SHIFT;
         Self {
-            server: server_id(word).expect("an entry holds a server's id"),
+            server: server_id(flow_word).expect("an entry holds a server's id"),
             previous_server: server_id(state_field),
             handshake: HandshakeState::from_state_field(state_field as u16),
         }
@@ -143,24 +143,24 @@ impl FlowKey {
     }
 }
 
-fn service_slot_of_use(used: u64) -> u64 {
-    used >> intf::FLOW_SERVICE_SHIFT & 0xffff
+fn service_slot_of_use(use_word: u64) -> u64 {
+    use_word >> intf::FLOW_SERVICE_SHIFT & 0xffff
 }
 
-fn age_ticks(used: u64, now: ClockTicks) -> u64 {
-    (now.0.wrapping_sub(used as u32) as i32).max(0) as u64
+fn age_ticks(use_word: u64, now: ClockTicks) -> u64 {
+    (now.0.wrapping_sub(use_word as u32) as i32).max(0) as u64
 }
 
-fn is_use_idle(used: u64, now: ClockTicks) -> bool {
+fn is_use_idle(use_word: u64, now: ClockTicks) -> bool {
     let idle_limit_ticks =
-        if used >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP_TICKS } else { intf::FLOW_IDLE_TCP_TICKS };
-    age_ticks(used, now) > u64::from(idle_limit_ticks)
+        if use_word >> intf::FLOW_UDP_SHIFT & 1 == 1 { intf::FLOW_IDLE_UDP_TICKS } else { intf::FLOW_IDLE_TCP_TICKS };
+    age_ticks(use_word, now) > u64::from(idle_limit_ticks)
 }
 
 impl FlowTable {
-    /// Returns an empty table of `sets` sets (at least 1).
-    pub fn new(sets: u32) -> Self {
-        Self { words: vec![0; sets as usize * WORDS_PER_SET] }
+    /// Returns an empty table of `set_count` sets (at least 1).
+    pub fn new(set_count: u32) -> Self {
+        Self { words: vec![0; set_count as usize * WORDS_PER_SET] }
     }
 
     pub fn words(&self) -> &[u64] {
@@ -175,29 +175,31 @@ impl FlowTable {
 
     /// Returns the entry of a flow that has not been idle for too long, and marks it as used at `now`.
     pub fn find(&mut self, key: FlowKey, now: ClockTicks) -> Option<FlowEntry> {
-        let (flows, used) = self.flow_set_mut(key);
-        let position = flows.iter().position(|flow| flow >> intf::FLOW_TAG_SHIFT == key.tag())?;
-        if is_use_idle(used[position], now) {
+        let (flow_words, use_words) = self.flow_set_mut(key);
+        let position = flow_words.iter().position(|flow_word| flow_word >> intf::FLOW_TAG_SHIFT == key.tag())?;
+        if is_use_idle(use_words[position], now) {
             return None;
         }
-        used[position] = used[position] & !u64::from(u32::MAX) | u64::from(now.0);
-        Some(FlowEntry::from_flow_word(flows[position]))
+        use_words[position] = use_words[position] & !u64::from(u32::MAX) | u64::from(now.0);
+        Some(FlowEntry::from_flow_word(flow_words[position]))
     }
 
     /// Inserts or changes the entry of a flow. Returns false if the entry is a hint for which there is no room.
-    pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, kind: FlowEntryNeed, now: ClockTicks) -> bool {
-        let (flows, used) = self.flow_set_mut(key);
+    pub fn insert(&mut self, key: FlowKey, entry: FlowEntry, entry_need: FlowEntryNeed, now: ClockTicks) -> bool {
+        let (flow_words, use_words) = self.flow_set_mut(key);
         // Criteria for the replacement of an entry, the most important first.
         let replacement_rank = |position: usize| {
-            let (flow, use_of) = (flows[position], used[position]);
-            let is_flow = flow >> intf::FLOW_TAG_SHIFT == key.tag();
-            let is_replaceable = flow == 0 || is_use_idle(use_of, now);
-            let is_hint = use_of >> intf::FLOW_HINT_SHIFT & 1 == 1;
-            let is_own_service = service_slot_of_use(use_of) == key.service_slot;
-            let same_service_count =
-                used.iter().filter(|other| service_slot_of_use(**other) == service_slot_of_use(use_of)).count();
+            let (flow_word, use_word) = (flow_words[position], use_words[position]);
+            let is_flow = flow_word >> intf::FLOW_TAG_SHIFT == key.tag();
+            let is_replaceable = flow_word == 0 || is_use_idle(use_word, now);
+            let is_hint = use_word >> intf::FLOW_HINT_SHIFT & 1 == 1;
+            let is_own_service = service_slot_of_use(use_word) == key.service_slot;
+            let same_service_count = use_words
+                .iter()
+                .filter(|other_use_word| service_slot_of_use(**other_use_word) == service_slot_of_use(use_word))
+                .count();
             let is_half_open =
-                HandshakeState::from_state_field((flow >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
+                HandshakeState::from_state_field((flow_word >> intf::FLOW_PREVIOUS_SHIFT) as u16).is_half_open();
             (
                 is_flow,
                 is_replaceable,
@@ -205,63 +207,70 @@ impl FlowTable {
                 same_service_count + usize::from(is_own_service),
                 is_own_service,
                 is_half_open,
-                age_ticks(use_of, now),
+                age_ticks(use_word, now),
             )
         };
         let position =
             (0..ENTRIES_PER_SET).rev().max_by_key(|position| replacement_rank(*position)).expect("a set has entries");
         let (is_flow, is_free, is_hint, ..) = replacement_rank(position);
-        if kind == FlowEntryNeed::Hint && !(is_flow || is_free || is_hint) {
+        if entry_need == FlowEntryNeed::Hint && !(is_flow || is_free || is_hint) {
             return false;
         }
-        flows[position] = key.tag() << intf::FLOW_TAG_SHIFT | entry.flow_word_low_bits();
-        used[position] = u64::from(kind == FlowEntryNeed::Hint) << intf::FLOW_HINT_SHIFT
+        flow_words[position] = key.tag() << intf::FLOW_TAG_SHIFT | entry.flow_word_low_bits();
+        use_words[position] = u64::from(entry_need == FlowEntryNeed::Hint) << intf::FLOW_HINT_SHIFT
             | u64::from(key.protocol == Protocol::Udp) << intf::FLOW_UDP_SHIFT
             | key.service_slot << intf::FLOW_SERVICE_SHIFT
             | u64::from(now.0);
         true
     }
 
-    pub fn remove_service(&mut self, service: usize) {
+    pub fn remove_service(&mut self, service_slot: usize) {
         for set in self.words.chunks_mut(WORDS_PER_SET) {
-            let (flows, used) = set.split_at_mut(ENTRIES_PER_SET);
-            let flows_of_service =
-                flows.iter_mut().zip(used).filter(|(_, used)| service_slot_of_use(**used) == service as u64);
-            flows_of_service.for_each(|(flow, _)| *flow = 0);
+            let (flow_words, use_words) = set.split_at_mut(ENTRIES_PER_SET);
+            let flows_of_service = flow_words
+                .iter_mut()
+                .zip(use_words)
+                .filter(|(_, use_word)| service_slot_of_use(**use_word) == service_slot as u64);
+            flows_of_service.for_each(|(flow_word, _)| *flow_word = 0);
         }
     }
 }
 
 impl LoadBalancer {
-    fn flow_key(&self, service: usize, tuple: &FourTuple, protocol: Protocol) -> FlowKey {
-        let hash = self.connection_hash(service, tuple);
-        FlowKey { hash, service_slot: service as u64, protocol }
+    fn flow_key(&self, service_slot: usize, tuple: &FourTuple, protocol: Protocol) -> FlowKey {
+        let hash = self.connection_hash(service_slot, tuple);
+        FlowKey { hash, service_slot: service_slot as u64, protocol }
     }
 
     /// Returns the entry of a flow, even if the service no longer has its server.
-    pub(super) fn find_flow(&mut self, service: usize, tuple: &FourTuple, protocol: Protocol) -> Option<FlowEntry> {
-        let key = self.flow_key(service, tuple, protocol);
+    pub(super) fn find_flow(
+        &mut self,
+        service_slot: usize,
+        tuple: &FourTuple,
+        protocol: Protocol,
+    ) -> Option<FlowEntry> {
+        let key = self.flow_key(service_slot, tuple, protocol);
         self.flow_table.find(key, self.connection_table_state.clock)
     }
 
-    pub(super) fn find_packet_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
-        self.find_flow(service, &packet.tuple(), packet.protocol)
+    pub(super) fn find_packet_flow(&mut self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
+        self.find_flow(service_slot, &packet.tuple(), packet.protocol)
     }
 
     /// Returns the entry of a packet's flow to a service with LB-side stamping, or `None` for a stamped connection.
-    pub(super) fn find_unstamped_flow(&mut self, service: usize, packet: &Packet) -> Option<FlowEntry> {
-        self.find_packet_flow(service, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
+    pub(super) fn find_unstamped_flow(&mut self, service_slot: usize, packet: &Packet) -> Option<FlowEntry> {
+        self.find_packet_flow(service_slot, packet).filter(|entry| entry.handshake != HandshakeState::Stamped)
     }
 
     /// Inserts the flow of a packet. Returns false if the entry is a hint for which there is no room.
     pub(super) fn insert_flow(
         &mut self,
-        service: usize,
+        service_slot: usize,
         packet: &Packet,
         entry: FlowEntry,
-        kind: FlowEntryNeed,
+        entry_need: FlowEntryNeed,
     ) -> bool {
-        let key = self.flow_key(service, &packet.tuple(), packet.protocol);
-        self.flow_table.insert(key, entry, kind, self.connection_table_state.clock)
+        let key = self.flow_key(service_slot, &packet.tuple(), packet.protocol);
+        self.flow_table.insert(key, entry, entry_need, self.connection_table_state.clock)
     }
 }

@@ -22,12 +22,12 @@ const ICMPV6_PACKET_TOO_BIG: u8 = 2;
 const IPV6_MIN_MTU: usize = 1280;
 
 impl LoadBalancer {
-    /// Drops the packet in `frame` to the service in slot `slot`, because it is longer than `mtu`. Replaces `frame` by
-    /// an ICMP error to the packet's sender, if one may be sent. Returns the counter.
+    /// Drops the packet in `frame` to the service in slot `service_slot`, because it is longer than `mtu`. Replaces
+    /// `frame` by an ICMP error to the packet's sender, if one may be sent. Returns the counter.
     pub(super) fn drop_exceeding_mtu(
         &mut self,
         frame: &mut Vec<u8>,
-        slot: usize,
+        service_slot: usize,
         mtu: usize,
         now_ns: u64,
     ) -> intf::lb_counter {
@@ -40,7 +40,7 @@ impl LoadBalancer {
         let is_sent = may_answer
             && self.broadcast_limiter.take_tokens(
                 &self.connection_table_state.key,
-                (slot, source),
+                (service_slot, source),
                 limit_reason,
                 &self.settings.broadcast_rates,
                 now_ns,
@@ -84,7 +84,7 @@ fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
     let header = IpHeaderFields {
         traffic_class: TOS_INTERNETWORK_CONTROL,
         flow_label: 0,
-        length: packet_bytes,
+        packet_bytes,
         protocol: PROTOCOL_ICMP,
     };
     [&frame[..ETHERNET_HEADER_BYTES], &header.ipv4_header(vip, client), &message].concat()
@@ -94,7 +94,7 @@ fn icmp_fragmentation_needed(frame: &[u8], mtu: usize) -> Vec<u8> {
 fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
     let quoted_packet = &frame[ETHERNET_HEADER_BYTES..][..QUOTED_BYTES_IPV6];
     let address_at_offset =
-        |at: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted_packet[at..at + 16]).expect("16 bytes"));
+        |offset: usize| Ipv6Addr::from(<[u8; 16]>::try_from(&quoted_packet[offset..offset + 16]).expect("16 bytes"));
     let (client, vip) = (address_at_offset(8), address_at_offset(24));
     let mut message = vec![ICMPV6_PACKET_TOO_BIG, 0, 0, 0];
     message.extend((mtu.max(IPV6_MIN_MTU) as u32).to_be_bytes());
@@ -107,7 +107,7 @@ fn icmpv6_packet_too_big(frame: &[u8], mtu: usize) -> Vec<u8> {
     let header = IpHeaderFields {
         traffic_class: TOS_INTERNETWORK_CONTROL,
         flow_label: 0,
-        length: packet_bytes,
+        packet_bytes,
         protocol: PROTOCOL_ICMPV6,
     };
     [&frame[..ETHERNET_HEADER_BYTES], &header.ipv6_header(vip, client), &message].concat()

@@ -44,7 +44,7 @@ pub(super) struct IpPacket<'a> {
     pub vip: IpAddr,
     pub protocol: u8,
     pub identification: u32,
-    pub part: FragmentPart,
+    pub fragment_part: FragmentPart,
     /// Offset of the transport header from the start of the frame.
     pub transport_offset: usize,
     /// Bytes from the end of the IP headers to the end of the packet.

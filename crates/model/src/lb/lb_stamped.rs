@@ -41,10 +41,15 @@ pub(super) struct LbStamping {
 impl LbStamping {
     /// Removes a MAC address from its server. Another server with the same address takes it over.
     fn remove_address(&mut self, service_slot: usize, mac: MacAddress) {
-        let servers_at_address = self.mac_by_server.iter().filter(|((of, _), at)| *of == service_slot && **at == mac);
+        let servers_at_address = self
+            .mac_by_server
+            .iter()
+            .filter(|((entry_slot, _), server_mac)| *entry_slot == service_slot && **server_mac == mac);
         match servers_at_address.map(|((_, id), _)| *id).min() {
-            Some(other) => {
-                self.servers_by_mac.entry((service_slot, mac)).and_modify(|known| known.server = other);
+            Some(other_server) => {
+                self.servers_by_mac
+                    .entry((service_slot, mac))
+                    .and_modify(|stamped_server| stamped_server.server = other_server);
             }
             None => {
                 self.servers_by_mac.remove(&(service_slot, mac));
@@ -52,38 +57,40 @@ impl LbStamping {
         }
     }
 
-    pub fn update_server_address(&mut self, service_slot: usize, id: ServerId, mac: MacAddress, eligible: bool) {
+    pub fn update_server_address(&mut self, service_slot: usize, id: ServerId, mac: MacAddress, is_eligible: bool) {
         if !lb_stamping::can_carry_server_id(id) {
             return;
         }
-        let previous_mac = self.mac_by_server.insert((service_slot, id), mac).filter(|left| *left != mac);
+        let previous_mac = self.mac_by_server.insert((service_slot, id), mac).filter(|old_mac| *old_mac != mac);
         let previous_entry = previous_mac
-            .and_then(|left| self.servers_by_mac.get(&(service_slot, left)).copied())
-            .filter(|known| known.server == id);
-        if let (Some(left), Some(_)) = (previous_mac, previous_entry) {
-            self.remove_address(service_slot, left);
+            .and_then(|old_mac| self.servers_by_mac.get(&(service_slot, old_mac)).copied())
+            .filter(|stamped_server| stamped_server.server == id);
+        if let (Some(old_mac), Some(_)) = (previous_mac, previous_entry) {
+            self.remove_address(service_slot, old_mac);
         }
         let entry_at_mac = self.servers_by_mac.get(&(service_slot, mac)).copied();
-        let keeps_address =
-            |here: LbStampedServer| !eligible && self.mac_by_server.get(&(service_slot, here.server)) == Some(&mac);
-        if entry_at_mac.is_some_and(|here| here.server != id && keeps_address(here)) {
+        let keeps_address = |entry: LbStampedServer| {
+            !is_eligible && self.mac_by_server.get(&(service_slot, entry.server)) == Some(&mac)
+        };
+        if entry_at_mac.is_some_and(|entry| entry.server != id && keeps_address(entry)) {
             return;
         }
-        let server_clock = entry_at_mac.or(previous_entry).map(|known| known.clock).unwrap_or_default();
+        let server_clock =
+            entry_at_mac.or(previous_entry).map(|stamped_server| stamped_server.clock).unwrap_or_default();
         self.servers_by_mac.insert((service_slot, mac), LbStampedServer { server: id, clock: server_clock });
     }
 
     pub fn remove_server(&mut self, service_slot: usize, id: ServerId) {
         if let Some(mac) = self.mac_by_server.remove(&(service_slot, id))
-            && self.servers_by_mac.get(&(service_slot, mac)).is_some_and(|known| known.server == id)
+            && self.servers_by_mac.get(&(service_slot, mac)).is_some_and(|stamped_server| stamped_server.server == id)
         {
             self.remove_address(service_slot, mac);
         }
     }
 
     pub fn remove_service(&mut self, service_slot: usize) {
-        self.mac_by_server.retain(|(of, _), _| *of != service_slot);
-        self.servers_by_mac.retain(|(of, _), _| *of != service_slot);
+        self.mac_by_server.retain(|(entry_slot, _), _| *entry_slot != service_slot);
+        self.servers_by_mac.retain(|(entry_slot, _), _| *entry_slot != service_slot);
         self.time_keys.remove(&service_slot);
     }
 
@@ -95,8 +102,8 @@ impl LbStamping {
         self.time_keys.get(&service_slot).copied().unwrap_or(CookieKey { k0: 0, k1: 0 })
     }
 
-    pub fn set_keys(&mut self, before: FleetCookieKeys, new: &FleetCookieKeys, now_ms: u32) {
-        self.switch_ms = key_activation::activation_time_ms(&(before, self.switch_ms), new, now_ms);
+    pub fn set_keys(&mut self, previous_keys: FleetCookieKeys, new_keys: &FleetCookieKeys, now_ms: u32) {
+        self.switch_ms = key_activation::activation_time_ms(&(previous_keys, self.switch_ms), new_keys, now_ms);
     }
 }
 
@@ -108,9 +115,10 @@ impl LoadBalancer {
 
     /// Returns each source MAC address of a service's replies, with its server.
     pub fn lb_stamped_servers(&self, service: usize) -> impl Iterator<Item = (MacAddress, LbStampedServer)> + '_ {
-        let entry_of_service = move |((service_slot, mac), known): (&(usize, MacAddress), &LbStampedServer)| {
-            (*service_slot == service).then_some((*mac, *known))
-        };
+        let entry_of_service =
+            move |((service_slot, mac), stamped_server): (&(usize, MacAddress), &LbStampedServer)| {
+                (*service_slot == service).then_some((*mac, *stamped_server))
+            };
         self.lb_stamping.servers_by_mac.iter().filter_map(entry_of_service)
     }
 
@@ -125,8 +133,8 @@ impl LoadBalancer {
     pub(super) fn update_lb_stamped_server(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) {
         match server {
             None => self.lb_stamping.remove_server(service_slot, id),
-            Some(Server { mac: Some(mac), is_eligible: eligible }) if self.is_lb_stamped(service_slot) => {
-                self.lb_stamping.update_server_address(service_slot, id, mac, eligible);
+            Some(Server { mac: Some(mac), is_eligible }) if self.is_lb_stamped(service_slot) => {
+                self.lb_stamping.update_server_address(service_slot, id, mac, is_eligible);
             }
             Some(_) => {}
         }
@@ -134,9 +142,9 @@ impl LoadBalancer {
 
     /// Processes a frame from a server of a service with LB-side stamping, or returns `None` for any other frame.
     pub(super) fn process_reply(&mut self, frame: &mut [u8]) -> Option<Outcome> {
-        packet::read_frame_fields(frame).filter(|outer| outer.destination_mac == self.own_mac)?;
+        packet::read_frame_fields(frame).filter(|frame_fields| frame_fields.destination_mac == self.own_mac)?;
         let ip_packet = packet::parse_ip(frame).ok()?;
-        if ip_packet.protocol != Protocol::Tcp.number() || ip_packet.part != FragmentPart::Whole {
+        if ip_packet.protocol != Protocol::Tcp.number() || ip_packet.fragment_part != FragmentPart::Whole {
             return None;
         }
         let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
@@ -147,38 +155,44 @@ impl LoadBalancer {
         let (key, packet) = ((service_slot, packet::source_mac(frame)), packet::parse_tcp_reply(&ip_packet, ports));
         let mut outcome = Outcome {
             counter: intf::LB_COUNTER_REPLY_UNCHANGED,
-            service: Some(service_slot),
+            service_slot: Some(service_slot),
             server: None,
             syn_table_entry: None,
             event: None,
         };
-        let (Ok(packet), Some(mut known)) = (packet, self.lb_stamping.servers_by_mac.get(&key).copied()) else {
+        let (Ok(packet), Some(mut stamped_server)) = (packet, self.lb_stamping.servers_by_mac.get(&key).copied())
+        else {
             return Some(outcome);
         };
-        if self.is_syn_ack_of_second_server(service_slot, &packet, known.server) {
+        if self.is_syn_ack_of_second_server(service_slot, &packet, stamped_server.server) {
             outcome.counter = intf::LB_COUNTER_DROP_LATE_SYN_ACK;
             return Some(outcome);
         }
         let own_tsval = packet.tsecr.map(|tsecr| tsecr.preceding_tsval(frame));
-        if let Some(own) = own_tsval.filter(|_| packet.flags & RST == 0) {
+        if let Some(tsval) = own_tsval.filter(|_| packet.tcp_flags & RST == 0) {
             let connection = connection_word(&self.connection_table_state.key, &packet.tuple());
-            known.clock.record_reply(connection, own.value, self.now_ms());
+            stamped_server.clock.record_reply(connection, tsval.value, self.now_ms());
         }
-        let is_stamped =
-            self.decide_reply_stamping(service_slot, &packet, &mut known, own_tsval.map(|own| own.value), &mut outcome);
-        if let Some(own) = own_tsval.filter(|_| is_stamped) {
-            let value = self.lb_stamped_tsval(service_slot, &packet, &mut known, own.value);
-            packet::set_tsecr(frame, &own, value);
+        let is_stamped = self.decide_reply_stamping(
+            service_slot,
+            &packet,
+            &mut stamped_server,
+            own_tsval.map(|tsval| tsval.value),
+            &mut outcome,
+        );
+        if let Some(tsval) = own_tsval.filter(|_| is_stamped) {
+            let value = self.lb_stamped_tsval(service_slot, &packet, &mut stamped_server, tsval.value);
+            packet::set_tsecr(frame, &tsval, value);
             outcome.counter = intf::LB_COUNTER_REPLY_STAMPED;
         }
-        self.lb_stamping.servers_by_mac.insert(key, known);
+        self.lb_stamping.servers_by_mac.insert(key, stamped_server);
         Some(outcome)
     }
 
     /// Returns whether another server sent a SYN-ACK earlier. SYNs go to that server while it takes new connections.
     fn is_syn_ack_of_second_server(&mut self, service_slot: usize, packet: &Packet, server: ServerId) -> bool {
-        packet.flags & SYN != 0
-            && self.find_unstamped_server(service_slot, packet).is_some_and(|earlier| earlier != server)
+        packet.tcp_flags & SYN != 0
+            && self.find_unstamped_server(service_slot, packet).is_some_and(|earlier_server| earlier_server != server)
     }
 
     /// Returns whether the reply is stamped. The SYN-ACK decides this for its connection, and an unstamped connection
@@ -187,35 +201,36 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        known: &mut LbStampedServer,
+        stamped_server: &mut LbStampedServer,
         milliseconds: Option<u32>,
-        answered: &mut Outcome,
+        outcome: &mut Outcome,
     ) -> bool {
         let unstamped_flow = self.find_unstamped_flow(service_slot, packet);
-        if packet.flags & SYN == 0 {
+        if packet.tcp_flags & SYN == 0 {
             // After an unstamped SYN-ACK, a server sends data when the client has answered it, or by TCP Fast Open.
-            let unstamped_flow =
-                unstamped_flow.filter(|plain| !plain.handshake.is_half_open() || plain.server == known.server);
+            let unstamped_flow = unstamped_flow.filter(|flow_entry| {
+                !flow_entry.handshake.is_half_open() || flow_entry.server == stamped_server.server
+            });
             // A reply proves that the connection exists, unless it is a reset, which may answer any packet.
-            if unstamped_flow.is_none() && milliseconds.is_none() && packet.flags & RST == 0 {
-                self.insert_flow(service_slot, packet, FlowEntry::of(known.server), FlowEntryNeed::Needed);
-                answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
+            if unstamped_flow.is_none() && milliseconds.is_none() && packet.tcp_flags & RST == 0 {
+                self.insert_flow(service_slot, packet, FlowEntry::of(stamped_server.server), FlowEntryNeed::Needed);
+                outcome.event = Some(intf::LB_EVENT_FLOW_INSERTED);
             }
             return unstamped_flow.is_none() && milliseconds.is_some();
         }
-        known.clock.record_syn_ack(
+        stamped_server.clock.record_syn_ack(
             connection_word(&self.connection_table_state.key, &packet.tuple()),
             milliseconds,
             self.now_ms(),
         );
-        if milliseconds.is_some() && known.clock.can_be_stamped() && unstamped_flow.is_none() {
+        if milliseconds.is_some() && stamped_server.clock.can_be_stamped() && unstamped_flow.is_none() {
             return true;
         }
         let handshake = HandshakeState::half_open(milliseconds.unwrap_or(0));
-        let entry = FlowEntry { handshake, ..FlowEntry::of(known.server) };
+        let entry = FlowEntry { handshake, ..FlowEntry::of(stamped_server.server) };
         if unstamped_flow != Some(entry) {
             self.insert_flow(service_slot, packet, entry, FlowEntryNeed::Needed);
-            answered.event = Some(intf::LB_EVENT_FLOW_INSERTED);
+            outcome.event = Some(intf::LB_EVENT_FLOW_INSERTED);
         }
         false
     }
@@ -224,15 +239,25 @@ impl LoadBalancer {
         &mut self,
         service_slot: usize,
         packet: &Packet,
-        known: &mut LbStampedServer,
+        stamped_server: &mut LbStampedServer,
         milliseconds: u32,
     ) -> u32 {
         let (tuple, now_ms) = (packet.tuple(), self.now_ms());
         let hash = self.connection_hash(service_slot, &tuple);
-        let offset_ms =
-            known.clock.record_stamped_reply(&mut self.lb_stamping.connection_offsets, hash, milliseconds, now_ms);
+        let offset_ms = stamped_server.clock.record_stamped_reply(
+            &mut self.lb_stamping.connection_offsets,
+            hash,
+            milliseconds,
+            now_ms,
+        );
         let keys = self.keys.for_tsval(milliseconds.wrapping_sub(offset_ms), self.lb_stamping.switch_ms);
-        lb_stamping::stamp_tsval(&keys, &self.lb_stamping.time_key(service_slot), &tuple, known.server, milliseconds)
+        lb_stamping::stamp_tsval(
+            &keys,
+            &self.lb_stamping.time_key(service_slot),
+            &tuple,
+            stamped_server.server,
+            milliseconds,
+        )
     }
 
     /// Returns the server of the unstamped connection with a packet's addresses and ports, if it takes new connections.
@@ -243,7 +268,7 @@ impl LoadBalancer {
 
     /// Decides on a client's packet that opens no connection, or has no timestamps, to a service with LB-side stamping.
     pub(super) fn decide_lb_stamped(&mut self, service_slot: usize, packet: &Packet) -> Decision {
-        let is_syn = packet.flags & SYN != 0;
+        let is_syn = packet.tcp_flags & SYN != 0;
         if let Some(entry) = self.find_unstamped_flow(service_slot, packet)
             && self.is_usable(service_slot, entry.server, is_syn)
             && (is_syn || !self.is_stamped_flow(service_slot, packet, entry))
@@ -254,7 +279,7 @@ impl LoadBalancer {
             return self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_FLOW_TABLE);
         }
         let Some(tsecr) = packet.tsecr else {
-            if packet.flags & RST != 0 {
+            if packet.tcp_flags & RST != 0 {
                 return Decision::from_counter(intf::LB_COUNTER_DROP_UNKNOWN_COOKIE);
             }
             return match self.decide_by_bucket(service_slot, packet) {
@@ -270,8 +295,9 @@ impl LoadBalancer {
         let decision =
             self.deliver_to(service_slot, id, intf::LB_COUNTER_ESTABLISHED).with_closes_connection(packet.is_closing());
         let lb_stamped_server = server.mac.and_then(|mac| self.lb_stamping.servers_by_mac.get(&(service_slot, mac)));
-        let restored_tsecr =
-            lb_stamped_server.map_or(tsecr.value, |known| self.restore_tsecr(service_slot, &tuple, tsecr.value, known));
+        let restored_tsecr = lb_stamped_server.map_or(tsecr.value, |stamped_server| {
+            self.restore_tsecr(service_slot, &tuple, tsecr.value, stamped_server)
+        });
         decision.with_tsecr(tsecr, restored_tsecr)
     }
 
@@ -292,9 +318,15 @@ impl LoadBalancer {
     }
 
     /// Returns the TSval that the server sent, or 0 ("no TSecr") if the clock of the connection is not known.
-    fn restore_tsecr(&self, service_slot: usize, tuple: &FourTuple, tsecr: u32, known: &LbStampedServer) -> u32 {
+    fn restore_tsecr(
+        &self,
+        service_slot: usize,
+        tuple: &FourTuple,
+        tsecr: u32,
+        stamped_server: &LbStampedServer,
+    ) -> u32 {
         let hash = self.connection_hash(service_slot, tuple);
-        let offset_ms = known.clock.connection_offset_ms(&self.lb_stamping.connection_offsets, hash);
+        let offset_ms = stamped_server.clock.connection_offset_ms(&self.lb_stamping.connection_offsets, hash);
         offset_ms.map_or(0, |offset_ms| {
             let clock_ms = self.now_ms().wrapping_add(offset_ms);
             lb_stamping::restore_tsval(&self.lb_stamping.time_key(service_slot), tuple, tsecr, clock_ms)

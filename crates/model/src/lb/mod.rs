@@ -85,7 +85,7 @@ pub struct Outcome {
     /// Counter in which the frame was counted (`enum lb_counter`).
     pub counter: intf::lb_counter,
     /// Slot of the service in whose counters the frame was counted, or `None` if it belongs to no service.
-    pub service: Option<usize>,
+    pub service_slot: Option<usize>,
     /// Server to which the frame was sent, if any.
     pub server: Option<ServerId>,
     /// Connection table entry that the TSecr of a SYN carries to the server, if any.
@@ -122,13 +122,13 @@ pub struct Server {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ServerTraffic {
     /// Number of new connections for which the placement rule selected the server.
-    pub opened: u64,
+    pub opened_connection_count: u64,
     /// Number of packets with a cookie and FIN or RST. Without a connection table, a retransmission counts again.
-    pub closed: u64,
+    pub closed_connection_count: u64,
     /// Number of all packets, which is counted only if a policy needs it.
     pub packet_count: u64,
     /// Number of bytes in the frames of all packets.
-    pub bytes: u64,
+    pub frame_bytes: u64,
 }
 
 #[derive(Debug)]
@@ -269,8 +269,8 @@ impl LoadBalancer {
     }
 
     /// Sets the fields that all outer headers share.
-    pub fn set_outer_header(&mut self, outer: OuterHeader) {
-        self.settings.outer_header = outer;
+    pub fn set_outer_header(&mut self, outer_header: OuterHeader) {
+        self.settings.outer_header = outer_header;
     }
 
     /// Sets the VLANs of the load balancer.
@@ -308,7 +308,7 @@ impl LoadBalancer {
         self.service_slots_by_address.clear();
         self.vips.clear();
         for ((address, _), service_slot) in services.iter().zip(&service_slots) {
-            let vip_socket = address.socket;
+            let vip_socket = address.vip_and_port;
             self.service_slots_by_address
                 .insert((vip_socket.ip(), vip_socket.port(), address.protocol.number()), *service_slot);
             self.vips.insert(vip_socket.ip());
@@ -383,7 +383,7 @@ impl LoadBalancer {
 
     /// Sets this load balancer's own number among the owners of connection tables.
     pub fn set_own_number(&mut self, owner: Option<TableOwnerNumber>) {
-        self.connection_table_state.owner = owner;
+        self.connection_table_state.own_number = owner;
     }
 
     /// Sets the maximum number of connection table entries of one source prefix, or `None` for no limit.

@@ -34,7 +34,7 @@ pub(super) fn ipv4_address_at(frame: &[u8], offset: usize) -> IpAddr {
 
 /// Returns the source and the destination address of an IPv4 packet.
 pub(super) fn ipv4_addresses(packet: &[u8]) -> [Ipv4Addr; 2] {
-    [12, 16].map(|at| Ipv4Addr::from(u32_at(packet, at)))
+    [12, 16].map(|offset| Ipv4Addr::from(u32_at(packet, offset)))
 }
 
 /// Returns the fields that are read first, or `None` unless the frame is IP with a whole destination address.
@@ -84,7 +84,7 @@ fn parse_ipv4(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> {
         vip: ipv4_address_at(packet, 16),
         protocol: packet[9],
         identification: u16_at(packet, 4).into(),
-        part: fragment_part(packet),
+        fragment_part: fragment_part(packet),
         transport_offset: ETHERNET_HEADER_BYTES + header_bytes,
         payload: &packet[header_bytes..total_bytes],
     })
@@ -104,7 +104,7 @@ pub(super) struct Packet {
     pub client: SocketAddr,
     pub vip: SocketAddr,
     pub protocol: Protocol,
-    pub flags: u8,
+    pub tcp_flags: u8,
     /// TSecr of the packet, if it has a timestamp option.
     pub tsecr: Option<Tsecr>,
 }
@@ -131,14 +131,14 @@ impl Packet {
     }
 
     pub fn is_closing(&self) -> bool {
-        self.flags & (FIN | RST) != 0
+        self.tcp_flags & (FIN | RST) != 0
     }
 }
 
 /// Parses a TCP packet from a client. `ports` are its source and its destination port.
 pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
     let parsed_packet = parse_tcp_header(packet, ports)?;
-    let flags = parsed_packet.flags;
+    let flags = parsed_packet.tcp_flags;
     // Only a SYN opens a connection, and clients send no SYN-ACK. All other packets have ACK, except a bare RST.
     let is_possible = if flags & SYN != 0 { flags & (ACK | FIN | RST) == 0 } else { flags & (ACK | RST) != 0 };
     is_possible.then_some(parsed_packet).ok_or(intf::LB_COUNTER_DROP_MALFORMED_TCP)
@@ -146,8 +146,8 @@ pub(super) fn parse_tcp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Pack
 
 /// Parses a TCP packet from a server, and returns it as a client's packet of the same connection.
 pub(super) fn parse_tcp_reply(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
-    let Packet { client, vip, protocol, flags, tsecr } = parse_tcp_header(packet, ports)?;
-    Ok(Packet { client: vip, vip: client, protocol, flags, tsecr })
+    let Packet { client, vip, protocol, tcp_flags: flags, tsecr } = parse_tcp_header(packet, ports)?;
+    Ok(Packet { client: vip, vip: client, protocol, tcp_flags: flags, tsecr })
 }
 
 fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, ParseEndCounter> {
@@ -156,18 +156,18 @@ fn parse_tcp_header(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Packet, 
     if segment.len() < TCP_HEADER_BYTES {
         return Err(MALFORMED);
     }
-    let (header, flags) = (usize::from(segment[12] >> 4) * 4, segment[13]);
-    if header < TCP_HEADER_BYTES || header > segment.len() {
+    let (header_bytes, flags) = (usize::from(segment[12] >> 4) * 4, segment[13]);
+    if header_bytes < TCP_HEADER_BYTES || header_bytes > segment.len() {
         return Err(MALFORMED);
     }
-    let options = &segment[TCP_HEADER_BYTES..header];
-    let tsecr = timestamp_option_offset(options).map_err(|MalformedOptions| MALFORMED)?.map(|at| Tsecr {
-        value: u32_at(options, at + 6),
+    let options = &segment[TCP_HEADER_BYTES..header_bytes];
+    let tsecr = timestamp_option_offset(options).map_err(|MalformedOptions| MALFORMED)?.map(|option_offset| Tsecr {
+        value: u32_at(options, option_offset + 6),
         transport_offset: packet.transport_offset,
-        tsecr_offset: TCP_HEADER_BYTES + at + 6,
+        tsecr_offset: TCP_HEADER_BYTES + option_offset + 6,
     });
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
-    Ok(Packet { client, vip, protocol: Protocol::Tcp, flags, tsecr })
+    Ok(Packet { client, vip, protocol: Protocol::Tcp, tcp_flags: flags, tsecr })
 }
 
 /// Parses a whole UDP datagram, or the first fragment of one. `ports` are its source and its destination port.
@@ -177,12 +177,13 @@ pub(super) fn parse_udp(packet: &IpPacket<'_>, ports: (u16, u16)) -> Result<Pack
         return Err(MALFORMED);
     }
     let datagram_bytes = usize::from(u16_at(packet.payload, 4));
-    if datagram_bytes < UDP_HEADER_BYTES || packet.part == FragmentPart::Whole && datagram_bytes > packet.payload.len()
+    if datagram_bytes < UDP_HEADER_BYTES
+        || packet.fragment_part == FragmentPart::Whole && datagram_bytes > packet.payload.len()
     {
         return Err(MALFORMED);
     }
     let (client, vip) = (SocketAddr::new(packet.client, ports.0), SocketAddr::new(packet.vip, ports.1));
-    Ok(Packet { client, vip, protocol: Protocol::Udp, flags: 0, tsecr: None })
+    Ok(Packet { client, vip, protocol: Protocol::Udp, tcp_flags: 0, tsecr: None })
 }
 
 pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
@@ -191,7 +192,7 @@ pub(super) fn parse_quote(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEn
 
 fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCounter> {
     const MALFORMED: ParseEndCounter = intf::LB_COUNTER_DROP_MALFORMED_ICMP;
-    if packet.part != FragmentPart::Whole {
+    if packet.fragment_part != FragmentPart::Whole {
         return Err(NOT_A_SERVICE);
     }
     let message = packet.payload;
@@ -223,7 +224,7 @@ fn parse_quote_ipv4(packet: &IpPacket<'_>) -> Result<QuotedPacket, ParseEndCount
 
 /// Returns the Internet checksum (RFC 1071) of an even number of bytes.
 pub(super) fn checksum(bytes: &[u8]) -> u16 {
-    let sum: u32 = bytes.chunks(2).map(|word| u32::from(u16_at(word, 0))).sum();
+    let sum: u32 = bytes.chunks(2).map(|word_bytes| u32::from(u16_at(word_bytes, 0))).sum();
     let folded_sum = (sum & 0xffff) + (sum >> 16);
     !((folded_sum & 0xffff) + (folded_sum >> 16)) as u16
 }
@@ -239,16 +240,18 @@ fn updated_checksum(checksum: u16, old: u16, new: u16) -> u16 {
 
 /// Sets TSecr (or TSval, if `tsecr` is the position of TSval) to `value`, and updates the TCP checksum.
 pub(super) fn set_tsecr(frame: &mut [u8], tsecr: &Tsecr, value: u32) {
-    let (at, checksum) = (tsecr.transport_offset + tsecr.tsecr_offset, tsecr.transport_offset + 16);
-    for half in [0, 2] {
-        let (old, new) = (u16_at(frame, at + half), (value >> (16 - 8 * half)) as u16);
+    let (value_offset, checksum_offset) = (tsecr.transport_offset + tsecr.tsecr_offset, tsecr.transport_offset + 16);
+    for half_offset in [0, 2] {
+        let (old_half, new_half) =
+            (u16_at(frame, value_offset + half_offset), (value >> (16 - 8 * half_offset)) as u16);
         // At an odd offset both bytes count in the other half of the checksum's words (RFC 1071, Sect. 2 B).
         let is_odd_offset = !tsecr.tsecr_offset.is_multiple_of(2);
-        let in_checksum_order = |word: u16| if is_odd_offset { word.swap_bytes() } else { word };
-        let new_checksum = updated_checksum(u16_at(frame, checksum), in_checksum_order(old), in_checksum_order(new));
-        frame[checksum..checksum + 2].copy_from_slice(&new_checksum.to_be_bytes());
+        let in_checksum_order = |value_half: u16| if is_odd_offset { value_half.swap_bytes() } else { value_half };
+        let new_checksum =
+            updated_checksum(u16_at(frame, checksum_offset), in_checksum_order(old_half), in_checksum_order(new_half));
+        frame[checksum_offset..checksum_offset + 2].copy_from_slice(&new_checksum.to_be_bytes());
     }
-    frame[at..at + 4].copy_from_slice(&value.to_be_bytes());
+    frame[value_offset..value_offset + 4].copy_from_slice(&value.to_be_bytes());
 }
 
 pub(super) fn source_mac(frame: &[u8]) -> [u8; 6] {
@@ -274,8 +277,8 @@ pub(super) fn traffic_class(frame: &[u8]) -> u8 {
 /// decision reads them.
 pub(super) fn client_and_ports(frame: &[u8]) -> (IpAddr, [u8; 4]) {
     let packet = parse_ip(frame).expect("a packet that is forwarded");
-    let has_ports =
-        ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol) && packet.part != FragmentPart::LaterFragment;
+    let has_ports = ![PROTOCOL_ICMP, PROTOCOL_ICMPV6].contains(&packet.protocol)
+        && packet.fragment_part != FragmentPart::LaterFragment;
     let ports = packet.payload.get(..4).filter(|_| has_ports).and_then(|ports| ports.try_into().ok());
     (packet.client, ports.unwrap_or_default())
 }
@@ -285,10 +288,10 @@ pub(super) fn set_identification(frame: &mut [u8], identification: u16) {
     if packet_ipv6::is_ipv6(frame) {
         return packet_ipv6::set_flow_label(frame, identification);
     }
-    let (id, checksum) = (ETHERNET_HEADER_BYTES + 4, ETHERNET_HEADER_BYTES + 10);
-    let new_checksum = updated_checksum(u16_at(frame, checksum), u16_at(frame, id), identification);
-    frame[id..id + 2].copy_from_slice(&identification.to_be_bytes());
-    frame[checksum..checksum + 2].copy_from_slice(&new_checksum.to_be_bytes());
+    let (id_offset, checksum_offset) = (ETHERNET_HEADER_BYTES + 4, ETHERNET_HEADER_BYTES + 10);
+    let new_checksum = updated_checksum(u16_at(frame, checksum_offset), u16_at(frame, id_offset), identification);
+    frame[id_offset..id_offset + 2].copy_from_slice(&identification.to_be_bytes());
+    frame[checksum_offset..checksum_offset + 2].copy_from_slice(&new_checksum.to_be_bytes());
 }
 
 #[cfg(test)]

@@ -49,14 +49,14 @@ pub(super) fn parse_ipv6(frame: &[u8]) -> Result<IpPacket<'_>, ParseEndCounter> 
     if packet[0] >> 4 != 6 || packet_end > packet.len() {
         return Err(intf::LB_COUNTER_DROP_MALFORMED_IPV6);
     }
-    let ExtensionHeaderChainEnd { protocol, fragment_part: part, identification, transport_offset } =
+    let ExtensionHeaderChainEnd { protocol, fragment_part, identification, transport_offset } =
         skip_extension_headers(&packet[..packet_end])?;
     Ok(IpPacket {
         client: ipv6_address_at(packet, 8),
         vip: ipv6_address_at(packet, 24),
         protocol,
         identification,
-        part,
+        fragment_part,
         transport_offset: ETHERNET_HEADER_BYTES + transport_offset,
         payload: packet.get(transport_offset..packet_end).unwrap_or_default(),
     })
@@ -74,36 +74,41 @@ struct ExtensionHeaderChainEnd {
 
 /// Skips the extension headers of a packet. Fails with a counter if they are malformed or too long.
 fn skip_extension_headers(packet: &[u8]) -> Result<ExtensionHeaderChainEnd, ParseEndCounter> {
-    let (mut next, mut at) = (packet[6], IPV6_HEADER_BYTES);
+    let (mut next_header, mut offset) = (packet[6], IPV6_HEADER_BYTES);
     for _ in 0..MAX_EXTENSION_HEADERS {
-        if !EXTENSION_HEADERS.contains(&next) {
+        if !EXTENSION_HEADERS.contains(&next_header) {
             break;
         }
-        let header_start = packet.get(at..at + 4).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
+        let header_start = packet.get(offset..offset + 4).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
         let header_length = usize::from(header_start[1]);
-        let (number, field) = (next, u16_at(header_start, 2));
-        next = header_start[0];
-        at += match number {
+        let (header_number, field) = (next_header, u16_at(header_start, 2));
+        next_header = header_start[0];
+        offset += match header_number {
             FRAGMENT_HEADER => 8,
             AUTHENTICATION_HEADER => (header_length + 2) * 4,
             _ => (header_length + 1) * 8,
         };
-        if ETHERNET_HEADER_BYTES + at > MAX_TRANSPORT_OFFSET {
+        if ETHERNET_HEADER_BYTES + offset > MAX_TRANSPORT_OFFSET {
             return Err(intf::LB_COUNTER_DROP_EXTENSION_HEADERS);
         }
         // An atomic fragment is a whole packet, whose fragment bits are 0 except the reserved ones (RFC 6946).
-        if number == FRAGMENT_HEADER && field & !0x6 != 0 {
+        if header_number == FRAGMENT_HEADER && field & !0x6 != 0 {
             let fragment_part = if field & !0x7 == 0 { FragmentPart::First } else { FragmentPart::LaterFragment };
-            let identification = packet.get(at - 4..at).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
+            let identification = packet.get(offset - 4..offset).ok_or(intf::LB_COUNTER_DROP_MALFORMED_IPV6)?;
             let identification = u32::from_be_bytes(identification.try_into().expect("four bytes"));
-            return Ok(ExtensionHeaderChainEnd { protocol: next, fragment_part, identification, transport_offset: at });
+            return Ok(ExtensionHeaderChainEnd {
+                protocol: next_header,
+                fragment_part,
+                identification,
+                transport_offset: offset,
+            });
         }
     }
     Ok(ExtensionHeaderChainEnd {
-        protocol: next,
+        protocol: next_header,
         fragment_part: FragmentPart::Whole,
         identification: 0,
-        transport_offset: at,
+        transport_offset: offset,
     })
 }
 

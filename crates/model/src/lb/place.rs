@@ -60,11 +60,11 @@ impl RecentPlacements {
         &self.0
     }
 
-    fn entry_key(hash: u32, generation: u64, service: usize) -> u64 {
+    fn entry_key(hash: u32, generation: u64, service_slot: usize) -> u64 {
         u64::from(hash) << intf::RECENT_HASH_SHIFT
             | u64::from(intf::RECENT_VALID_BIT)
             | (generation & u64::from(intf::RECENT_GENERATION_MASK)) << intf::RECENT_GENERATION_SHIFT
-            | (service as u64) << intf::RECENT_SERVICE_SHIFT
+            | (service_slot as u64) << intf::RECENT_SERVICE_SHIFT
     }
 
     fn entry_mut(&mut self, hash: u32) -> &mut u64 {
@@ -73,24 +73,24 @@ impl RecentPlacements {
     }
 
     fn find_server(&mut self, hash: u32, key: u64) -> Option<ServerId> {
-        let word = *self.entry_mut(hash);
-        let id = word & u64::from(intf::COOKIE_ID_MASK);
-        (word ^ id == key).then(|| ServerId::try_from(id).expect("14 bits"))
+        let entry = *self.entry_mut(hash);
+        let id = entry & u64::from(intf::COOKIE_ID_MASK);
+        (entry ^ id == key).then(|| ServerId::try_from(id).expect("14 bits"))
     }
 }
 
 impl Service {
-    /// Selects a server that can take a new connection. With `recent`, a retransmitted SYN goes to the same server.
-    /// Without it, a datagram is placed independently of earlier ones.
+    /// Selects a server that can take a new connection. With `recent_placements`, a retransmitted SYN goes to the same
+    /// server. Without it, a datagram is placed independently of earlier ones.
     pub(super) fn select_server(
         &mut self,
         service_slot: usize,
-        recent: Option<&mut RecentPlacements>,
+        recent_placements: Option<&mut RecentPlacements>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         // The placement is taken out of the service while the service's servers are borrowed.
         let mut placement = self.placement.take()?;
-        let selected_server = self.select_server_from_table(&mut placement, service_slot, recent, tuple);
+        let selected_server = self.select_server_from_table(&mut placement, service_slot, recent_placements, tuple);
         self.placement = Some(placement);
         selected_server
     }
@@ -99,7 +99,7 @@ impl Service {
         &mut self,
         placement: &mut InstalledTable,
         service_slot: usize,
-        recent: Option<&mut RecentPlacements>,
+        recent_placements: Option<&mut RecentPlacements>,
         tuple: &FourTuple,
     ) -> Option<ServerId> {
         if placement.placement_table.members.is_empty() {
@@ -108,9 +108,9 @@ impl Service {
         let bytes = tuple.bytes();
         let hash = placement.toeplitz_hash(0, tuple);
         let key = RecentPlacements::entry_key(hash, placement.placement_table.generation, service_slot);
-        let mut recent = recent.filter(|_| placement.has_state());
-        if let Some(recent) = &mut recent
-            && let Some(id) = recent.find_server(hash, key)
+        let mut recent_placements = recent_placements.filter(|_| placement.has_state());
+        if let Some(recent_placements) = &mut recent_placements
+            && let Some(id) = recent_placements.find_server(hash, key)
             && self.can_take_new_connections(id)
         {
             return Some(id);
@@ -125,8 +125,8 @@ impl Service {
         let id = selected_server
             .filter(|id| self.can_take_new_connections(*id))
             .or_else(|| self.choose_fallback(&placement.placement_table, hash))?;
-        if let Some(recent) = recent {
-            *recent.entry_mut(hash) = key | u64::from(id.get());
+        if let Some(recent_placements) = recent_placements {
+            *recent_placements.entry_mut(hash) = key | u64::from(id.get());
         }
         Some(id)
     }

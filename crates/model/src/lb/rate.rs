@@ -65,8 +65,8 @@ pub enum TokenBucketSelector {
 
 impl TokenBucketSelector {
     /// Returns the indexes of the buckets that [`Sources(first)`](Self::Sources) selects.
-    pub fn source_bucket_indexes(first: usize) -> impl Iterator<Item = usize> {
-        (first % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
+    pub fn source_bucket_indexes(first_index: usize) -> impl Iterator<Item = usize> {
+        (first_index % 8..intf::BROADCAST_SHARDS as usize).step_by(8)
     }
 }
 
@@ -114,9 +114,8 @@ impl BroadcastLimiter {
         match buckets {
             TokenBucketSelector::Service(service, reason) => self.per_service[service][reason as usize] = bucket,
             TokenBucketSelector::Total(reason) => self.total[reason as usize] = bucket,
-            TokenBucketSelector::Sources(first) => {
-                TokenBucketSelector::source_bucket_indexes(first).for_each(|at| self.per_source[at] = bucket)
-            }
+            TokenBucketSelector::Sources(first_index) => TokenBucketSelector::source_bucket_indexes(first_index)
+                .for_each(|index| self.per_source[index] = bucket),
         }
     }
 }
@@ -153,23 +152,18 @@ mod tests {
             per_service: rate_with_burst(1000, 128),
             total: rate_with_burst(3000, 300),
         }; BROADCAST_REASON_COUNT];
-        let (mut broadcast, key) =
+        let (mut limiter, key) =
             (BroadcastLimiter::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
         let mut accepted_count = 0;
         for n in 0..10_000u64 {
             let now_ns = 1_000_000_000 + n * 100_000;
             for (source, service, reason) in junk {
-                broadcast.take_tokens(&key, (*service, (*source).into()), *reason, &broadcast_rates, now_ns);
+                limiter.take_tokens(&key, (*service, (*source).into()), *reason, &broadcast_rates, now_ns);
             }
             if n % 100 == 0 {
                 let (source, (service, reason)) = (Ipv4Addr::from(0x0a00_0000 + n as u32), genuine);
-                accepted_count += usize::from(broadcast.take_tokens(
-                    &key,
-                    (service, source.into()),
-                    reason,
-                    &broadcast_rates,
-                    now_ns,
-                ));
+                accepted_count +=
+                    usize::from(limiter.take_tokens(&key, (service, source.into()), reason, &broadcast_rates, now_ns));
             }
         }
         accepted_count
@@ -201,12 +195,12 @@ mod tests {
         let rate = TokenRate { interval_ns: 1_000_000, burst_ns: 0 };
         let total_rate = TokenRate { interval_ns: 100_000, burst_ns: 0 };
         let rates = [BroadcastRates { per_source: rate, per_service: rate, total: total_rate }; BROADCAST_REASON_COUNT];
-        let (mut broadcast, key) =
+        let (mut limiter, key) =
             (BroadcastLimiter::default(), CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 });
         let sent_count = (0..1_000_000u64)
             .filter(|n| {
                 let slot_and_source = ((n % 1024) as usize, Ipv4Addr::from(*n as u32).into());
-                broadcast.take_tokens(&key, slot_and_source, intf::LIMITED_RESET, &rates, 1_000_000_000 + n * 1000)
+                limiter.take_tokens(&key, slot_and_source, intf::LIMITED_RESET, &rates, 1_000_000_000 + n * 1000)
             })
             .count();
         assert!((9_000..=10_001).contains(&sent_count), "{sent_count}");

@@ -35,7 +35,7 @@ pub enum TableOwner {
 #[derive(Debug)]
 pub(super) struct ConnectionTableState {
     pub key: CookieKey,
-    pub owner: Option<TableOwnerNumber>,
+    pub own_number: Option<TableOwnerNumber>,
     pub owners: [TableOwner; intf::MAX_OWNERS as usize],
     pub clock: ClockTicks,
     pub last_sweep: ClockTicks,
@@ -63,7 +63,7 @@ impl ConnectionTableState {
         connection_table.initialise();
         Self {
             key: CookieKey { k0: 0, k1: 0 },
-            owner: None,
+            own_number: None,
             owners: Default::default(),
             clock: ClockTicks::default(),
             last_sweep: ClockTicks::default(),
@@ -94,7 +94,7 @@ impl ConnectionTableState {
     pub fn free_connections(&mut self, connections: &[Connection]) {
         let is_unchanged = |connection: &&Connection| {
             let current_connection = self.connection_table.connection(connection.index);
-            current_connection.is_some_and(|now| now.has_no_packet_since(connection))
+            current_connection.is_some_and(|current_snapshot| current_snapshot.has_no_packet_since(connection))
         };
         let release_entry =
             |connection: &&Connection| self.connection_table.release(connection.index, connection.identity);
@@ -106,16 +106,18 @@ impl ConnectionTableState {
         }
     }
 
-    pub fn free_service_entries(&mut self, services: &[usize]) {
-        for service in services {
-            let service_connections: Vec<Connection> =
-                self.connections().filter(|connection| usize::from(connection.identity.service) == *service).collect();
+    pub fn free_service_entries(&mut self, service_slots: &[usize]) {
+        for service_slot in service_slots {
+            let service_connections: Vec<Connection> = self
+                .connections()
+                .filter(|connection| usize::from(connection.identity.service_slot) == *service_slot)
+                .collect();
             self.free_connections(&service_connections);
         }
     }
 
-    pub fn update(&self, index: ConnectionIndex, bytes: u64, closing: bool) -> bool {
-        self.connection_table.update(index, bytes, closing, self.clock)
+    pub fn update(&self, index: ConnectionIndex, bytes: u64, is_closing_packet: bool) -> bool {
+        self.connection_table.update(index, bytes, is_closing_packet, self.clock)
     }
 }
 
@@ -124,25 +126,26 @@ impl LoadBalancer {
         ConnectionHash::new(&self.connection_table_state.key, service_slot as u16, tuple.client())
     }
 
-    /// Decides on a packet by the index `number` in its cookie. `from` is the source MAC address of the frame.
+    /// Decides on a packet by the index `cookie_index` in its cookie. `source_mac` is the source MAC address of the
+    /// frame.
     pub(super) fn decide_by_index(
         &mut self,
         service_slot: usize,
         tuple: &FourTuple,
-        number: u16,
+        cookie_index: u16,
         counter: intf::lb_counter,
-        from: MacAddress,
+        source_mac: MacAddress,
         now_ns: u64,
     ) -> IndexLookup {
-        let (owner, entry) = decode_cookie_index(number);
-        if self.connection_table_state.owner != Some(owner) {
+        let (owner, entry_slot) = decode_cookie_index(cookie_index);
+        if self.connection_table_state.own_number != Some(owner) {
             return IndexLookup::Decided(
-                self.forward_to_owner((service_slot, tuple.client().ip()), owner, from, now_ns),
+                self.forward_to_owner((service_slot, tuple.client().ip()), owner, source_mac, now_ns),
                 None,
             );
         }
         let hash = self.connection_hash(service_slot, tuple);
-        match self.connection_table_state.connection_table.find(hash, entry, service_slot as u16) {
+        match self.connection_table_state.connection_table.find(hash, entry_slot, service_slot as u16) {
             None => IndexLookup::UnknownConnection,
             Some((_, id)) if self.service(service_slot).server(id).is_none() => IndexLookup::UnknownServer,
             Some((index, id)) => IndexLookup::Decided(self.deliver_to(service_slot, id, counter), Some(index)),
@@ -152,34 +155,38 @@ impl LoadBalancer {
     /// Forwards to the load balancer that owns the entry, unless the packet came from another load balancer.
     fn forward_to_owner(
         &mut self,
-        of: (usize, IpAddr),
+        slot_and_source: (usize, IpAddr),
         owner: TableOwnerNumber,
-        from: MacAddress,
+        source_mac: MacAddress,
         now_ns: u64,
     ) -> Decision {
         let owners = self.connection_table_state.owners;
         match owners[usize::from(owner.get())] {
-            TableOwner::Unknown => self.decide_unknown(of, now_ns),
-            TableOwner::Reachable(mac) if !owners.contains(&TableOwner::Reachable(from)) => {
+            TableOwner::Unknown => self.decide_unknown(slot_and_source, now_ns),
+            TableOwner::Reachable(mac) if !owners.contains(&TableOwner::Reachable(source_mac)) => {
                 Decision::forward(intf::LB_COUNTER_TO_OWNER, mac)
             }
             TableOwner::Reachable(_) | TableOwner::Lost => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_broadcast(of, intf::LIMITED_OWNER_LOST, over_rate_counter, now_ns)
+                self.deliver_broadcast(slot_and_source, intf::LIMITED_OWNER_LOST, over_rate_counter, now_ns)
             }
         }
     }
 
-    fn reuse_expired_entry(&mut self, new: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
-        let (clock, swept) = (self.connection_table_state.clock, self.connection_table_state.last_sweep);
+    fn reuse_expired_entry(&mut self, new_connection: &NewConnection, server: ServerId) -> Option<ConnectionIndex> {
+        let (clock, last_sweep) = (self.connection_table_state.clock, self.connection_table_state.last_sweep);
         let is_expired = |connection: &Connection| {
             let identity = connection.identity;
-            let is_server_known = self.service(usize::from(identity.service)).server(identity.server).is_some();
-            ConnectionTimeouts::default().is_expired(connection, is_server_known, swept, clock)
+            let is_server_known = self.service(usize::from(identity.service_slot)).server(identity.server).is_some();
+            ConnectionTimeouts::default().is_expired(connection, is_server_known, last_sweep, clock)
         };
-        let (index, before) =
-            self.connection_table_state.connection_table.reuse_expired_slot(new, server, clock, is_expired)?;
-        let entry_count = self.connection_table_state.source_entry_count_mut(before.client.ip());
+        let (index, expired_connection) = self.connection_table_state.connection_table.reuse_expired_slot(
+            new_connection,
+            server,
+            clock,
+            is_expired,
+        )?;
+        let entry_count = self.connection_table_state.source_entry_count_mut(expired_connection.client.ip());
         *entry_count = entry_count.saturating_sub(1);
         Some(index)
     }
@@ -193,10 +200,10 @@ impl LoadBalancer {
         bytes: u64,
     ) -> Decision {
         let hash = self.connection_hash(service_slot, &packet.tuple());
-        let own_number = self.connection_table_state.owner;
+        let own_number = self.connection_table_state.own_number;
         let recent_slot = self.connection_table_state.recent_connections.find_slot(hash);
         let existing_entry = recent_slot
-            .and_then(|recent| self.connection_table_state.connection_table.find(hash, recent, service_slot as u16));
+            .and_then(|slot| self.connection_table_state.connection_table.find(hash, slot, service_slot as u16));
         if let (Some((index, id)), Some(owner)) = (existing_entry, own_number)
             && self.service(service_slot).takes_new_connections(id)
         {
@@ -213,14 +220,15 @@ impl LoadBalancer {
         if !self.connection_table_state.may_take_entry(packet.client.ip()) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);
         }
-        let new_connection = NewConnection { hash, service: service_slot as u16, client: packet.client, bytes };
+        let new_connection =
+            NewConnection { hash, service_slot: service_slot as u16, client: packet.client, frame_bytes: bytes };
         let (index, decision) = match self.connection_table_state.connection_table.take(
             &new_connection,
             server,
             self.connection_table_state.clock,
         ) {
             Ok(index) => (index, decision),
-            Err(TakeSlotError::Full) => match self.reuse_expired_entry(&new_connection, server) {
+            Err(TakeSlotError::PartitionFull) => match self.reuse_expired_entry(&new_connection, server) {
                 Some(index) => (index, decision.with_event(intf::LB_EVENT_CONNECTION_REUSED)),
                 None => return decision.with_event(intf::LB_EVENT_CONNECTION_TABLE_FULL),
             },

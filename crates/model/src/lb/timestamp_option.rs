@@ -12,20 +12,20 @@ pub(super) struct MalformedOptions;
 
 /// Returns the offset of the timestamp option, if there is one. The options after it are not checked.
 pub(super) fn timestamp_option_offset(options: &[u8]) -> Result<Option<usize>, MalformedOptions> {
-    let mut at = 0;
-    while at < options.len() {
-        match options[at] {
+    let mut offset = 0;
+    while offset < options.len() {
+        match options[offset] {
             OPTION_END => return Ok(None),
-            OPTION_NOP => at += 1,
+            OPTION_NOP => offset += 1,
             kind => {
-                let option_length = options.get(at + 1).copied().map_or(0, usize::from);
-                if option_length < 2 || at + option_length > options.len() {
+                let option_length = options.get(offset + 1).copied().map_or(0, usize::from);
+                if option_length < 2 || offset + option_length > options.len() {
                     return Err(MalformedOptions);
                 }
                 if kind == OPTION_TIMESTAMP && option_length == TIMESTAMP_OPTION_BYTES {
-                    return Ok(Some(at));
+                    return Ok(Some(offset));
                 }
-                at += option_length;
+                offset += option_length;
             }
         }
     }
@@ -37,6 +37,6 @@ pub(super) fn quoted_tsval(segment: &[u8]) -> Option<u32> {
     let header_bytes = usize::from(segment.get(12)? >> 4) * 4;
     let options = segment.get(TCP_HEADER_BYTES..header_bytes.min(segment.len()))?;
     // A truncated list is malformed, so it counts as a list without a timestamp.
-    let at = timestamp_option_offset(options).ok().flatten()?;
-    Some(u32_at(options, at + 2))
+    let option_offset = timestamp_option_offset(options).ok().flatten()?;
+    Some(u32_at(options, option_offset + 2))
 }

@@ -21,7 +21,7 @@ pub struct Vlans {
     /// Whether tags are read and written, which is false only if the program was loaded without VLANs.
     pub is_tagging_enabled: bool,
     /// VLAN in which clients' packets arrive.
-    pub vip: Vlan,
+    pub vip_vlan: Vlan,
 }
 
 impl LoadBalancer {
@@ -41,12 +41,12 @@ impl LoadBalancer {
     }
 
     /// Processes a frame, and turns it into the frame that leaves. `now_ns` is the time of a monotonic clock.
-    pub fn receive(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
+    pub fn process_frame(&mut self, frame: &mut Vec<u8>, now_ns: u64) -> Outcome {
         if !self.settings.vlans.is_tagging_enabled {
             return self.receive_untagged(frame, now_ns);
         }
         let tag = self.remove_tag(frame);
-        let outcome = if tag.unwrap_or(0) & VLAN_ID_MASK == self.settings.vlans.vip.get() {
+        let outcome = if tag.unwrap_or(0) & VLAN_ID_MASK == self.settings.vlans.vip_vlan.get() {
             self.receive_untagged(frame, now_ns)
         } else {
             let pass_outcome = || Decision::from_counter(intf::LB_COUNTER_PASSED_NOT_SERVICE).outcome(None);
@@ -76,7 +76,7 @@ impl LoadBalancer {
     fn egress_vlan(&self, outcome: &Outcome) -> Option<Vlan> {
         match outcome.counter {
             intf::LB_COUNTER_BROADCAST | intf::LB_COUNTER_BROADCAST_OWNER_LOST => {
-                *self.broadcast_vlan_by_slot.get(&outcome.service?).unwrap_or(&Some(Vlan::UNTAGGED))
+                *self.broadcast_vlan_by_slot.get(&outcome.service_slot?).unwrap_or(&Some(Vlan::UNTAGGED))
             }
             _ => Some(self.vlan_by_server.get(&outcome.server?).copied().unwrap_or_default()),
         }

@@ -9,11 +9,11 @@ use crate::rss::{InputTransform, RssKey, uniform_below};
 
 impl PlacementTable {
     /// Returns a table of `servers` (at least one) with random keys, RSS inputs, loads and costs. Loads have few
-    /// different values, so that ties occur. `groups` is 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
+    /// different values, so that ties occur. `group_count` is 1 to [`MAX_RSS_GROUPS`](intf::MAX_RSS_GROUPS).
     pub fn random(
         rule: PlacementRule,
         generation: u64,
-        groups: usize,
+        group_count: usize,
         servers: &[ServerId],
         rng: &mut impl Rng,
     ) -> Self {
@@ -23,19 +23,20 @@ impl PlacementTable {
             .iter()
             .flat_map(|server| (0..cores_per_server as u16).map(|core| ServerCore { server: *server, core }))
             .collect();
-        let max_per_bucket = intf::MAX_TABLE_CANDIDATES / (groups as u32 * bucket_count.get());
+        let max_per_bucket = intf::MAX_TABLE_CANDIDATES / (group_count as u32 * bucket_count.get());
         let candidates_per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(max_per_bucket));
         let mut random_candidate = || {
             let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
             let server = core_slots[usize::from(core_slot)].server;
-            CandidateCore { server, load: uniform_below(rng, 16) * 1000, core_slot }
+            CandidateCore { server, fixed_point_load: uniform_below(rng, 16) * 1000, core_slot }
         };
         let candidates =
-            (0..groups as u32 * bucket_count.get() * candidates_per_bucket).map(|_| random_candidate()).collect();
+            (0..group_count as u32 * bucket_count.get() * candidates_per_bucket).map(|_| random_candidate()).collect();
         // Some servers occur twice, like servers of more weight.
         let member_servers = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
-        let members =
-            member_servers.map(|server| TableMember { server: *server, load: uniform_below(rng, 5) * 1000 }).collect();
+        let members = member_servers
+            .map(|server| TableMember { server: *server, fixed_point_load: uniform_below(rng, 5) * 1000 })
+            .collect();
         let consistent_servers = rendezvous_table(servers, bucket_count);
         let random_previous_server = |server: &ServerId| match uniform_below(rng, 3) {
             0 => None,
@@ -47,7 +48,7 @@ impl PlacementTable {
             generation,
             rule,
             bucket_count,
-            groups: (0..groups).map(|_| random_rss_key(rng)).collect(),
+            groups: (0..group_count).map(|_| random_rss_key(rng)).collect(),
             candidates_per_bucket,
             candidates,
             assignment_cost: uniform_below(rng, 4) * 700,

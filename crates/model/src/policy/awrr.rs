@@ -37,7 +37,10 @@ impl Policy for AdaptiveWeightedRoundRobin {
         let loads: Vec<f64> = pool.eligible_servers().map(|server| server.mean_load(neutral_load)).collect();
         let average_load = mean(&loads).unwrap_or(0.0);
         let turns_by_load = loads.iter().map(|load| f64::from(adaptive_turn_count(*load, average_load)));
-        let shares: Vec<f64> = turns_by_load.zip(pool.shares()).map(|(turns, (_, share))| turns * share).collect();
+        let shares: Vec<f64> = turns_by_load
+            .zip(pool.new_connection_shares())
+            .map(|(turn_count, (_, share))| turn_count * share)
+            .collect();
         weighted_turn_table(pool, buckets, generation, self.hash_key.clone(), &shares)
     }
 }
@@ -45,12 +48,12 @@ impl Policy for AdaptiveWeightedRoundRobin {
 /// Returns a server's turns N_i = round(10 L_avg / ((1 - a) L_i + a L_avg)), for its load L_i and smoothing a. (The
 /// paper's typesetting shows the fraction as an exponent. Its text, "a perfectly balanced system would give N = 10",
 /// and its bounds only fit a factor.)
-fn adaptive_turn_count(load: f64, average: f64) -> u32 {
-    if average <= 0.0 {
+fn adaptive_turn_count(load: f64, average_load: f64) -> u32 {
+    if average_load <= 0.0 {
         return MEAN_TURNS as u32;
     }
-    let turns = MEAN_TURNS * average / ((1.0 - WEIGHT_SMOOTHING) * load + WEIGHT_SMOOTHING * average);
-    turns.round().clamp(MIN_TURNS, MAX_TURNS) as u32
+    let turn_count = MEAN_TURNS * average_load / ((1.0 - WEIGHT_SMOOTHING) * load + WEIGHT_SMOOTHING * average_load);
+    turn_count.round().clamp(MIN_TURNS, MAX_TURNS) as u32
 }
 
 #[cfg(test)]

@@ -39,7 +39,7 @@ impl Policy for BoundedLoadPolicy {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let shares = pool.shares();
+        let shares = pool.new_connection_shares();
         let below_bound = positions_below_bound(
             &LoadMetric::Connections.server_loads(pool),
             &LoadMetric::Connections.comparison_shares(pool),
@@ -52,11 +52,11 @@ impl Policy for BoundedLoadPolicy {
 }
 
 /// Returns the positions of the servers below their bound. There is at least one, because the bound includes the next
-/// connection (ceil(c m / n) in the paper). `open` has the connections of each server, `parts` its share.
-fn positions_below_bound(open: &[f64], parts: &[f64]) -> Vec<usize> {
-    let connections_per_share = (open.iter().sum::<f64>() + 1.0) / parts.iter().sum::<f64>();
-    (0..open.len())
-        .filter(|position| open[*position] < BALANCE_FACTOR * connections_per_share * parts[*position])
+/// connection (ceil(c m / n) in the paper). `open_connections` has the connections of each server, `shares` its share.
+fn positions_below_bound(open_connections: &[f64], shares: &[f64]) -> Vec<usize> {
+    let connections_per_share = (open_connections.iter().sum::<f64>() + 1.0) / shares.iter().sum::<f64>();
+    (0..open_connections.len())
+        .filter(|position| open_connections[*position] < BALANCE_FACTOR * connections_per_share * shares[*position])
         .collect()
 }
 
@@ -68,17 +68,17 @@ mod tests {
 
     const BUCKET_COUNT: usize = 1024;
 
-    fn pool_with_connections(open: &[u32]) -> Pool {
-        let server = |(position, open): (usize, &u32)| PoolServer {
-            open_connections: *open,
+    fn pool_with_connections(open_connections: &[u32]) -> Pool {
+        let server = |(position, open_connections): (usize, &u32)| PoolServer {
+            open_connections: *open_connections,
             ..PoolServer::new((position as u64 + 1).try_into().unwrap())
         };
-        Pool::new(open.iter().enumerate().map(server).collect(), 1)
+        Pool::new(open_connections.iter().enumerate().map(server).collect(), 1)
     }
 
-    fn server_by_bucket(open: &[u32]) -> Vec<u16> {
+    fn server_by_bucket(open_connections: &[u32]) -> Vec<u16> {
         let table = BoundedLoadPolicy::new(1).compute_table(
-            &pool_with_connections(open),
+            &pool_with_connections(open_connections),
             BucketCount::new(BUCKET_COUNT as u64).unwrap(),
             1,
         );

@@ -30,9 +30,16 @@ struct ServerColumn {
 }
 
 impl BucketLoads {
-    /// Updates the loads for these servers of the group with RSS key `key`. `most` is the number of least loaded cores
-    /// needed per bucket, or 0 if cores are compared by another value than their load.
-    pub fn update(&mut self, servers: &[&PoolServer], key: &RssKey, buckets: BucketCount, neutral: f64, most: usize) {
+    /// Updates the loads for these servers of the group with RSS key `key`. `needed_core_count` is the number of least
+    /// loaded cores needed per bucket, or 0 if cores are compared by another value than their load.
+    pub fn update(
+        &mut self,
+        servers: &[&PoolServer],
+        key: &RssKey,
+        buckets: BucketCount,
+        neutral_load: f64,
+        needed_core_count: usize,
+    ) {
         let has_column = |(column, server): (&ServerColumn, &&PoolServer)| column.server == server.id;
         let are_all_known =
             self.server_columns.len() == servers.len() && self.server_columns.iter().zip(servers).all(has_column);
@@ -42,21 +49,21 @@ impl BucketLoads {
                 servers.iter().map(|server| ServerColumn { server: server.id, loads_and_rss: None }).collect();
             let load_count = servers.len() * buckets.get() as usize;
             self.loads_by_bucket.clear();
-            self.loads_by_bucket.resize(if load_count <= MAX_KEPT_LOADS { load_count } else { 0 }, neutral);
+            self.loads_by_bucket.resize(if load_count <= MAX_KEPT_LOADS { load_count } else { 0 }, neutral_load);
             self.least_cores_by_bucket.clear();
         }
         if self.loads_by_bucket.is_empty() {
             return;
         }
-        if most == 0 {
+        if needed_core_count == 0 {
             self.least_cores_by_bucket.clear();
         } else {
             self.least_cores_by_bucket.resize_with(buckets.get() as usize, LeastLoadedCores::default);
         }
         for (position, server) in servers.iter().enumerate() {
-            self.update_server_loads(position, server, key, buckets, neutral);
+            self.update_server_loads(position, server, key, buckets, neutral_load);
         }
-        self.refill_least_cores(servers, key, most);
+        self.refill_least_cores(servers, key, needed_core_count);
     }
 
     fn update_server_loads(
@@ -65,24 +72,24 @@ impl BucketLoads {
         server: &PoolServer,
         key: &RssKey,
         buckets: BucketCount,
-        neutral: f64,
+        neutral_load: f64,
     ) {
         let column = &mut self.server_columns[position];
         let cores = server.loads.as_ref().and_then(ServerLoads::cores).filter(|cores| !cores.is_empty());
         let rss = server.rss.as_ref().filter(|rss| rss.key == *key);
-        let is_unchanged = |(known, known_rss): &(CoreLoads, Option<RssConfig>)| {
-            cores.is_some_and(|cores| cores == known) && known_rss.as_ref() == rss
+        let is_unchanged = |(known_loads, known_rss): &(CoreLoads, Option<RssConfig>)| {
+            cores.is_some_and(|cores| cores == known_loads) && known_rss.as_ref() == rss
         };
         if column.loads_and_rss.as_ref().is_some_and(is_unchanged) {
             return;
         }
         column.loads_and_rss = cores.map(|cores| (cores.clone(), rss.cloned()));
         let server_count = self.server_columns.len();
-        let (loads, least) = (&mut self.loads_by_bucket, &mut self.least_cores_by_bucket);
-        for_each_reached_core(server, rss, buckets, neutral, |bucket, core, load| {
+        let (loads, least_cores_by_bucket) = (&mut self.loads_by_bucket, &mut self.least_cores_by_bucket);
+        for_each_reached_core(server, rss, buckets, neutral_load, |bucket, core, load| {
             let old_load = std::mem::replace(&mut loads[bucket * server_count + position], load);
-            if let Some(least) = least.get_mut(bucket) {
-                least.update_source(
+            if let Some(least_cores) = least_cores_by_bucket.get_mut(bucket) {
+                least_cores.update_source(
                     old_load,
                     RankedCore { load, core: ServerCore { server: server.id, core }, source: position as u32 },
                 );
@@ -91,17 +98,18 @@ impl BucketLoads {
     }
 
     /// Searches the least loaded cores again in those buckets that have too few of them left.
-    fn refill_least_cores(&mut self, servers: &[&PoolServer], key: &RssKey, most: usize) {
+    fn refill_least_cores(&mut self, servers: &[&PoolServer], key: &RssKey, needed_core_count: usize) {
         let server_count = self.server_columns.len();
-        let needed_count = most.min(server_count);
-        for (bucket, least) in
-            (0..).zip(&mut self.least_cores_by_bucket).filter(|(_, least)| least.ranked_cores().len() < needed_count)
+        let needed_count = needed_core_count.min(server_count);
+        for (bucket, least_cores) in (0..)
+            .zip(&mut self.least_cores_by_bucket)
+            .filter(|(_, least_cores)| least_cores.ranked_cores().len() < needed_count)
         {
             let bucket_loads = &self.loads_by_bucket[bucket as usize * server_count..][..server_count];
             let ranked_core = |((source, load), server): ((u32, &f64), &&PoolServer)| {
                 std::iter::once(RankedCore { load: *load, core: reached_core_of(server, key, bucket), source })
             };
-            least.find((0..).zip(bucket_loads).zip(servers).map(ranked_core));
+            least_cores.find((0..).zip(bucket_loads).zip(servers).map(ranked_core));
         }
     }
 
@@ -117,26 +125,26 @@ impl BucketLoads {
     }
 }
 
-/// Calls `take` for each bucket with the bucket, the core that it reaches at the server, and the core's load.
+/// Calls `visit_core` for each bucket with the bucket, the core that it reaches at the server, and the core's load.
 fn for_each_reached_core(
     server: &PoolServer,
     rss: Option<&RssConfig>,
     buckets: BucketCount,
-    neutral: f64,
-    mut take: impl FnMut(usize, u16, f64),
+    neutral_load: f64,
+    mut visit_core: impl FnMut(usize, u16, f64),
 ) {
     let queues = rss.map(|rss| rss.indirection_table.queues());
     match (server.loads.as_ref().and_then(ServerLoads::cores), queues) {
         // Each bucket reaches one entry, so this loop gives the result of `core_and_load` without its divisions.
         (Some(cores), Some(queues)) if queues.len() <= buckets.get() as usize => {
-            let load_beyond_reports = server.mean_load(neutral);
+            let load_beyond_reports = server.mean_load(neutral_load);
             for (bucket, queue) in (0..buckets.get() as usize).zip(queues.iter().cycle()) {
-                take(bucket, *queue, cores.get(usize::from(*queue)).copied().unwrap_or(load_beyond_reports));
+                visit_core(bucket, *queue, cores.get(usize::from(*queue)).copied().unwrap_or(load_beyond_reports));
             }
         }
         _ => (0..buckets.get()).for_each(|bucket| {
-            let (core, load) = core_and_load(server, rss, bucket, buckets, neutral);
-            take(bucket as usize, core, load);
+            let (core, load) = core_and_load(server, rss, bucket, buckets, neutral_load);
+            visit_core(bucket as usize, core, load);
         }),
     }
 }
@@ -154,28 +162,29 @@ pub fn core_and_load(
     rss: Option<&RssConfig>,
     bucket: u32,
     buckets: BucketCount,
-    neutral: f64,
+    neutral_load: f64,
 ) -> (u16, f64) {
     match rss {
-        Some(rss) => reached_core_and_load(server, rss, bucket, buckets, neutral),
-        None => (0, server.mean_load(neutral)),
+        Some(rss) => reached_core_and_load(server, rss, bucket, buckets, neutral_load),
+        None => (0, server.mean_load(neutral_load)),
     }
 }
 
-/// Returns the core of a server with this RSS that a bucket's connections reach, and its load, or `neutral` if unknown.
-/// If the server's table is longer than the number of buckets, a bucket reaches several of its entries, evenly.
+/// Returns the core of a server with this RSS that a bucket's connections reach, and its load, or `neutral_load` if
+/// unknown. If the server's table is longer than the number of buckets, a bucket reaches several of its entries,
+/// evenly.
 pub fn reached_core_and_load(
     server: &PoolServer,
     rss: &RssConfig,
     bucket: u32,
     buckets: BucketCount,
-    neutral: f64,
+    neutral_load: f64,
 ) -> (u16, f64) {
     let indirection_table = &rss.indirection_table;
     let entries_per_bucket = (indirection_table.entry_count() / buckets.get() as usize).max(1);
     let entry_cores =
         (0..entries_per_bucket as u32).map(|step| indirection_table.queue_of_hash(bucket + step * buckets.get()));
-    let load = entry_cores.map(|core| server.core_load(core, neutral)).sum::<f64>() / entries_per_bucket as f64;
+    let load = entry_cores.map(|core| server.core_load(core, neutral_load)).sum::<f64>() / entries_per_bucket as f64;
     (reached_queue(rss, bucket), load)
 }
 

@@ -28,14 +28,14 @@ pub fn weighted_ring_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usiz
             .extend((0..server_point_count).map(|point| (mix_hash(point << 16 | u32::from(server.get())), position)));
     }
     ring_points.sort_unstable();
-    let Some(first) = ring_points.first().copied() else { return Vec::new() };
+    let Some(first_point) = ring_points.first().copied() else { return Vec::new() };
     let mut next_point = 0;
     let position_of_bucket = |bucket: usize| {
         let bucket_point = ((bucket as u128) << 64) / size as u128;
         while ring_points.get(next_point).is_some_and(|(point, _)| u128::from(*point) < bucket_point) {
             next_point += 1;
         }
-        ring_points.get(next_point).map_or(first.1, |(_, position)| *position)
+        ring_points.get(next_point).map_or(first_point.1, |(_, position)| *position)
     };
     (0..size).map(position_of_bucket).collect()
 }
@@ -50,9 +50,9 @@ mod tests {
 
     #[test]
     fn removal_of_a_server_moves_only_its_own_buckets() {
-        let before = server_ids(50);
-        let (table, after) = (ring_table(&before, 2048), ring_table(&before[1..], 2048));
-        assert!(table.iter().zip(&after).all(|(old, new)| *old == 0 || *old == new + 1));
+        let servers = server_ids(50);
+        let (table, reduced_table) = (ring_table(&servers, 2048), ring_table(&servers[1..], 2048));
+        assert!(table.iter().zip(&reduced_table).all(|(old, new)| *old == 0 || *old == new + 1));
     }
 
     #[test]

@@ -42,20 +42,20 @@ pub fn core_aware_table(
     pool: &Pool,
     buckets: BucketCount,
     generation: u64,
-    fallback: &RssKey,
+    fallback_key: &RssKey,
     rule: PlacementRule,
     per_bucket: impl Fn(usize, usize) -> usize,
-    kept: &mut PolicyCache,
+    cache: &mut PolicyCache,
 ) -> PlacementTable {
-    let groups = rss_groups(pool, fallback);
+    let groups = rss_groups(pool, fallback_key);
     let has_no_eligible_server = pool.eligible_servers().next().is_none();
     if has_no_eligible_server || (!pool.has_loads() && rule == PlacementRule::Table) {
         return modulo_placement_table(pool, buckets, generation, groups[0].key.clone());
     }
-    let consistent_servers = kept.consistent_servers(pool, buckets);
+    let consistent_servers = cache.consistent_servers(pool, buckets);
     let mut table =
         table_with_consistent_servers(pool, rule, buckets, generation, groups[0].key.clone(), consistent_servers);
     let candidates_per_bucket = per_bucket(table.members.len(), groups.len());
-    fill_candidates(&mut table, &groups, buckets, pool, candidates_per_bucket, kept);
+    fill_candidates(&mut table, &groups, buckets, pool, candidates_per_bucket, cache);
     table
 }

@@ -56,7 +56,7 @@ const DEFAULT_COST_SHARE: f64 = 0.5;
 /// Method by which the cost of an assigned connection is determined.
 enum ConnectionCost {
     /// The cost follows from the cores' deficits and the smoothed number of connections per interval.
-    Deficit { opened: Option<f64> },
+    Deficit { smoothed_opened_count: Option<f64> },
     /// The cost is a fixed share of the mean load of an open connection.
     Share(f64),
 }
@@ -72,7 +72,7 @@ pub struct CrossRssPlusPolicy {
 impl CrossRssPlusPolicy {
     /// Returns the policy with the cost by deficits, as listed in the registry.
     pub fn new(seed: u64) -> Self {
-        Self::with_cost(seed, ConnectionCost::Deficit { opened: None })
+        Self::with_cost(seed, ConnectionCost::Deficit { smoothed_opened_count: None })
     }
 
     /// Returns the policy with a fixed cost, which is `share` of an open connection's mean load. 0 gives `crossrss`.
@@ -91,24 +91,26 @@ impl CrossRssPlusPolicy {
 }
 
 impl ConnectionCost {
-    fn connection_cost(&mut self, pool: &Pool, kept: &mut PolicyCache) -> f64 {
+    fn connection_cost(&mut self, pool: &Pool, cache: &mut PolicyCache) -> f64 {
         match self {
             ConnectionCost::Share(share) => *share * pool.load_per_connection(),
-            ConnectionCost::Deficit { opened } => {
-                let Some(newest) = pool.opened_connections else {
+            ConnectionCost::Deficit { smoothed_opened_count } => {
+                let Some(opened_connections) = pool.opened_connections else {
                     return DEFAULT_COST_SHARE * pool.load_per_connection();
                 };
-                let newest = newest as f64;
-                let smoothed_count = match *opened {
-                    None => newest,
-                    Some(old) if !pool.is_new_interval => old,
-                    Some(old) => OPENED_CONNECTIONS_WEIGHT * newest + (1.0 - OPENED_CONNECTIONS_WEIGHT) * old,
+                let newest_count = opened_connections as f64;
+                let smoothed_count = match *smoothed_opened_count {
+                    None => newest_count,
+                    Some(old_count) if !pool.is_new_interval => old_count,
+                    Some(old_count) => {
+                        OPENED_CONNECTIONS_WEIGHT * newest_count + (1.0 - OPENED_CONNECTIONS_WEIGHT) * old_count
+                    }
                 };
-                *opened = Some(smoothed_count);
+                *smoothed_opened_count = Some(smoothed_count);
                 let load_to_assign = if pool.counts_requests {
                     pool.total_load()
                 } else {
-                    DEFICIT_FILL_FACTOR * total_deficit(pool, kept)
+                    DEFICIT_FILL_FACTOR * total_deficit(pool, cache)
                 };
                 load_to_assign / smoothed_count.max(1.0)
             }
@@ -117,13 +119,13 @@ impl ConnectionCost {
 }
 
 /// Returns the total work by which cores are below their level, in work of a core of usual speed.
-fn total_deficit(pool: &Pool, kept: &mut PolicyCache) -> f64 {
+fn total_deficit(pool: &Pool, cache: &mut PolicyCache) -> f64 {
     let normalized_load = NormalizedLoad::of(pool);
-    let deficit_of_class = |(class, spread): (&ServerClass, &LoadHistogram)| {
+    let deficit_of_class = |(class, histogram): (&ServerClass, &LoadHistogram)| {
         let (level, speed) = normalized_load.level_and_speed(*class);
-        speed * spread.missing_load(level)
+        speed * histogram.missing_load(level)
     };
-    kept.load_histograms(pool).iter().map(deficit_of_class).sum()
+    cache.load_histograms(pool).iter().map(deficit_of_class).sum()
 }
 
 /// Average loads of all servers' cores over the last reports.
@@ -144,17 +146,17 @@ impl RecentServerLoads {
         Self { id, recent_mean_loads: loads.to_vec(), newest_loads: loads.clone(), smoothed_loads: loads.clone() }
     }
 
-    /// Updates the averages. `fresh` is whether the loads are from a new report.
-    fn update(&mut self, loads: &CoreLoads, fresh: bool) {
-        if !fresh && self.newest_loads == *loads {
+    /// Updates the averages. `has_new_load` is whether the loads are from a new report.
+    fn update(&mut self, loads: &CoreLoads, has_new_load: bool) {
+        if !has_new_load && self.newest_loads == *loads {
             return;
         }
         // Cores may have been added or removed.
         self.recent_mean_loads.resize(loads.len(), 0.0);
-        let newest_weight = if fresh { RECENT_LOAD_WEIGHT } else { 0.0 };
-        let smoothed_load = |(load, recent): (&f64, &mut f64)| {
-            *recent += newest_weight * (*load - *recent);
-            (*load + *recent) / 2.0
+        let newest_weight = if has_new_load { RECENT_LOAD_WEIGHT } else { 0.0 };
+        let smoothed_load = |(load, recent_mean_load): (&f64, &mut f64)| {
+            *recent_mean_load += newest_weight * (*load - *recent_mean_load);
+            (*load + *recent_mean_load) / 2.0
         };
         self.smoothed_loads = loads.iter().zip(&mut self.recent_mean_loads).map(smoothed_load).collect();
         self.newest_loads = loads.clone();
@@ -173,8 +175,8 @@ impl RecentLoads {
         for server in &mut smoothed_servers {
             let Some(ServerLoads::Local(loads)) = &mut server.loads else { continue };
             // Servers that left or do not report are forgotten.
-            while previous_servers.next_if(|known| known.id < server.id).is_some() {}
-            let known_server = previous_servers.next_if(|known| known.id == server.id);
+            while previous_servers.next_if(|previous_server| previous_server.id < server.id).is_some() {}
+            let known_server = previous_servers.next_if(|previous_server| previous_server.id == server.id);
             let mut recent_server = known_server.unwrap_or_else(|| RecentServerLoads::new(server.id, loads));
             recent_server.update(loads, server.has_new_load);
             *loads = recent_server.smoothed_loads.clone();
@@ -185,8 +187,8 @@ impl RecentLoads {
 }
 
 /// Returns the maximum number of candidates per bucket that data plane and table size allow.
-fn max_fitting_candidates(buckets: BucketCount, groups: usize) -> usize {
-    let max_by_table_size = intf::MAX_TABLE_CANDIDATES as usize / (groups * buckets.get() as usize);
+fn max_fitting_candidates(buckets: BucketCount, group_count: usize) -> usize {
+    let max_by_table_size = intf::MAX_TABLE_CANDIDATES as usize / (group_count * buckets.get() as usize);
     max_by_table_size.min(intf::MAX_CANDIDATES as usize)
 }
 
@@ -210,8 +212,9 @@ impl Policy for CrossRssPlusPolicy {
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
         let pool = &*self.preprocess(pool);
         let cache = &mut self.cache;
-        let candidates_per_bucket =
-            |servers: usize, groups: usize| servers.min(max_fitting_candidates(buckets, groups)).max(1);
+        let candidates_per_bucket = |server_count: usize, group_count: usize| {
+            server_count.min(max_fitting_candidates(buckets, group_count)).max(1)
+        };
         let mut table = core_aware_table(
             pool,
             buckets,

@@ -35,8 +35,8 @@ impl<'a> RssGroup<'a> {
 
 /// Returns the eligible servers by RSS key, in at most `MAX_RSS_GROUPS` groups. The largest group is first, and groups
 /// of one size are in the order of their lowest ids. Other servers are in the first group's `without_core_loads`.
-/// `fallback` is the key of a pool without known RSS.
-pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
+/// `fallback_key` is the key of a pool without known RSS.
+pub fn rss_groups<'a>(pool: &'a Pool, fallback_key: &RssKey) -> Vec<RssGroup<'a>> {
     let mut groups: Vec<RssGroup<'a>> = Vec::new();
     let mut without_known_group = Vec::new();
     for server in pool.eligible_servers() {
@@ -56,7 +56,7 @@ pub fn rss_groups<'a>(pool: &'a Pool, fallback: &RssKey) -> Vec<RssGroup<'a>> {
     let kept_group_count = groups.len().min(coreward_intf::MAX_RSS_GROUPS as usize);
     without_known_group.extend(groups.drain(kept_group_count..).flat_map(|group| group.servers));
     if groups.is_empty() {
-        groups.push(RssGroup { key: fallback.clone(), servers: Vec::new(), without_core_loads: Vec::new() });
+        groups.push(RssGroup { key: fallback_key.clone(), servers: Vec::new(), without_core_loads: Vec::new() });
     }
     without_known_group.sort_by_key(|server| server.id);
     groups[0].without_core_loads = without_known_group;
@@ -102,34 +102,34 @@ pub struct LeastCoreList {
 }
 
 impl LeastCoreList {
-    /// Returns an empty list for at most `most` cores, at least 1.
-    pub fn new(most: usize) -> Self {
-        Self { max_core_count: most, kept_cores: Vec::with_capacity(most + 1) }
+    /// Returns an empty list for at most `max_core_count` cores, at least 1.
+    pub fn new(max_core_count: usize) -> Self {
+        Self { max_core_count, kept_cores: Vec::with_capacity(max_core_count + 1) }
     }
 
     /// Offers a core, and returns whether it is among the least so far. Of a thousand cores, only few are.
-    pub fn offer(&mut self, compared: f64, load: f64, core: ServerCore) -> bool {
-        let sorts_before = |(other, other_load, other_core): &(f64, f64, ServerCore)| {
-            other.total_cmp(&compared).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
+    pub fn offer(&mut self, compared_value: f64, load: f64, core: ServerCore) -> bool {
+        let sorts_before = |(other_value, other_load, other_core): &(f64, f64, ServerCore)| {
+            other_value.total_cmp(&compared_value).then(other_load.total_cmp(&load)).then(other_core.cmp(&core)).is_lt()
         };
         if self.kept_cores.len() == self.max_core_count && self.kept_cores.last().is_some_and(sorts_before) {
             return false;
         }
         let position = self.kept_cores.partition_point(sorts_before);
-        self.kept_cores.insert(position, (compared, load, core));
+        self.kept_cores.insert(position, (compared_value, load, core));
         self.kept_cores.truncate(self.max_core_count);
         true
     }
 
     /// Returns the maximum compared value with which a core would still be among the least.
-    pub fn bound(&self) -> f64 {
+    pub fn largest_accepted_value(&self) -> f64 {
         let is_full = self.kept_cores.len() == self.max_core_count;
-        self.kept_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared, ..)| *compared)
+        self.kept_cores.last().filter(|_| is_full).map_or(f64::INFINITY, |(compared_value, ..)| *compared_value)
     }
 
     /// Returns the least cores in ascending order, each with its load and its compared value.
     pub fn cores(&self) -> impl Iterator<Item = (ServerCore, f64, f64)> {
-        self.kept_cores.iter().map(|(compared, load, core)| (*core, *load, *compared))
+        self.kept_cores.iter().map(|(compared_value, load, core)| (*core, *load, *compared_value))
     }
 }
 
@@ -137,37 +137,39 @@ impl LeastCoreList {
 /// after the cores of other groups. Otherwise a server with its own RSS key would take part in all buckets.
 const EXCLUDED_LOAD: f64 = f64::MAX;
 
-/// Fills a table with the `per_bucket` least loaded cores of every bucket of every group.
+/// Fills a table with the `candidates_per_bucket` least loaded cores of every bucket of every group.
 pub fn fill_candidates(
     table: &mut PlacementTable,
     groups: &[RssGroup<'_>],
     buckets: BucketCount,
     pool: &Pool,
-    per_bucket: usize,
-    kept: &mut PolicyCache,
+    candidates_per_bucket: usize,
+    cache: &mut PolicyCache,
 ) {
     let reachable_cores = ReachableCores::new(pool, buckets);
     let has_no_loads = !pool.has_loads();
     let mut core_slots = CoreSlots { slots: &mut table.core_slots, slot_by_core: HashMap::default() };
     table.groups = groups.iter().map(|group| group.key.clone()).collect();
-    table.candidates_per_bucket = per_bucket as u32;
-    table.candidates.reserve(groups.len() * buckets.get() as usize * per_bucket);
-    kept.groups.resize_with(groups.len(), CachedGroup::default);
-    for (group, kept) in groups.iter().zip(&mut kept.groups) {
-        let local_servers = LocalServers::new(&reachable_cores, group, &mut kept.bucket_loads, per_bucket);
-        let rack_cores = RackCores::new(&reachable_cores, group, &mut kept.rack_aggregate, per_bucket);
+    table.candidates_per_bucket = candidates_per_bucket as u32;
+    table.candidates.reserve(groups.len() * buckets.get() as usize * candidates_per_bucket);
+    cache.groups.resize_with(groups.len(), CachedGroup::default);
+    for (group, cached_group) in groups.iter().zip(&mut cache.groups) {
+        let local_servers =
+            LocalServers::new(&reachable_cores, group, &mut cached_group.bucket_loads, candidates_per_bucket);
+        let rack_cores =
+            RackCores::new(&reachable_cores, group, &mut cached_group.rack_aggregate, candidates_per_bucket);
         for bucket in 0..buckets.get() {
             let bucket_cores = if has_no_loads {
                 reachable_cores.rotate_equal_cores(group, bucket)
             } else {
-                reachable_cores.least_cores(&local_servers, &rack_cores, bucket, per_bucket)
+                reachable_cores.least_cores(&local_servers, &rack_cores, bucket, candidates_per_bucket)
             };
-            for position in 0..per_bucket {
-                let (core, compared) = bucket_cores[position.min(bucket_cores.len() - 1)];
+            for position in 0..candidates_per_bucket {
+                let (core, compared_value) = bucket_cores[position.min(bucket_cores.len() - 1)];
                 let core_slot = core_slots.assign_slot(core);
                 table.candidates.push(CandidateCore {
                     server: core.server,
-                    load: load_to_fixed_point(compared),
+                    fixed_point_load: load_to_fixed_point(compared_value),
                     core_slot,
                 });
             }
@@ -191,7 +193,7 @@ impl<'a, 'g> LocalServers<'a, 'g> {
         cores: &ReachableCores<'_>,
         group: &'g RssGroup<'a>,
         bucket_loads: &'g mut BucketLoads,
-        most: usize,
+        needed_core_count: usize,
     ) -> Self {
         let servers: Vec<&PoolServer> = group
             .all_servers()
@@ -199,7 +201,7 @@ impl<'a, 'g> LocalServers<'a, 'g> {
             .collect();
         let has_slow_start = servers.iter().any(|server| server.slow_start_fraction < 1.0);
         // The cores that a bucket keeps are in the order of loads alone.
-        let kept_core_count = if cores.normalized_load.is_uniform() && !has_slow_start { most } else { 0 };
+        let kept_core_count = if cores.normalized_load.is_uniform() && !has_slow_start { needed_core_count } else { 0 };
         bucket_loads.update(&servers, &group.key, cores.buckets, cores.neutral_load, kept_core_count);
         let level_and_speed = |server: &&PoolServer| cores.normalized_load.level_and_speed(server.server_class());
         let levels_and_speeds =
@@ -216,13 +218,18 @@ struct RackCores<'a, 'g> {
 }
 
 impl<'a, 'g> RackCores<'a, 'g> {
-    fn new(cores: &ReachableCores<'a>, group: &RssGroup<'_>, kept: &'g mut RackAggregate, most: usize) -> Self {
+    fn new(
+        cores: &ReachableCores<'a>,
+        group: &RssGroup<'_>,
+        rack_aggregate: &'g mut RackAggregate,
+        needed_core_count: usize,
+    ) -> Self {
         let candidate_lists: Vec<&CandidateList> = cores.pool.candidate_lists(&group.key).collect();
         let compares_by_load = cores.normalized_load.is_uniform() && !candidate_lists.is_empty();
         if compares_by_load {
-            kept.update(&cores.pool.racks, &group.key, cores.buckets, most);
+            rack_aggregate.update(&cores.pool.racks, &group.key, cores.buckets, needed_core_count);
         }
-        Self { candidate_lists, least_cores: compares_by_load.then_some(kept) }
+        Self { candidate_lists, least_cores: compares_by_load.then_some(rack_aggregate) }
     }
 }
 
@@ -259,73 +266,84 @@ impl<'a> ReachableCores<'a> {
     /// Returns the least loaded cores that take part in the bucket, each with its compared value.
     fn least_cores(
         &self,
-        known: &LocalServers<'_, '_>,
-        relayed: &RackCores<'_, '_>,
+        local_servers: &LocalServers<'_, '_>,
+        rack_cores: &RackCores<'_, '_>,
         bucket: u32,
-        most: usize,
+        max_core_count: usize,
     ) -> Vec<(ServerCore, f64)> {
-        let mut least_cores = LeastCoreList::new(most);
-        self.offer_local_cores(known, bucket, &mut least_cores);
-        self.offer_rack_cores(relayed, bucket, &mut least_cores);
+        let mut least_cores = LeastCoreList::new(max_core_count);
+        self.offer_local_cores(local_servers, bucket, &mut least_cores);
+        self.offer_rack_cores(rack_cores, bucket, &mut least_cores);
         if least_cores.kept_cores.is_empty() {
-            for server in known.group.all_servers() {
-                let (core, load) = self.core_and_load(known.group, server, bucket);
+            for server in local_servers.group.all_servers() {
+                let (core, load) = self.core_and_load(local_servers.group, server, bucket);
                 least_cores.offer(EXCLUDED_LOAD, load, ServerCore { server: server.id, core });
             }
         }
-        least_cores.cores().map(|(core, _, compared)| (core, compared)).collect()
+        least_cores.cores().map(|(core, _, compared_value)| (core, compared_value)).collect()
     }
 
-    fn offer_rack_cores(&self, relayed: &RackCores<'_, '_>, bucket: u32, least: &mut LeastCoreList) {
+    fn offer_rack_cores(&self, rack_cores: &RackCores<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
         // The rack may not know yet that a server takes no new connections, or only some.
         let server_taking_part = |core: &ServerCore| {
             let server = self.aggregated_servers.get(usize::from(core.server.get())).copied().flatten();
             server.filter(|server| self.pool.takes_part_in_bucket(server, bucket))
         };
-        if let Some(cores) = relayed.least_cores {
-            let ranked_cores = cores.least_cores(bucket);
-            let mut usable_cores = ranked_cores.iter().filter(|place| server_taking_part(&place.core).is_some());
-            if usable_cores.clone().count() >= least.max_core_count || cores.is_complete(ranked_cores) {
-                usable_cores.all(|place| least.offer(place.load, place.load, place.core));
+        if let Some(rack_aggregate) = rack_cores.least_cores {
+            let ranked_cores = rack_aggregate.least_cores(bucket);
+            let mut usable_cores =
+                ranked_cores.iter().filter(|ranked_core| server_taking_part(&ranked_core.core).is_some());
+            if usable_cores.clone().count() >= least_cores.max_core_count || rack_aggregate.is_complete(ranked_cores) {
+                usable_cores.all(|ranked_core| least_cores.offer(ranked_core.load, ranked_core.load, ranked_core.core));
                 return;
             }
         }
-        for list in &relayed.candidate_lists {
+        for list in &rack_cores.candidate_lists {
             for (core, load) in list.bucket(bucket) {
                 let Some(server) = server_taking_part(core) else { continue };
-                if !least.offer(self.normalized_load.compared_value(server.server_class(), *load), *load, *core) {
+                if !least_cores.offer(self.normalized_load.compared_value(server.server_class(), *load), *load, *core) {
                     break;
                 }
             }
         }
     }
 
-    fn offer_local_cores(&self, known: &LocalServers<'_, '_>, bucket: u32, least: &mut LeastCoreList) {
-        if let Some(places) = known.bucket_loads.least_loaded_cores(bucket) {
-            places.iter().all(|place| least.offer(place.load, place.load, place.core));
+    fn offer_local_cores(&self, local_servers: &LocalServers<'_, '_>, bucket: u32, least_cores: &mut LeastCoreList) {
+        if let Some(ranked_cores) = local_servers.bucket_loads.least_loaded_cores(bucket) {
+            ranked_cores
+                .iter()
+                .all(|ranked_core| least_cores.offer(ranked_core.load, ranked_core.load, ranked_core.core));
             return;
         }
         let computed_loads: Vec<f64>;
-        let loads = match known.bucket_loads.bucket_loads(bucket) {
+        let loads = match local_servers.bucket_loads.bucket_loads(bucket) {
             Some(loads) => loads,
             None => {
-                computed_loads =
-                    known.servers.iter().map(|server| self.core_and_load(known.group, server, bucket).1).collect();
+                computed_loads = local_servers
+                    .servers
+                    .iter()
+                    .map(|server| self.core_and_load(local_servers.group, server, bucket).1)
+                    .collect();
                 &computed_loads
             }
         };
-        let mut largest_accepted_value = least.bound();
+        let mut largest_accepted_value = least_cores.largest_accepted_value();
         for (position, load) in loads.iter().enumerate() {
-            let level = known.levels_and_speeds.get(position);
+            let level_and_speed = local_servers.levels_and_speeds.get(position);
             let compared_value =
-                level.map_or(*load, |level| self.normalized_load.compared_value_at_level(*level, *load));
+                level_and_speed.map_or(*load, |level| self.normalized_load.compared_value_at_level(*level, *load));
             if compared_value > largest_accepted_value
-                || known.has_slow_start && !self.pool.takes_part_in_bucket(known.servers[position], bucket)
+                || local_servers.has_slow_start
+                    && !self.pool.takes_part_in_bucket(local_servers.servers[position], bucket)
             {
                 continue;
             }
-            least.offer(compared_value, *load, reached_core_of(known.servers[position], &known.group.key, bucket));
-            largest_accepted_value = least.bound();
+            least_cores.offer(
+                compared_value,
+                *load,
+                reached_core_of(local_servers.servers[position], &local_servers.group.key, bucket),
+            );
+            largest_accepted_value = least_cores.largest_accepted_value();
         }
     }
 
@@ -370,13 +388,13 @@ mod tests {
     const SERVER_COUNT: u64 = 4;
 
     /// Returns a pool whose last server is idle, has another RSS key, and takes part in some buckets only.
-    fn pool_with_ungrouped_server(loads: bool, ramp: f64) -> Pool {
+    fn pool_with_ungrouped_server(has_loads: bool, ramp: f64) -> Pool {
         let servers = (0..SERVER_COUNT).map(|number| {
             let is_last = number == SERVER_COUNT - 1;
             let key = RssKey::new(&[if is_last { 0xaa } else { 0x6d }; 40]).unwrap();
             let indirection_table = IndirectionTable::new(&[0, 1]).unwrap();
             PoolServer {
-                loads: loads.then(|| vec![if is_last { 0.0 } else { 0.5 }; 2].into()),
+                loads: has_loads.then(|| vec![if is_last { 0.0 } else { 0.5 }; 2].into()),
                 rss: Some(RssConfig { key, indirection_table }),
                 slow_start_fraction: if is_last { ramp } else { 1.0 },
                 ..PoolServer::new(ServerId::try_from(number).unwrap())
@@ -388,9 +406,9 @@ mod tests {
     /// Returns the fraction of all connections that the last server gets.
     fn fraction_of_last_server(pool: &Pool, rule: PlacementRule, per_bucket: usize) -> f64 {
         const CONNECTION_COUNT: u32 = 20_000;
-        let (key, mut kept) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
+        let (key, mut cache) = (RssKey::new(&[1; 40]).unwrap(), PolicyCache::default());
         let buckets = BucketCount::new(1024).unwrap();
-        let table = core_aware_table(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut kept);
+        let table = core_aware_table(pool, buckets, 1, &key, rule, |_, _| per_bucket, &mut cache);
         assert_eq!(table.groups.len(), 2);
         let mut state = PlacementState::for_table(&table);
         let last_server = ServerId::try_from(SERVER_COUNT - 1).unwrap();

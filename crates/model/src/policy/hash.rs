@@ -1,21 +1,22 @@
 //! Policy `hash`, which knows no loads. Bucket i, selected by the load balancer's own hash, goes to server i mod n.
 //! With unequal shares, servers take buckets in weighted turns.
 
-use super::wrr_schedule::turns;
+use super::wrr_schedule::evenly_spread_turns;
 use crate::ServerId;
 
 pub const NAME: &str = "hash";
 
-/// Returns each bucket's server, by its position among `servers` servers, for `size` buckets. Empty without servers.
-pub fn modulo_table(servers: usize, size: usize) -> Vec<usize> {
-    if servers == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % servers).collect() }
+/// Returns each bucket's server, by its position among `server_count` servers, for `size` buckets. Empty without
+/// servers.
+pub fn modulo_table(server_count: usize, size: usize) -> Vec<usize> {
+    if server_count == 0 { Vec::new() } else { (0..size).map(|bucket| bucket % server_count).collect() }
 }
 
 /// Returns the result of [`modulo_table`] for servers with shares, which take buckets in weighted turns.
 pub fn weighted_modulo_table(servers: &[(ServerId, f64)], size: usize) -> Vec<usize> {
     let shares: Vec<f64> = servers.iter().map(|(_, share)| *share).collect();
-    let server_turns = turns(&shares);
-    modulo_table(server_turns.len(), size).into_iter().map(|turn| server_turns[turn]).collect()
+    let server_turns = evenly_spread_turns(&shares);
+    modulo_table(server_turns.len(), size).into_iter().map(|turn_index| server_turns[turn_index]).collect()
 }
 
 #[cfg(test)]

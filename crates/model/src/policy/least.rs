@@ -76,25 +76,30 @@ impl LeastPolicy {
         (compared_values.iter().map(|load| (load * fixed_point_unit) as u32).collect(), connection_cost)
     }
 
-    fn amount_per_connection(&self, pool: &Pool, have: &[f64]) -> f64 {
+    fn amount_per_connection(&self, pool: &Pool, amounts: &[f64]) -> f64 {
         if self.metric == LoadMetric::Connections {
             return 1.0;
         }
         let open_connections: f64 = pool.eligible_servers().map(|server| f64::from(server.open_connections)).sum();
-        if open_connections == 0.0 { 0.0 } else { have.iter().sum::<f64>() / open_connections }
+        if open_connections == 0.0 { 0.0 } else { amounts.iter().sum::<f64>() / open_connections }
     }
 }
 
 /// Returns the compared value of each server, which is never below 0. If all servers have the same share, it is the
-/// amount `have`.
-fn compared_values(have: &[f64], parts: &[f64], opened_connections: Option<u64>, per_connection: f64) -> Vec<f64> {
-    let largest_share = parts.iter().copied().fold(0.0, f64::max);
-    if parts.iter().all(|part| *part == largest_share) {
-        return have.to_vec();
+/// one in `amounts`.
+fn compared_values(
+    amounts: &[f64],
+    shares: &[f64],
+    opened_connections: Option<u64>,
+    amount_per_connection: f64,
+) -> Vec<f64> {
+    let largest_share = shares.iter().copied().fold(0.0, f64::max);
+    if shares.iter().all(|share| *share == largest_share) {
+        return amounts.to_vec();
     }
-    let expected_amount = opened_connections.unwrap_or(0) as f64 * per_connection;
-    let amount_per_share = (have.iter().sum::<f64>() + expected_amount) / parts.iter().sum::<f64>();
-    have.iter().zip(parts).map(|(have, part)| have + (largest_share - part) * amount_per_share).collect()
+    let expected_amount = opened_connections.unwrap_or(0) as f64 * amount_per_connection;
+    let amount_per_share = (amounts.iter().sum::<f64>() + expected_amount) / shares.iter().sum::<f64>();
+    amounts.iter().zip(shares).map(|(amount, share)| amount + (largest_share - share) * amount_per_share).collect()
 }
 
 impl Policy for LeastPolicy {
@@ -153,7 +158,7 @@ impl LeastPolicy {
             .enumerate()
             .map(|(position, server)| CandidateCore {
                 server: server.id,
-                load: loads[position],
+                fixed_point_load: loads[position],
                 // Beyond the data plane's limit servers share the last slot, which makes them look busier.
                 core_slot: position.min(table.core_slots.len() - 1) as u16,
             })
@@ -175,7 +180,8 @@ impl LeastPolicy {
             if has_slow_start {
                 replace_excluded_candidates(&mut table.candidates[bucket_start..], |id| is_candidate(pool, id, bucket));
             }
-            table.candidates[bucket_start..].sort_unstable_by_key(|candidate| (candidate.load, candidate.server));
+            table.candidates[bucket_start..]
+                .sort_unstable_by_key(|candidate| (candidate.fixed_point_load, candidate.server));
         }
         table.candidates_per_bucket = candidates_per_bucket as u32;
     }
@@ -193,15 +199,15 @@ fn replace_excluded_candidates(candidates: &mut [CandidateCore], is_candidate: i
     if included_candidates.is_empty() {
         return;
     }
-    for (place, candidate) in candidates.iter_mut().zip(included_candidates.iter().cycle()) {
-        *place = *candidate;
+    for (candidate_slot, candidate) in candidates.iter_mut().zip(included_candidates.iter().cycle()) {
+        *candidate_slot = *candidate;
     }
 }
 
 /// Returns the load of one connection in fixed point, with which the fullest server has at most 1.0. The result is at
 /// least the smallest step.
-fn fixed_point_connection_load(most: f64) -> u32 {
-    (load_to_fixed_point(1.0) / (most as u32).max(1)).max(1)
+fn fixed_point_connection_load(largest_value: f64) -> u32 {
+    (load_to_fixed_point(1.0) / (largest_value as u32).max(1)).max(1)
 }
 
 #[cfg(test)]
@@ -210,12 +216,12 @@ mod tests {
     use crate::placement::PlacementState;
     use crate::policy::{PoolServer, ServerWeight, TrafficRates};
 
-    fn pool_with_connections(open: &[u32], load_balancers: u32) -> Pool {
-        let server = |(position, open): (usize, &u32)| PoolServer {
-            open_connections: *open,
+    fn pool_with_connections(open_connections: &[u32], load_balancer_count: u32) -> Pool {
+        let server = |(position, open_connections): (usize, &u32)| PoolServer {
+            open_connections: *open_connections,
             ..PoolServer::new((position as u64 + 1).try_into().unwrap())
         };
-        Pool::new(open.iter().enumerate().map(server).collect(), load_balancers)
+        Pool::new(open_connections.iter().enumerate().map(server).collect(), load_balancer_count)
     }
 
     #[test]
@@ -227,7 +233,8 @@ mod tests {
             assert_eq!(servers, [2, 3, 1]);
         }
         // Server 3 is ahead by 17 connections, of which each of the two load balancers counts 9.
-        let load_difference = table.candidates_of(0, 0)[1].load - table.candidates_of(0, 0)[0].load;
+        let load_difference =
+            table.candidates_of(0, 0)[1].fixed_point_load - table.candidates_of(0, 0)[0].fixed_point_load;
         assert_eq!(load_difference.div_ceil(table.assignment_cost), 9);
     }
 
@@ -259,28 +266,28 @@ mod tests {
         let mut state = PlacementState::for_table(&table);
         let mut open_connections: Vec<u32> = servers.iter().map(|server| server.open_connections).collect();
         for hash in 0..connections {
-            let chosen = table.select_server_by_hash(&mut state, |_| hash).unwrap();
-            open_connections[servers.iter().position(|server| server.id == chosen).unwrap()] += 1;
+            let selected_server = table.select_server_by_hash(&mut state, |_| hash).unwrap();
+            open_connections[servers.iter().position(|server| server.id == selected_server).unwrap()] += 1;
         }
         open_connections
     }
 
     #[test]
     fn connections_converge_to_the_shares_of_the_weights() {
-        for open in [[0, 0, 0], [10, 10, 10], [0, 70, 30]] {
+        for open_connections in [[0, 0, 0], [10, 10, 10], [0, 70, 30]] {
             let weights = [1u64, 2, 7].map(|weight| ServerWeight::new(weight).unwrap());
             let servers: Vec<PoolServer> = (0..3)
                 .map(|n| PoolServer {
-                    open_connections: open[n],
+                    open_connections: open_connections[n],
                     weight: weights[n],
                     ..PoolServer::new((n as u64).try_into().unwrap())
                 })
                 .collect();
-            let new_connections = 1000 - open.iter().sum::<u32>();
+            let new_connections = 1000 - open_connections.iter().sum::<u32>();
             let connection_counts = connections_after_placing(&mut LeastPolicy::new(1), &servers, new_connections);
             let are_near_shares =
                 connection_counts.iter().zip([100u32, 200, 700]).all(|(count, expected)| count.abs_diff(expected) <= 2);
-            assert!(are_near_shares, "{open:?} became {connection_counts:?}");
+            assert!(are_near_shares, "{open_connections:?} became {connection_counts:?}");
         }
     }
 
@@ -288,18 +295,18 @@ mod tests {
     fn each_metric_selects_the_server_with_least_of_it() {
         let server = |id: u64, packets: f64, bytes: f64, load: f64| PoolServer {
             open_connections: 10,
-            traffic: Some(TrafficRates { packets_per_second: packets, bytes }),
+            traffic: Some(TrafficRates { packets_per_second: packets, bytes_per_second: bytes }),
             loads: Some(vec![load].into()),
             ..PoolServer::new(id.try_into().unwrap())
         };
         let servers = [server(1, 10.0, 500.0, 0.9), server(2, 50.0, 100.0, 0.5), server(3, 90.0, 900.0, 0.1)];
-        for (measure, least) in [(LoadMetric::Packets, 1), (LoadMetric::Bytes, 2), (LoadMetric::Cpu, 3)] {
-            let table = LeastPolicy::with_metric(measure, 1).compute_table(
+        for (metric, least) in [(LoadMetric::Packets, 1), (LoadMetric::Bytes, 2), (LoadMetric::Cpu, 3)] {
+            let table = LeastPolicy::with_metric(metric, 1).compute_table(
                 &Pool::new(servers.to_vec(), 1),
                 BucketCount::PUBLISHED,
                 1,
             );
-            assert!((0..128).all(|bucket| table.candidates_of(0, bucket)[0].server.get() == least), "{measure:?}");
+            assert!((0..128).all(|bucket| table.candidates_of(0, bucket)[0].server.get() == least), "{metric:?}");
             assert!(table.assignment_cost > 1);
         }
         // Thirty connections bring 150 packets a second, five each.
@@ -308,7 +315,8 @@ mod tests {
             BucketCount::PUBLISHED,
             1,
         );
-        let load_difference = table.candidates_of(0, 0)[1].load - table.candidates_of(0, 0)[0].load;
+        let load_difference =
+            table.candidates_of(0, 0)[1].fixed_point_load - table.candidates_of(0, 0)[0].fixed_point_load;
         assert_eq!(load_difference / table.assignment_cost, 8);
     }
 

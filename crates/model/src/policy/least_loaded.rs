@@ -37,18 +37,19 @@ impl LeastLoadedCores {
     /// Removes the cores of a source. Returns the bound for insertions, or `None` if no cores were kept.
     #[inline]
     pub fn remove_source(&mut self, source: u32) -> Option<InsertionBound> {
-        let bound = InsertionBound(*self.0.last()?);
-        self.0.retain(|known| known.source != source);
-        Some(bound)
+        let insertion_bound = InsertionBound(*self.0.last()?);
+        self.0.retain(|ranked_core| ranked_core.source != source);
+        Some(insertion_bound)
     }
 
-    /// Inserts a core of the removed source. Returns `false`, without effect, if it does not sort before `bound`.
+    /// Inserts a core of the removed source. Returns `false`, without effect, if it does not sort before
+    /// `insertion_bound`.
     #[inline]
-    pub fn insert_core(&mut self, bound: InsertionBound, place: RankedCore) -> bool {
-        let is_before_bound = place.sorts_before(&bound.0);
+    pub fn insert_core(&mut self, insertion_bound: InsertionBound, new_core: RankedCore) -> bool {
+        let is_before_bound = new_core.sorts_before(&insertion_bound.0);
         if is_before_bound {
-            let position = self.0.partition_point(|known| known.sorts_before(&place));
-            self.0.insert(position, place);
+            let position = self.0.partition_point(|ranked_core| ranked_core.sorts_before(&new_core));
+            self.0.insert(position, new_core);
             self.0.truncate(MAX_KEPT_CORES);
         }
         is_before_bound
@@ -56,27 +57,27 @@ impl LeastLoadedCores {
 
     /// Changes the load of a source that has only one core.
     #[inline]
-    pub fn update_source(&mut self, old: f64, new: RankedCore) {
-        if self.0.last().is_some_and(|last| old > last.load && new.load > last.load) {
+    pub fn update_source(&mut self, old_load: f64, new_core: RankedCore) {
+        if self.0.last().is_some_and(|last| old_load > last.load && new_core.load > last.load) {
             return;
         }
-        if let Some(bound) = self.remove_source(new.source) {
-            self.insert_core(bound, new);
+        if let Some(insertion_bound) = self.remove_source(new_core.source) {
+            self.insert_core(insertion_bound, new_core);
         }
     }
 
     /// Searches the least of all cores again. Each iterator is in ascending order, so the search leaves it at the first
     /// core that is too heavily loaded.
-    pub fn find<I: Iterator<Item = RankedCore>>(&mut self, all: impl Iterator<Item = I>) {
+    pub fn find<I: Iterator<Item = RankedCore>>(&mut self, ascending_lists: impl Iterator<Item = I>) {
         self.0.clear();
-        for ascending in all {
-            for place in ascending {
+        for ascending_list in ascending_lists {
+            for new_core in ascending_list {
                 let is_full = self.0.len() == MAX_KEPT_CORES;
-                if is_full && !place.sorts_before(&self.0[MAX_KEPT_CORES - 1]) {
+                if is_full && !new_core.sorts_before(&self.0[MAX_KEPT_CORES - 1]) {
                     break;
                 }
-                let position = self.0.partition_point(|known| known.sorts_before(&place));
-                self.0.insert(position, place);
+                let position = self.0.partition_point(|ranked_core| ranked_core.sorts_before(&new_core));
+                self.0.insert(position, new_core);
                 self.0.truncate(MAX_KEPT_CORES);
             }
         }
@@ -103,11 +104,11 @@ mod tests {
 
     /// Checks that the kept cores are the first ones in the order of all cores.
     fn assert_kept_cores_are_the_least(
-        least: &LeastLoadedCores,
-        mut all: Vec<RankedCore>,
+        least_cores: &LeastLoadedCores,
+        mut all_cores: Vec<RankedCore>,
     ) -> Result<(), TestCaseError> {
-        all.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
-        prop_assert_eq!(least.ranked_cores(), &all[..least.ranked_cores().len()]);
+        all_cores.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
+        prop_assert_eq!(least_cores.ranked_cores(), &all_cores[..least_cores.ranked_cores().len()]);
         Ok(())
     }
 
@@ -116,18 +117,18 @@ mod tests {
         fn kept_cores_are_the_least_loaded_of_servers(moves in prop::collection::vec((0..SERVER_COUNT, 0u32..20),
             1..400)) {
             let mut loads = vec![1.0; SERVER_COUNT];
-            let mut least = LeastLoadedCores::default();
+            let mut least_cores = LeastLoadedCores::default();
             for (position, twentieths) in moves {
                 let load = f64::from(twentieths) / 20.0;
                 let old_load = std::mem::replace(&mut loads[position], load);
-                least.update_source(old_load, ranked_core(position, load));
+                least_cores.update_source(old_load, ranked_core(position, load));
                 let all_cores: Vec<RankedCore> =
-                    loads.iter().enumerate().map(|(at, load)| ranked_core(at, *load)).collect();
-                if least.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least.find(all_cores.iter().map(|place| std::iter::once(*place)));
-                    prop_assert_eq!(least.ranked_cores().len(), MAX_KEPT_CORES);
+                    loads.iter().enumerate().map(|(index, load)| ranked_core(index, *load)).collect();
+                if least_cores.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
+                    least_cores.find(all_cores.iter().map(|core| std::iter::once(*core)));
+                    prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES);
                 }
-                assert_kept_cores_are_the_least(&least, all_cores)?;
+                assert_kept_cores_are_the_least(&least_cores, all_cores)?;
             }
         }
 
@@ -136,8 +137,8 @@ mod tests {
             changes in prop::collection::vec((0..SERVER_COUNT / 4, prop::collection::vec(0u32..20, 4)), 1..200),
         ) {
             let rack_list = |rack: usize, twentieths: &[u32]| {
-                let rack_cores = twentieths.iter().enumerate().map(|(at, twentieths)| {
-                    RankedCore { source: rack as u32, ..ranked_core(rack * 4 + at, f64::from(*twentieths) / 20.0) }
+                let rack_cores = twentieths.iter().enumerate().map(|(index, twentieths)| {
+                    RankedCore { source: rack as u32, ..ranked_core(rack * 4 + index, f64::from(*twentieths) / 20.0) }
                 });
                 let mut list: Vec<RankedCore> = rack_cores.collect();
                 list.sort_by(|left, right| left.load.total_cmp(&right.load).then(left.core.cmp(&right.core)));
@@ -145,17 +146,18 @@ mod tests {
             };
             let mut rack_lists: Vec<Vec<RankedCore>> =
                 (0..SERVER_COUNT / 4).map(|rack| rack_list(rack, &[20; 4])).collect();
-            let mut least = LeastLoadedCores::default();
+            let mut least_cores = LeastLoadedCores::default();
             for (rack, twentieths) in changes {
                 rack_lists[rack] = rack_list(rack, &twentieths);
-                if let Some(bound) = least.remove_source(rack as u32) {
-                    rack_lists[rack].iter().take_while(|place| least.insert_core(bound, **place)).count();
+                if let Some(insertion_bound) = least_cores.remove_source(rack as u32) {
+                    let insert_core = |new_core: &&_| least_cores.insert_core(insertion_bound, **new_core);
+                    rack_lists[rack].iter().take_while(insert_core).count();
                 }
-                if least.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
-                    least.find(rack_lists.iter().map(|list| list.iter().copied()));
-                    prop_assert_eq!(least.ranked_cores().len(), MAX_KEPT_CORES);
+                if least_cores.ranked_cores().len() < usize::from(MAX_CANDIDATES) {
+                    least_cores.find(rack_lists.iter().map(|list| list.iter().copied()));
+                    prop_assert_eq!(least_cores.ranked_cores().len(), MAX_KEPT_CORES);
                 }
-                assert_kept_cores_are_the_least(&least, rack_lists.concat())?;
+                assert_kept_cores_are_the_least(&least_cores, rack_lists.concat())?;
             }
         }
     }

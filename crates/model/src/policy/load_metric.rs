@@ -31,7 +31,7 @@ impl LoadMetric {
         let metric_of = |server: &PoolServer| match self {
             LoadMetric::Connections => Some(f64::from(server.open_connections)),
             LoadMetric::Packets => server.traffic.map(|traffic| traffic.packets_per_second),
-            LoadMetric::Bytes => server.traffic.map(|traffic| traffic.bytes),
+            LoadMetric::Bytes => server.traffic.map(|traffic| traffic.bytes_per_second),
             LoadMetric::Cpu => Some(server.mean_load(neutral_load)),
         };
         let known_values: Vec<f64> = pool.eligible_servers().filter_map(metric_of).collect();

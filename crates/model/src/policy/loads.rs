@@ -46,7 +46,7 @@ impl ServerLoads {
     pub fn core_count(&self) -> u32 {
         match self {
             ServerLoads::Local(cores) | ServerLoads::Relayed(cores) => cores.len() as u32,
-            ServerLoads::Aggregated { core_count: cores, .. } => *cores,
+            ServerLoads::Aggregated { core_count, .. } => *core_count,
         }
     }
 
@@ -129,12 +129,12 @@ pub struct LoadBin {
     /// Number of cores in the bin.
     pub core_count: u64,
     /// Sum of the cores' loads in units of 2^-32 cores.
-    pub sum: u64,
+    pub load_sum: u64,
 }
 
 impl LoadBin {
     fn of(load: f64) -> Self {
-        Self { core_count: 1, sum: (load * LOAD_UNITS_PER_CORE) as u64 }
+        Self { core_count: 1, load_sum: (load * LOAD_UNITS_PER_CORE) as u64 }
     }
 }
 
@@ -143,40 +143,40 @@ impl LoadHistogram {
     pub const BIN_COUNT: u16 = (bin_key(MAX_DISTINCT_LOAD) - bin_key(MIN_DISTINCT_LOAD)) as u16 + 2;
 
     /// Adds a core with this load.
-    pub fn add(&mut self, load: f64) {
+    pub fn add_core(&mut self, load: f64) {
         self.add_bin(bin_index(load), LoadBin::of(load));
     }
 
     /// Removes a core that was added with this load.
-    pub fn remove(&mut self, load: f64) {
-        let (known, less) = (&mut self.bins[usize::from(bin_index(load))], LoadBin::of(load));
-        known.core_count -= less.core_count;
-        known.sum -= less.sum;
+    pub fn remove_core(&mut self, load: f64) {
+        let (stored_bin, removed_bin) = (&mut self.bins[usize::from(bin_index(load))], LoadBin::of(load));
+        stored_bin.core_count -= removed_bin.core_count;
+        stored_bin.load_sum -= removed_bin.load_sum;
     }
 
     /// Adds all cores of another histogram.
     pub fn add_bins(&mut self, other: impl Iterator<Item = (u16, LoadBin)>) {
-        other.for_each(|(bin, more)| self.add_bin(bin, more));
+        other.for_each(|(bin, added_bin)| self.add_bin(bin, added_bin));
     }
 
     /// Removes all cores of another histogram that was added before.
     pub fn remove_bins(&mut self, other: impl Iterator<Item = (u16, LoadBin)>) {
-        for (bin, less) in other {
-            let known = &mut self.bins[usize::from(bin)];
-            known.core_count = known.core_count.saturating_sub(less.core_count);
-            known.sum = known.sum.saturating_sub(less.sum);
+        for (bin, removed_bin) in other {
+            let stored_bin = &mut self.bins[usize::from(bin)];
+            stored_bin.core_count = stored_bin.core_count.saturating_sub(removed_bin.core_count);
+            stored_bin.load_sum = stored_bin.load_sum.saturating_sub(removed_bin.load_sum);
         }
     }
 
     /// Adds cores to the bin with index `bin`, which is below [`LoadHistogram::BIN_COUNT`].
-    pub fn add_bin(&mut self, bin: u16, more: LoadBin) {
+    pub fn add_bin(&mut self, bin: u16, added_bin: LoadBin) {
         let position = usize::from(bin);
         if position >= self.bins.len() {
             self.bins.resize(position + 1, LoadBin::default());
         }
-        let known = &mut self.bins[position];
-        known.core_count = known.core_count.saturating_add(more.core_count);
-        known.sum = known.sum.saturating_add(more.sum);
+        let stored_bin = &mut self.bins[position];
+        stored_bin.core_count = stored_bin.core_count.saturating_add(added_bin.core_count);
+        stored_bin.load_sum = stored_bin.load_sum.saturating_add(added_bin.load_sum);
     }
 
     /// Returns the bins that have a core, in ascending order of load.
@@ -190,7 +190,7 @@ impl LoadHistogram {
     /// 512).
     pub fn missing_load(&self, level: f64) -> f64 {
         let missing_load_of_bin =
-            |bin: &LoadBin| (bin.core_count as f64 * level - bin.sum as f64 / LOAD_UNITS_PER_CORE).max(0.0);
+            |bin: &LoadBin| (bin.core_count as f64 * level - bin.load_sum as f64 / LOAD_UNITS_PER_CORE).max(0.0);
         self.bins.iter().map(missing_load_of_bin).sum()
     }
 }
@@ -214,9 +214,9 @@ mod tests {
     use super::*;
 
     fn histogram_of(loads: &[f64]) -> LoadHistogram {
-        let mut spread = LoadHistogram::default();
-        loads.iter().for_each(|load| spread.add(*load));
-        spread
+        let mut histogram = LoadHistogram::default();
+        loads.iter().for_each(|load| histogram.add_core(*load));
+        histogram
     }
 
     #[test]
@@ -250,11 +250,11 @@ mod tests {
         #[test]
         fn removed_cores_leave_no_trace_in_the_histogram(loads in proptest::collection::vec(0.0..20.0f64, 0..100),
             part in 0usize..100) {
-            let (stay, go) = loads.split_at(part.min(loads.len()));
+            let (remaining_loads, removed_loads) = loads.split_at(part.min(loads.len()));
             let mut sum = histogram_of(&loads);
-            go.iter().for_each(|load| sum.remove(*load));
-            prop_assert_eq!(&sum, &histogram_of(stay));
-            prop_assert_eq!(sum.missing_load(0.7), histogram_of(stay).missing_load(0.7));
+            removed_loads.iter().for_each(|load| sum.remove_core(*load));
+            prop_assert_eq!(&sum, &histogram_of(remaining_loads));
+            prop_assert_eq!(sum.missing_load(0.7), histogram_of(remaining_loads).missing_load(0.7));
         }
 
         #[test]

@@ -96,7 +96,10 @@ mod tests {
             for server in server_ids(5) {
                 let mut is_visited = vec![false; size];
                 BucketOrder::of(server, size).take(size).for_each(|bucket| is_visited[bucket] = true);
-                assert!(is_visited.iter().all(|seen| *seen), "{size} buckets, server {server}");
+                assert!(
+                    is_visited.iter().all(|is_bucket_visited| *is_bucket_visited),
+                    "{size} buckets, server {server}"
+                );
             }
         }
     }
@@ -106,8 +109,9 @@ mod tests {
         for (count, size) in [(3, 128), (7, 2048), (468, PUBLISHED_TABLE_SIZE), (200, 128)] {
             let mut buckets_per_server = vec![0; count as usize];
             maglev_table(&server_ids(count), size).iter().for_each(|position| buckets_per_server[*position] += 1);
-            let (low, high) = (buckets_per_server.iter().min().unwrap(), buckets_per_server.iter().max().unwrap());
-            assert!(high - low <= 1, "{count} servers, {size} buckets: {low} to {high}");
+            let (min_count, max_count) =
+                (buckets_per_server.iter().min().unwrap(), buckets_per_server.iter().max().unwrap());
+            assert!(max_count - min_count <= 1, "{count} servers, {size} buckets: {min_count} to {max_count}");
         }
         assert!(maglev_table(&[], 128).is_empty());
     }
@@ -127,12 +131,13 @@ mod tests {
 
     #[test]
     fn pool_change_moves_few_extra_buckets() {
-        let before = server_ids(100);
-        let table = maglev_table(&before, PUBLISHED_TABLE_SIZE);
-        let after = maglev_table(&before[1..], PUBLISHED_TABLE_SIZE);
+        let servers = server_ids(100);
+        let table = maglev_table(&servers, PUBLISHED_TABLE_SIZE);
+        let reduced_table = maglev_table(&servers[1..], PUBLISHED_TABLE_SIZE);
         // Position p of the shorter list is p + 1 of the longer one.
         let unaffected_count = table.iter().filter(|position| **position != 0).count();
-        let moved_count = table.iter().zip(&after).filter(|(old, new)| **old != 0 && **old != **new + 1).count();
+        let moved_count =
+            table.iter().zip(&reduced_table).filter(|(old, new)| **old != 0 && **old != **new + 1).count();
         // The paper's Fig. 12 has a few per cent at such sizes, but `hash` moves nearly all.
         assert!(moved_count * 20 < unaffected_count, "{moved_count} of {unaffected_count} buckets moved that need not");
     }

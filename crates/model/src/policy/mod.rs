@@ -131,11 +131,11 @@ pub const DEFAULT_POLICY_NAME: &str = crossrss_plus::NAME;
 
 /// Error returned for a name that no policy has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("policy {0:?} does not exist: expected one of {list}", list = names().join(", "))]
+#[error("policy {0:?} does not exist: expected one of {list}", list = policy_names().join(", "))]
 pub struct UnknownPolicy(pub String);
 
 /// Returns the names of all policies.
-pub fn names() -> Vec<&'static str> {
+pub fn policy_names() -> Vec<&'static str> {
     POLICY_REGISTRY.iter().map(|(name, _)| *name).collect()
 }
 
@@ -162,7 +162,7 @@ pub fn does_policy_read_loads(name: &str) -> bool {
 
 /// Returns the policy with the name `name`, created from `seed`. Fails if the name is unknown.
 pub fn policy_by_name(name: &str, seed: u64) -> Result<Box<dyn Policy>, UnknownPolicy> {
-    let entry = POLICY_REGISTRY.iter().find(|(known, _)| *known == name);
+    let entry = POLICY_REGISTRY.iter().find(|(known_name, _)| *known_name == name);
     entry.map(|(_, make)| make(seed)).ok_or_else(|| UnknownPolicy(name.to_string()))
 }
 
@@ -199,7 +199,10 @@ fn table_with_consistent_servers(
     let neutral_load = pool.neutral_load();
     let members: Vec<TableMember> = pool
         .eligible_servers()
-        .map(|server| TableMember { server: server.id, load: load_to_fixed_point(server.mean_load(neutral_load)) })
+        .map(|server| TableMember {
+            server: server.id,
+            fixed_point_load: load_to_fixed_point(server.mean_load(neutral_load)),
+        })
         .collect();
     PlacementTable {
         generation,
@@ -220,7 +223,7 @@ fn table_with_consistent_servers(
 
 /// Returns the table in which bucket i goes to member i mod n, for `hash`, and for `crossrss` until the first report.
 fn modulo_placement_table(pool: &Pool, buckets: BucketCount, generation: u64, key: RssKey) -> PlacementTable {
-    let positions = hash::weighted_modulo_table(&pool.shares(), buckets.get() as usize);
+    let positions = hash::weighted_modulo_table(&pool.new_connection_shares(), buckets.get() as usize);
     table_by_bucket(pool, buckets, generation, key, &positions)
 }
 
@@ -239,7 +242,7 @@ fn table_by_bucket(
     }
     let candidate_of_bucket = |position: &usize| CandidateCore {
         server: table.members[*position].server,
-        load: 0,
+        fixed_point_load: 0,
         core_slot: (*position).min(intf::MAX_CORE_SLOTS as usize - 1) as u16,
     };
     table.candidates = positions.iter().map(candidate_of_bucket).collect();

@@ -112,6 +112,6 @@ mod tests {
             speed * (level - 0.4)
         };
         assert!((missing_work(&servers[1]) - 2.0 * missing_work(&servers[0])).abs() < 1e-9);
-        assert!(values.iter().all(|compared| *compared >= 0.0));
+        assert!(values.iter().all(|value| *value >= 0.0));
     }
 }

@@ -41,8 +41,8 @@ impl PolicyCache {
             return Cow::Borrowed(rack_histograms);
         }
         let mut all_histograms = rack_histograms.clone();
-        for (class, spread) in &self.local_histograms.by_class {
-            all_histograms.entry(*class).or_default().add_bins(spread.bins());
+        for (class, histogram) in &self.local_histograms.by_class {
+            all_histograms.entry(*class).or_default().add_bins(histogram.bins());
         }
         Cow::Owned(all_histograms)
     }
@@ -50,8 +50,9 @@ impl PolicyCache {
     /// Returns the server of each bucket for connections without a cookie, by eligible servers and their weights alone.
     pub(super) fn consistent_servers(&mut self, pool: &Pool, buckets: BucketCount) -> Vec<ServerId> {
         let weights = || pool.eligible_servers().map(|server| (server.id, server.weight.get()));
-        let is_unchanged =
-            |(known, of): &(Vec<(ServerId, u32)>, BucketCount)| *of == buckets && known.iter().copied().eq(weights());
+        let is_unchanged = |(known_weights, known_buckets): &(Vec<(ServerId, u32)>, BucketCount)| {
+            *known_buckets == buckets && known_weights.iter().copied().eq(weights())
+        };
         if !self.consistent_choice.weights_and_buckets.as_ref().is_some_and(is_unchanged) {
             let weights: Vec<(ServerId, u32)> = weights().collect();
             self.consistent_choice.servers_by_bucket = weighted_rendezvous_table(&weights, buckets);
@@ -88,26 +89,30 @@ impl LocalHistograms {
         let mut previously_counted = std::mem::take(&mut self.counted_servers).into_iter().peekable();
         for server in pool.eligible_servers() {
             let Some(cores) = server.loads.as_ref().and_then(ServerLoads::cores) else { continue };
-            while let Some(gone) = previously_counted.next_if(|counted| counted.server < server.id) {
-                self.remove_server(&gone);
+            while let Some(removed_server) =
+                previously_counted.next_if(|counted_server| counted_server.server < server.id)
+            {
+                self.remove_server(&removed_server);
             }
             let current = CountedServer { server: server.id, class: server.server_class(), core_loads: cores.clone() };
-            match previously_counted.next_if(|counted| counted.server == server.id) {
-                Some(same) if same.class == current.class && same.core_loads == current.core_loads => {}
-                known => {
-                    known.iter().for_each(|known| self.remove_server(known));
+            match previously_counted.next_if(|counted_server| counted_server.server == server.id) {
+                Some(unchanged_server)
+                    if unchanged_server.class == current.class && unchanged_server.core_loads == current.core_loads => {
+                }
+                previous_server => {
+                    previous_server.iter().for_each(|counted_server| self.remove_server(counted_server));
                     let histogram = self.by_class.entry(current.class).or_default();
-                    current.core_loads.iter().for_each(|load| histogram.add(*load));
+                    current.core_loads.iter().for_each(|load| histogram.add_core(*load));
                 }
             }
             self.counted_servers.push(current);
         }
-        previously_counted.for_each(|gone| self.remove_server(&gone));
+        previously_counted.for_each(|removed_server| self.remove_server(&removed_server));
     }
 
-    fn remove_server(&mut self, counted: &CountedServer) {
-        if let Some(spread) = self.by_class.get_mut(&counted.class) {
-            counted.core_loads.iter().for_each(|load| spread.remove(*load));
+    fn remove_server(&mut self, counted_server: &CountedServer) {
+        if let Some(histogram) = self.by_class.get_mut(&counted_server.class) {
+            counted_server.core_loads.iter().for_each(|load| histogram.remove_core(*load));
         }
     }
 }
@@ -124,7 +129,7 @@ mod tests {
     prop_compose! {
         /// Values are of few kinds, so that much stays the same from one table to the next.
         fn server()(
-            eligible in prop::bool::weighted(0.9),
+            is_eligible in prop::bool::weighted(0.9),
             loads in prop::option::weighted(
                 0.9,
                 prop::collection::vec((0u32..12).prop_map(|tenths| f64::from(tenths) / 10.0), 0..4),
@@ -133,20 +138,20 @@ mod tests {
             weight in prop_oneof![5 => Just(1u64), 1 => Just(3)],
             slow_start_fraction in prop_oneof![5 => Just(1.0), 1 => Just(0.4)],
             capacity in prop::option::weighted(0.2, Just(6.0)),
-            fresh: bool,
+            has_new_load: bool,
         ) -> PoolServer {
             let rss = rss.map(|(key, table)| RssConfig {
                 key: RssKey::random(&mut seeded_rng(key, 99)),
                 indirection_table: IndirectionTable::independent(table, 32, 3).unwrap(),
             });
             PoolServer {
-                is_eligible: eligible,
+                is_eligible,
                 loads: loads.map(ServerLoads::from),
                 rss,
                 weight: ServerWeight::new(weight).unwrap(),
                 slow_start_fraction,
                 capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
-                has_new_load: fresh,
+                has_new_load,
                 ..PoolServer::new(ServerId::try_from(0).unwrap())
             }
         }
@@ -155,34 +160,34 @@ mod tests {
     prop_compose! {
         /// Servers that changed since the previous table, or left it (`None`).
         fn change()(
-            changed in prop::collection::vec((0usize..12, prop::option::weighted(0.9, server())), 0..4),
+            changed_servers in prop::collection::vec((0usize..12, prop::option::weighted(0.9, server())), 0..4),
             bits in prop_oneof![9 => Just(5u32), 1 => 0u32..8],
-            opened in 0u64..500,
+            opened_connections in 0u64..500,
         ) -> (Vec<(usize, Option<PoolServer>)>, BucketCount, u64) {
-            (changed, BucketCount::new(1 << bits).unwrap(), opened)
+            (changed_servers, BucketCount::new(1 << bits).unwrap(), opened_connections)
         }
     }
 
     proptest! {
         #[test]
         fn tables_with_and_without_a_cache_are_equal(
-            begin in prop::collection::vec(server(), 0..12),
+            initial_servers in prop::collection::vec(server(), 0..12),
             changes in prop::collection::vec(change(), 1..8),
         ) {
-            let mut servers: Vec<Option<PoolServer>> = begin.into_iter().map(Some).collect();
+            let mut servers: Vec<Option<PoolServer>> = initial_servers.into_iter().map(Some).collect();
             servers.resize(12, None);
-            let (mut plus, mut plus_anew) = (CrossRssPlusPolicy::new(7), CrossRssPlusPolicy::new(7));
+            let (mut plus_policy, mut uncached_policy) = (CrossRssPlusPolicy::new(7), CrossRssPlusPolicy::new(7));
             let mut published_policy = CrossRssPolicy::new(7);
-            for (generation, (changed, buckets, opened)) in (1..).zip(changes) {
-                changed.into_iter().for_each(|(position, server)| servers[position] = server);
+            for (generation, (changed_servers, buckets, opened_connections)) in (1..).zip(changes) {
+                changed_servers.into_iter().for_each(|(position, server)| servers[position] = server);
                 let with_id = |(position, server): (usize, &Option<PoolServer>)| {
                     Some(PoolServer { id: ServerId::try_from(position as u64 * 7).unwrap(), ..server.clone()? })
                 };
                 let pool = Pool::new(servers.iter().enumerate().filter_map(with_id).collect(), 2);
-                let pool = pool.with_opened_connections(opened);
-                plus_anew.cache = PolicyCache::default();
-                let table_without_cache = plus_anew.compute_table(&pool, buckets, generation);
-                prop_assert_eq!(plus.compute_table(&pool, buckets, generation), table_without_cache);
+                let pool = pool.with_opened_connections(opened_connections);
+                uncached_policy.cache = PolicyCache::default();
+                let table_without_cache = uncached_policy.compute_table(&pool, buckets, generation);
+                prop_assert_eq!(plus_policy.compute_table(&pool, buckets, generation), table_without_cache);
                 let table_without_cache = CrossRssPolicy::new(7).compute_table(&pool, buckets, generation);
                 prop_assert_eq!(published_policy.compute_table(&pool, buckets, generation), table_without_cache);
             }

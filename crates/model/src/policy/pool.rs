@@ -40,7 +40,7 @@ pub struct TrafficRates {
     /// Number of packets per second.
     pub packets_per_second: f64,
     /// Number of frame bytes per second.
-    pub bytes: f64,
+    pub bytes_per_second: f64,
 }
 
 /// Maximum ratio of a server's reported number of cores to the pool's median. Cores above it do not count, unless the
@@ -109,23 +109,23 @@ impl Pool {
 
     /// Replaces a server, but keeps its loads from racks. A server that is not in the pool is ignored.
     pub fn replace_server(&mut self, server: PoolServer) {
-        let Some(known) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
-        let rack_loads = match (&server.loads, &known.loads) {
-            (None, Some(loads)) if !matches!(loads, ServerLoads::Local(_)) => known.loads.take(),
+        let Some(pool_server) = self.position(server.id).map(|position| &mut self.servers[position]) else { return };
+        let rack_loads = match (&server.loads, &pool_server.loads) {
+            (None, Some(loads)) if !matches!(loads, ServerLoads::Local(_)) => pool_server.loads.take(),
             (None, Some(_)) => {
                 self.is_each_server_in_one_rack = false;
                 None
             }
             _ => None,
         };
-        *known = PoolServer { loads: server.loads.or(rack_loads), ..server };
+        *pool_server = PoolServer { loads: server.loads.or(rack_loads), ..server };
         self.totals = OnceLock::new();
     }
 
     /// Sets whether the loads of a server are newer than the previous table.
-    pub fn set_has_new_load(&mut self, id: ServerId, fresh: bool) {
+    pub fn set_has_new_load(&mut self, id: ServerId, has_new_load: bool) {
         if let Some(position) = self.position(id) {
-            self.servers[position].has_new_load = fresh;
+            self.servers[position].has_new_load = has_new_load;
         }
     }
 
@@ -147,9 +147,14 @@ impl Pool {
         let previous_racks = std::mem::replace(&mut self.racks, racks.clone());
         self.totals = OnceLock::new();
         if self.is_each_server_in_one_rack && previous_racks.len() == racks.len() {
-            let changed_racks = || previous_racks.iter().zip(&racks).filter(|(before, now)| !Arc::ptr_eq(before, now));
-            changed_racks().for_each(|(before, _)| self.remove_rack_loads(before));
-            changed_racks().for_each(|(_, now)| self.add_rack_loads(now));
+            let changed_racks = || {
+                previous_racks
+                    .iter()
+                    .zip(&racks)
+                    .filter(|(previous_rack, current_rack)| !Arc::ptr_eq(previous_rack, current_rack))
+            };
+            changed_racks().for_each(|(previous_rack, _)| self.remove_rack_loads(previous_rack));
+            changed_racks().for_each(|(_, current_rack)| self.add_rack_loads(current_rack));
             if self.is_each_server_in_one_rack {
                 return self;
             }
@@ -163,8 +168,8 @@ impl Pool {
     }
 
     fn remove_rack_loads(&mut self, rack: &RackSummary) {
-        for reduced in &rack.servers {
-            if let Some(position) = self.position(reduced.id) {
+        for summarized_server in &rack.servers {
+            if let Some(position) = self.position(summarized_server.id) {
                 let loads = &mut self.servers[position].loads;
                 *loads = loads.take().filter(|loads| matches!(loads, ServerLoads::Local(_)));
             }
@@ -173,10 +178,10 @@ impl Pool {
 
     /// Adds the loads of a rack's summary. If several summaries contain a server, the first one counts.
     fn add_rack_loads(&mut self, rack: &RackSummary) {
-        for reduced in &rack.servers {
-            let Some(position) = self.position(reduced.id) else { continue };
+        for summarized_server in &rack.servers {
+            let Some(position) = self.position(summarized_server.id) else { continue };
             match &mut self.servers[position].loads {
-                loads @ None => *loads = Some(reduced.loads.clone()),
+                loads @ None => *loads = Some(summarized_server.loads.clone()),
                 Some(ServerLoads::Local(_)) => {}
                 Some(_) => self.is_each_server_in_one_rack = false,
             }
@@ -222,19 +227,19 @@ impl Pool {
     pub(super) fn totals(&self) -> &PoolTotals {
         self.totals.get_or_init(|| {
             // The sum starts at -0, as sums of iterators do.
-            let (mut cores, mut sum, mut alike, mut first) = (0u64, -0.0, true, None);
+            let (mut core_count, mut load_sum, mut is_uniform, mut first_class) = (0u64, -0.0, true, None);
             for server in self.eligible_servers() {
                 if let Some(loads) = &server.loads {
-                    cores += u64::from(loads.core_count());
-                    sum += loads.sum();
+                    core_count += u64::from(loads.core_count());
+                    load_sum += loads.sum();
                 }
                 let class = server.server_class();
-                alike &= class == *first.get_or_insert(class);
+                is_uniform &= class == *first_class.get_or_insert(class);
             }
             PoolTotals {
-                neutral_load: if cores == 0 { 0.0 } else { sum / cores as f64 },
+                neutral_load: if core_count == 0 { 0.0 } else { load_sum / core_count as f64 },
                 has_loads: self.eligible_servers().any(|server| server.loads.is_some()),
-                is_uniform: alike,
+                is_uniform,
                 has_local_reports: self
                     .servers
                     .iter()
@@ -254,7 +259,7 @@ impl Pool {
     }
 
     /// Returns the share of each eligible server in new connections, which is its weight times its slow-start fraction.
-    pub fn shares(&self) -> Vec<(ServerId, f64)> {
+    pub fn new_connection_shares(&self) -> Vec<(ServerId, f64)> {
         self.eligible_servers()
             .map(|server| (server.id, f64::from(server.weight.get()) * server.slow_start_fraction))
             .collect()
@@ -269,7 +274,7 @@ impl Pool {
         let median_core_count = core_counts.get(core_counts.len().saturating_sub(1) / 2).copied().unwrap_or(0);
         let max_core_count = median_core_count.saturating_mul(MAX_CORE_COUNT_TO_MEDIAN_RATIO);
         let known_capacity = |server: &PoolServer| {
-            let limited_core_count = || server.core_count().map(|cores| f64::from(cores.min(max_core_count)));
+            let limited_core_count = || server.core_count().map(|core_count| f64::from(core_count.min(max_core_count)));
             server.capacity.map(ServerCapacity::get).or_else(limited_core_count)
         };
         let known_capacities: Vec<f64> = self.eligible_servers().filter_map(known_capacity).collect();
@@ -286,7 +291,10 @@ impl Pool {
             false => weights.collect(),
         };
         let sum_of_shares = unscaled_shares.iter().sum::<f64>().max(f64::MIN_POSITIVE);
-        self.eligible_servers().zip(unscaled_shares).map(|(server, part)| (server.id, part / sum_of_shares)).collect()
+        self.eligible_servers()
+            .zip(unscaled_shares)
+            .map(|(server, unscaled_share)| (server.id, unscaled_share / sum_of_shares))
+            .collect()
     }
 
     /// Returns whether a server takes part in a bucket. A server in slow start takes part in a fraction of the buckets,
@@ -332,11 +340,11 @@ impl PoolServer {
     }
 
     /// Returns the load of the core with index `core`. A core beyond the reported ones has their mean load, or
-    /// `neutral` if there are none.
-    pub fn core_load(&self, core: u16, neutral: f64) -> f64 {
+    /// `neutral_load` if there are none.
+    pub fn core_load(&self, core: u16, neutral_load: f64) -> f64 {
         let known_load =
             self.loads.as_ref().and_then(ServerLoads::cores).and_then(|loads| loads.get(usize::from(core)));
-        known_load.copied().unwrap_or_else(|| self.mean_load(neutral))
+        known_load.copied().unwrap_or_else(|| self.mean_load(neutral_load))
     }
 
     pub(super) fn server_class(&self) -> ServerClass {
@@ -353,9 +361,9 @@ impl PoolServer {
         reported_core_count.or_else(|| self.rss.as_ref().and_then(core_count_by_table))
     }
 
-    /// Returns the mean load of all cores, or `neutral` if it is unknown.
-    pub fn mean_load(&self, neutral: f64) -> f64 {
-        self.loads.as_ref().and_then(ServerLoads::mean).unwrap_or(neutral)
+    /// Returns the mean load of all cores, or `neutral_load` if it is unknown.
+    pub fn mean_load(&self, neutral_load: f64) -> f64 {
+        self.loads.as_ref().and_then(ServerLoads::mean).unwrap_or(neutral_load)
     }
 }
 
@@ -394,11 +402,11 @@ mod tests {
     prop_compose! {
         /// Local loads of some servers, and summaries of some racks, several of which may contain the same server.
         fn step()(
-            here in prop::collection::vec((0usize..10, prop::option::weighted(0.3, 1u32..9)), 0..4),
+            local_reports in prop::collection::vec((0usize..10, prop::option::weighted(0.3, 1u32..9)), 0..4),
             racks in prop::collection::vec((0usize..5, prop::collection::vec((0u64..12, 1u32..9), 0..5)), 0..3),
-            count in prop_oneof![4 => Just(4usize), 1 => 0usize..6],
+            rack_count in prop_oneof![4 => Just(4usize), 1 => 0usize..6],
         ) -> (Vec<(usize, Option<u32>)>, Vec<(usize, Vec<(u64, u32)>)>, usize) {
-            (here, racks, count)
+            (local_reports, racks, rack_count)
         }
     }
 
@@ -410,7 +418,7 @@ mod tests {
         let mut servers = servers.to_vec();
         servers.sort_unstable();
         servers.dedup_by_key(|(server, _)| *server);
-        let reduced_server = |(server, tenths): &(u64, u32)| {
+        let summarized_server = |(server, tenths): &(u64, u32)| {
             let loads = match tenths {
                 1 => ServerLoads::Relayed(vec![0.5; 2].into()),
                 _ => ServerLoads::Aggregated { sum: f64::from(*tenths) / 10.0, core_count: 3 },
@@ -418,7 +426,7 @@ mod tests {
             crate::policy::SummarizedServer { id: id(*server), loads }
         };
         Arc::new(RackSummary {
-            servers: servers.iter().map(reduced_server).collect(),
+            servers: servers.iter().map(summarized_server).collect(),
             histograms_by_class: Vec::new(),
             candidate_lists: Vec::new(),
         })
@@ -430,18 +438,19 @@ mod tests {
             let mut servers: Vec<PoolServer> = (0..10).map(|n| PoolServer::new(id(n))).collect();
             let mut racks: Vec<Arc<RackSummary>> = (0..6).map(|_| rack_summary(&[])).collect();
             let mut pool = Pool::new(servers.clone(), 1);
-            for (here, relayed, count) in steps {
-                for (server, tenths) in here {
+            for (local_reports, rack_reports, rack_count) in steps {
+                for (server, tenths) in local_reports {
                     let loads = tenths.map(|tenths| ServerLoads::from(vec![f64::from(tenths) / 10.0; 2]));
                     servers[server] = PoolServer { loads, has_new_load: tenths != Some(1), ..servers[server].clone() };
                     pool.replace_server(servers[server].clone());
                 }
-                for (rack, of_rack) in relayed {
+                for (rack, of_rack) in rack_reports {
                     racks[rack] = rack_summary(&of_rack);
                 }
-                pool = pool.for_next_table(3).with_opened_connections(4).with_rack_summaries(racks[..count].to_vec());
+                pool = pool.for_next_table(3).with_opened_connections(4);
+                pool = pool.with_rack_summaries(racks[..rack_count].to_vec());
                 let new_pool = Pool::new(servers.clone(), 3);
-                let new_pool = new_pool.with_opened_connections(4).with_rack_summaries(racks[..count].to_vec());
+                let new_pool = new_pool.with_opened_connections(4).with_rack_summaries(racks[..rack_count].to_vec());
                 prop_assert_eq!(pool.servers(), new_pool.servers());
                 prop_assert_eq!(pool.neutral_load(), new_pool.neutral_load());
                 prop_assert_eq!(pool.has_loads(), new_pool.has_loads());

@@ -2,7 +2,7 @@
 //! choices", 2001). A server's load is the mean of its cores, reported at the same rate as for `crossrss` (CrossRSS,
 //! CoNEXT'20, Sect. 3). `pow2:connections` and so on compare another metric.
 
-use super::wrr_schedule::turns;
+use super::wrr_schedule::evenly_spread_turns;
 use super::{LoadMetric, Policy, Pool, TelemetryLevel, independent_hash_key, table_without_candidates};
 use crate::load::load_to_fixed_point;
 use crate::placement::{BucketCount, PlacementRule, PlacementTable};
@@ -45,15 +45,20 @@ impl Policy for PowerOfTwoPolicy {
             table_without_candidates(pool, PlacementRule::PowerOfTwo, buckets, generation, self.hash_key.clone());
         if self.metric != LoadMetric::Cpu {
             let comparison_shares = self.metric.comparison_shares(pool);
-            let relative_loads: Vec<f64> =
-                self.metric.server_loads(pool).iter().zip(comparison_shares).map(|(of, part)| of / part).collect();
+            let relative_loads: Vec<f64> = self
+                .metric
+                .server_loads(pool)
+                .iter()
+                .zip(comparison_shares)
+                .map(|(load, share)| load / share)
+                .collect();
             let largest_relative_load = relative_loads.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
-            for (member, full) in table.members.iter_mut().zip(relative_loads) {
-                member.load = load_to_fixed_point(full / largest_relative_load);
+            for (member, relative_load) in table.members.iter_mut().zip(relative_loads) {
+                member.fixed_point_load = load_to_fixed_point(relative_load / largest_relative_load);
             }
         }
-        let shares: Vec<f64> = pool.shares().into_iter().map(|(_, share)| share).collect();
-        table.members = turns(&shares).into_iter().map(|position| table.members[position]).collect();
+        let shares: Vec<f64> = pool.new_connection_shares().into_iter().map(|(_, share)| share).collect();
+        table.members = evenly_spread_turns(&shares).into_iter().map(|position| table.members[position]).collect();
         table
     }
 }
@@ -63,16 +68,16 @@ mod tests {
     use super::*;
     use crate::policy::{PoolServer, ServerWeight, TrafficRates};
 
-    fn members_by_metric(measure: LoadMetric, servers: Vec<PoolServer>) -> Vec<(u16, u32)> {
-        let table = PowerOfTwoPolicy::new(measure, 1).compute_table(&Pool::new(servers, 1), BucketCount::PUBLISHED, 1);
-        table.members.iter().map(|member| (member.server.get(), member.load)).collect()
+    fn members_by_metric(metric: LoadMetric, servers: Vec<PoolServer>) -> Vec<(u16, u32)> {
+        let table = PowerOfTwoPolicy::new(metric, 1).compute_table(&Pool::new(servers, 1), BucketCount::PUBLISHED, 1);
+        table.members.iter().map(|member| (member.server.get(), member.fixed_point_load)).collect()
     }
 
     #[test]
     fn each_metric_compares_its_own_load() {
         let server = |id: u64, open_connections: u32, packets: f64, bytes: f64| PoolServer {
             open_connections,
-            traffic: Some(TrafficRates { packets_per_second: packets, bytes }),
+            traffic: Some(TrafficRates { packets_per_second: packets, bytes_per_second: bytes }),
             loads: Some(vec![0.25 * id as f64; 2].into()),
             ..PoolServer::new(id.try_into().unwrap())
         };

@@ -66,16 +66,16 @@ impl CandidateList {
 }
 
 impl RackSummary {
-    /// Returns the summary of a rack with these servers, with at most `most` candidates for each bucket. Fewer than
-    /// [`Policy::max_candidates_per_bucket`] lose information. It must be called once per table, because the policy may
-    /// smooth loads.
-    pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, most: usize) -> Self {
-        let max_per_bucket = policy.max_candidates_per_bucket(buckets).min(most);
-        let preprocessed = policy.preprocess(pool);
+    /// Returns the summary of a rack with these servers, with at most `max_candidate_count` candidates for each bucket.
+    /// Fewer than [`Policy::max_candidates_per_bucket`] lose information. It must be called once per table, because the
+    /// policy may smooth loads.
+    pub fn of(pool: &Pool, policy: &mut dyn Policy, buckets: BucketCount, max_candidate_count: usize) -> Self {
+        let max_per_bucket = policy.max_candidates_per_bucket(buckets).min(max_candidate_count);
+        let preprocessed_pool = policy.preprocess(pool);
         let mut summary = Self { servers: Vec::new(), histograms_by_class: Vec::new(), candidate_lists: Vec::new() };
         let mut histogram_by_class: BTreeMap<ServerClass, LoadHistogram> = BTreeMap::new();
         let mut servers_by_key_and_class: Vec<(&RssKey, ServerClass, Vec<&PoolServer>)> = Vec::new();
-        for server in &preprocessed.servers {
+        for server in &preprocessed_pool.servers {
             let Some(loads) = &server.loads else { continue };
             let Some(cores) = loads.cores().filter(|cores| !cores.is_empty()) else { continue };
             if server.slow_start_fraction < 1.0 {
@@ -89,28 +89,36 @@ impl RackSummary {
             }
             let class = server.server_class();
             let histogram = histogram_by_class.entry(class).or_default();
-            cores.iter().for_each(|load| histogram.add(*load));
+            cores.iter().for_each(|load| histogram.add_core(*load));
             let Some(rss) = &server.rss else { continue };
-            match servers_by_key_and_class.iter_mut().find(|(key, of, _)| **key == rss.key && *of == class) {
+            match servers_by_key_and_class
+                .iter_mut()
+                .find(|(key, server_class, _)| **key == rss.key && *server_class == class)
+            {
                 Some((_, _, servers)) => servers.push(server),
                 None => servers_by_key_and_class.push((&rss.key, class, vec![server])),
             }
         }
         summary.histograms_by_class =
-            histogram_by_class.into_iter().map(|(class, spread)| (class, spread.bins().collect())).collect();
+            histogram_by_class.into_iter().map(|(class, histogram)| (class, histogram.bins().collect())).collect();
         if max_per_bucket > 0 {
-            let lists = servers_by_key_and_class
+            let candidate_lists = servers_by_key_and_class
                 .into_iter()
                 .map(|(key, _, servers)| build_candidate_list(key, &servers, buckets, max_per_bucket));
-            summary.candidate_lists = lists.collect();
+            summary.candidate_lists = candidate_lists.collect();
         }
         summary
     }
 }
 
 /// Returns the candidate list of servers with one RSS key and of one class.
-fn build_candidate_list(key: &RssKey, servers: &[&PoolServer], buckets: BucketCount, most: usize) -> CandidateList {
-    let candidates_per_bucket = servers.len().min(most);
+fn build_candidate_list(
+    key: &RssKey,
+    servers: &[&PoolServer],
+    buckets: BucketCount,
+    max_candidate_count: usize,
+) -> CandidateList {
+    let candidates_per_bucket = servers.len().min(max_candidate_count);
     let mut candidates = Vec::with_capacity(candidates_per_bucket * buckets.get() as usize);
     for bucket in 0..buckets.get() {
         let mut least_cores = LeastCoreList::new(candidates_per_bucket);

@@ -27,7 +27,7 @@ impl Policy for RoundRobinPolicy {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let shares: Vec<f64> = pool.shares().into_iter().map(|(_, share)| share).collect();
+        let shares: Vec<f64> = pool.new_connection_shares().into_iter().map(|(_, share)| share).collect();
         weighted_turn_table(pool, buckets, generation, self.hash_key.clone(), &shares)
     }
 }

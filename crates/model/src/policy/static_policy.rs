@@ -35,7 +35,7 @@ impl Policy for StaticPolicy {
     }
 
     fn compute_table(&mut self, pool: &Pool, buckets: BucketCount, generation: u64) -> PlacementTable {
-        let server_positions = (self.assign_buckets)(&pool.shares(), buckets.get() as usize);
+        let server_positions = (self.assign_buckets)(&pool.new_connection_shares(), buckets.get() as usize);
         table_by_bucket(pool, buckets, generation, self.hash_key.clone(), &server_positions)
     }
 }

@@ -67,9 +67,12 @@ mod tests {
         );
         assert_eq!(ServerWeight::new(357).unwrap_err(), ServerWeightOutOfRange(357));
         assert_eq!(ServerCapacity::new(0.5).unwrap().get(), 0.5);
-        for wrong in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        for invalid_capacity in [0.0, -1.0, f64::NAN, f64::INFINITY] {
             assert!(
-                ServerCapacity::new(wrong).unwrap_err().to_string().starts_with(&format!("capacity {wrong}: expected"))
+                ServerCapacity::new(invalid_capacity)
+                    .unwrap_err()
+                    .to_string()
+                    .starts_with(&format!("capacity {invalid_capacity}: expected"))
             );
         }
     }

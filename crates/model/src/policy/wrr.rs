@@ -37,7 +37,11 @@ impl Policy for WeightedRoundRobinPolicy {
 }
 
 fn shares_by_capacity(pool: &Pool) -> Vec<f64> {
-    pool.shares().into_iter().zip(pool.capacities()).map(|((_, share), capacity)| share * capacity).collect()
+    pool.new_connection_shares()
+        .into_iter()
+        .zip(pool.capacities())
+        .map(|((_, share), capacity)| share * capacity)
+        .collect()
 }
 
 #[cfg(test)]

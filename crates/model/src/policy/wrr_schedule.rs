@@ -18,7 +18,7 @@ pub fn weighted_turn_table(
     shares: &[f64],
 ) -> PlacementTable {
     let mut table = table_without_candidates(pool, PlacementRule::RoundRobin, buckets, generation, key);
-    table.members = turns(shares).into_iter().map(|position| table.members[position]).collect();
+    table.members = evenly_spread_turns(shares).into_iter().map(|position| table.members[position]).collect();
     table
 }
 
@@ -26,7 +26,7 @@ pub fn weighted_turn_table(
 const TURNS_PER_SHARE: f64 = 64.0;
 
 /// Returns positions in `shares`, each as often as its share requires, and evenly spread.
-pub fn turns(shares: &[f64]) -> Vec<usize> {
+pub fn evenly_spread_turns(shares: &[f64]) -> Vec<usize> {
     let are_whole_numbers = shares.iter().all(|share| share.fract() == 0.0);
     let turns_per_share = if are_whole_numbers { 1.0 } else { TURNS_PER_SHARE };
     let weights: Vec<u32> = shares.iter().map(|share| ((share * turns_per_share).round() as u32).max(1)).collect();
@@ -65,30 +65,30 @@ fn interleaved_positions(weights: &[u32]) -> Vec<usize> {
     let parts_of_turn = (2 * weights.len() as u64).saturating_sub(2);
     let turn_fraction =
         |position: usize, parts: u64| (parts * total_turns, u64::from(weights[position]) * parts_of_turn);
-    let earliest_turn = |position: usize, turn: u64| {
-        let (dividend, divisor) = turn_fraction(position, turn * parts_of_turn + 1);
+    let earliest_turn = |position: usize, turn_index: u64| {
+        let (dividend, divisor) = turn_fraction(position, turn_index * parts_of_turn + 1);
         dividend.div_ceil(divisor)
     };
-    let latest_turn = |position: usize, turn: u64| {
-        let (dividend, divisor) = turn_fraction(position, (turn + 1) * parts_of_turn - 1);
+    let latest_turn = |position: usize, turn_index: u64| {
+        let (dividend, divisor) = turn_fraction(position, (turn_index + 1) * parts_of_turn - 1);
         dividend / divisor
     };
 
     let mut turns_by_earliest: BinaryHeap<_> =
         (0..weights.len()).map(|position| Reverse((earliest_turn(position, 0), position, 0))).collect();
     let mut turns_by_latest = BinaryHeap::new();
-    let mut turns = Vec::with_capacity(total_turns as usize);
-    for now in 1..=total_turns {
-        while turns_by_earliest.peek().is_some_and(|Reverse((earliest, ..))| *earliest <= now) {
-            let Reverse((_, position, turn)) = turns_by_earliest.pop().expect("just seen");
-            turns_by_latest.push(Reverse((latest_turn(position, turn), position, turn)));
+    let mut positions_by_turn = Vec::with_capacity(total_turns as usize);
+    for current_turn in 1..=total_turns {
+        while turns_by_earliest.peek().is_some_and(|Reverse((earliest, ..))| *earliest <= current_turn) {
+            let Reverse((_, position, turn_index)) = turns_by_earliest.pop().expect("just seen");
+            turns_by_latest.push(Reverse((latest_turn(position, turn_index), position, turn_index)));
         }
-        let Reverse((_, position, turn)) =
+        let Reverse((_, position, turn_index)) =
             turns_by_latest.pop().expect("someone's turn: the schedule exists, and has no gap");
-        turns.push(position);
-        turns_by_earliest.push(Reverse((earliest_turn(position, turn + 1), position, turn + 1)));
+        positions_by_turn.push(position);
+        turns_by_earliest.push(Reverse((earliest_turn(position, turn_index + 1), position, turn_index + 1)));
     }
-    turns
+    positions_by_turn
 }
 
 #[cfg(test)]
@@ -99,7 +99,7 @@ mod tests {
 
     fn turns_of_weights(weights: &[u32]) -> Vec<usize> {
         let shares: Vec<f64> = weights.iter().copied().map(f64::from).collect();
-        super::turns(&shares)
+        super::evenly_spread_turns(&shares)
     }
 
     #[test]
@@ -110,9 +110,9 @@ mod tests {
         assert_eq!(turns_of_weights(&[3]), [0]);
         assert_eq!(turns_of_weights(&[]), Vec::<usize>::new());
         // The third server has half a share.
-        let turns_with_half_share = super::turns(&[1.0, 1.0, 0.5]);
+        let turns_with_half_share = super::evenly_spread_turns(&[1.0, 1.0, 0.5]);
         assert_eq!(
-            (turns_with_half_share.len(), turns_with_half_share.iter().filter(|turn| **turn == 2).count()),
+            (turns_with_half_share.len(), turns_with_half_share.iter().filter(|position| **position == 2).count()),
             (5, 1)
         );
     }
@@ -121,13 +121,18 @@ mod tests {
     fn oversized_weights_are_scaled_down() {
         let weights: Vec<u32> = (0..2_000).map(|server| if server < 1_000 { 30 } else { 2 }).collect();
         let scaled_turns = turns_of_weights(&weights);
-        let of = |server: usize| scaled_turns.iter().filter(|turn| **turn == server).count();
+        let turn_count = |server: usize| scaled_turns.iter().filter(|position| **position == server).count();
         assert!(
             scaled_turns.len() <= intf::MAX_MEMBERS as usize && scaled_turns.len() > 15_000,
             "{}",
             scaled_turns.len()
         );
-        assert!((14..=15).contains(&of(3)) && of(1_500) == 1, "{} and {}", of(3), of(1_500));
+        assert!(
+            (14..=15).contains(&turn_count(3)) && turn_count(1_500) == 1,
+            "{} and {}",
+            turn_count(3),
+            turn_count(1_500)
+        );
         assert_eq!(scale_weights_to_fit(&[7; 16_384]), [1; 16_384]);
     }
 
@@ -137,13 +142,15 @@ mod tests {
         fn every_window_of_turns_is_fair(
             weights in prop::collection::vec(1u32..40, 1..30), from in 0usize..500, length in 1usize..500
         ) {
-            let turns = turns_of_weights(&weights);
+            let positions_by_turn = turns_of_weights(&weights);
             let total_weight = f64::from(weights.iter().sum::<u32>());
             for (server, weight) in weights.iter().enumerate() {
-                let turns_in_window = (from..from + length).filter(|turn| turns[turn % turns.len()] == server).count();
+                let is_turn_of_server =
+                    |turn_index: &usize| positions_by_turn[turn_index % positions_by_turn.len()] == server;
+                let turns_in_window = (from..from + length).filter(is_turn_of_server).count();
                 let fair_share = length as f64 * f64::from(*weight) / total_weight;
-                prop_assert!((turns_in_window as f64 - fair_share).abs() < 2.0, "server {server}: {turns_in_window} of \
-                                                                                 {fair_share}");
+                prop_assert!((turns_in_window as f64 - fair_share).abs() < 2.0,
+                    "server {server}: {turns_in_window} of {fair_share}");
             }
         }
     }

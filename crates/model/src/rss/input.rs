@@ -68,11 +68,11 @@ impl InputTransform {
         let mut tuple = tuple.to_vec();
         let address_bytes = match tuple.len() {
             IPV4_INPUT_BYTES | MAX_INPUT_BYTES => tuple.len() - 4,
-            other => other,
+            length => length,
         };
         let (addresses, ports) = tuple.split_at_mut(address_bytes);
-        for pair in [addresses, ports] {
-            let (sources, destinations) = pair.split_at_mut(pair.len() / 2);
+        for field_bytes in [addresses, ports] {
+            let (sources, destinations) = field_bytes.split_at_mut(field_bytes.len() / 2);
             for (source, destination) in sources.iter_mut().zip(destinations) {
                 (*source, *destination) = self.transform_bytes(*source, *destination);
             }

@@ -61,21 +61,21 @@ impl LoomMemory {
         }
     }
 
-    fn word_ref(&self, word: TableWord) -> WordRef<'_> {
+    fn word_ref(&self, table_word: TableWord) -> WordRef<'_> {
         const IDENTITY: usize = std::mem::offset_of!(intf::connection, identity);
         const PORT_FLAGS_NEXT: usize = std::mem::offset_of!(intf::connection, client_port);
         const GENERATION: usize = std::mem::offset_of!(intf::connection, generation);
-        match word {
+        match table_word {
             TableWord::StackTop(_) => WordRef::LoomWord(&self.stack_top),
             TableWord::ClockHand(_) => WordRef::UnsharedWord(&self.clock_hand),
-            TableWord::EntryWord(index, field) => {
+            TableWord::EntryWord(index, field_offset) => {
                 let slot = index.slot() as usize;
-                match field {
+                match field_offset {
                     _ if slot >= SLOT_COUNT => WordRef::UnsharedWord(&self.unused_slot_word),
                     IDENTITY => WordRef::LoomWord(&self.identity_words[slot]),
                     PORT_FLAGS_NEXT => WordRef::LoomWord(&self.port_flags_next_words[slot]),
                     GENERATION => WordRef::LoomWord(&self.generation_words[slot]),
-                    _ => WordRef::UnsharedWord(&self.other_entry_words[slot][field / 8]),
+                    _ => WordRef::UnsharedWord(&self.other_entry_words[slot][field_offset / 8]),
                 }
             }
         }
@@ -83,9 +83,9 @@ impl LoomMemory {
 }
 
 impl AtomicWordStorage for LoomMemory {
-    fn load(&self, word: TableWord) -> u64 {
-        match self.word_ref(word) {
-            WordRef::LoomWord(cell) if matches!(word, TableWord::StackTop(_)) => {
+    fn load(&self, table_word: TableWord) -> u64 {
+        match self.word_ref(table_word) {
+            WordRef::LoomWord(cell) if matches!(table_word, TableWord::StackTop(_)) => {
                 cell.load(Ordering::Acquire) & self.stack_top_mask
             }
             WordRef::LoomWord(cell) => cell.load(Ordering::Acquire),
@@ -93,21 +93,21 @@ impl AtomicWordStorage for LoomMemory {
         }
     }
 
-    fn store(&self, word: TableWord, value: u64) {
-        match self.word_ref(word) {
+    fn store(&self, table_word: TableWord, value: u64) {
+        match self.word_ref(table_word) {
             WordRef::LoomWord(cell) => cell.store(value, Ordering::Relaxed),
             WordRef::UnsharedWord(cell) => cell.store(value, Ordering::Relaxed),
         }
     }
 
-    fn compare_exchange(&self, word: TableWord, old: u64, new: u64) -> bool {
-        let WordRef::LoomWord(cell) = self.word_ref(word) else { unreachable!("no plain word is exchanged") };
-        let new = if matches!(word, TableWord::StackTop(_)) { new & self.stack_top_mask } else { new };
+    fn compare_exchange(&self, table_word: TableWord, old: u64, new: u64) -> bool {
+        let WordRef::LoomWord(cell) = self.word_ref(table_word) else { unreachable!("no plain word is exchanged") };
+        let new = if matches!(table_word, TableWord::StackTop(_)) { new & self.stack_top_mask } else { new };
         cell.compare_exchange(old, new, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    fn publish(&self, word: TableWord, value: u64) {
-        let WordRef::LoomWord(cell) = self.word_ref(word) else { unreachable!("no plain word is published") };
+    fn publish(&self, table_word: TableWord, value: u64) {
+        let WordRef::LoomWord(cell) = self.word_ref(table_word) else { unreachable!("no plain word is published") };
         assert_eq!(cell.swap(value, Ordering::AcqRel), 0, "a slot was handed out that is in use");
     }
 }
@@ -118,10 +118,10 @@ fn table_size() -> TableSize {
     TableSize::try_from(u64::from(intf::CONNECTIONS_PER_PARTITION)).unwrap()
 }
 
-/// Returns a table with `free` free slots in its one partition, with slot 0 on top of the stack.
-fn table_with_free_slots(free: usize, top_mask: u64) -> Arc<LoomTable> {
+/// Returns a table with `free_slot_count` free slots in its one partition, with slot 0 on top of the stack.
+fn table_with_free_slots(free_slot_count: usize, top_mask: u64) -> Arc<LoomTable> {
     let table = ConnectionTable::new(LoomMemory::new(top_mask), table_size());
-    for slot in (0..free as u32).rev() {
+    for slot in (0..free_slot_count as u32).rev() {
         table.push(ConnectionIndex::new(0, slot));
     }
     Arc::new(table)
@@ -131,7 +131,7 @@ fn new_connection(client: u16) -> NewConnection {
     let address = SocketAddr::new(Ipv4Addr::new(10, 1, 0, 7).into(), client);
     let hash =
         ConnectionHash::new(&CookieKey { k0: 0x5d3c_91ab_04e7_aa13, k1: 0x0f1e_77c9_d2b4_5a61 }, SERVICE_SLOT, address);
-    NewConnection { hash, service: SERVICE_SLOT, client: address, bytes: u64::from(client) }
+    NewConnection { hash, service_slot: SERVICE_SLOT, client: address, frame_bytes: u64::from(client) }
 }
 
 fn server_of_client(client: u16) -> ServerId {
@@ -146,7 +146,7 @@ fn identity_of_client(client: u16, generation: u16) -> EntryIdentity {
     EntryIdentity {
         tag: new_connection(client).hash.tag(),
         generation,
-        service: SERVICE_SLOT,
+        service_slot: SERVICE_SLOT,
         server: server_of_client(client),
     }
 }
@@ -160,11 +160,11 @@ fn free_entry(table: &LoomTable, index: ConnectionIndex, identity: EntryIdentity
     is_released
 }
 
-/// Checks that the entries of `taken` are in use, and that all other slots are on the stack exactly once.
-fn assert_slots_are_consistent(table: &LoomTable, taken: &[(u16, ConnectionIndex)]) {
-    for (client, index) in taken {
+/// Checks that the entries of `taken_slots` are in use, and that all other slots are on the stack exactly once.
+fn assert_slots_are_consistent(table: &LoomTable, taken_slots: &[(u16, ConnectionIndex)]) {
+    for (client, index) in taken_slots {
         let entry = table.connection(*index).expect("it was taken");
-        assert_eq!((entry.client.port(), entry.bytes), (*client, u64::from(*client)));
+        assert_eq!((entry.client.port(), entry.byte_count), (*client, u64::from(*client)));
         assert_eq!(entry.identity.server, server_of_client(*client));
         assert_eq!(
             table.find(new_connection(*client).hash, index.slot(), SERVICE_SLOT),
@@ -172,12 +172,12 @@ fn assert_slots_are_consistent(table: &LoomTable, taken: &[(u16, ConnectionIndex
         );
     }
     let stack_slots = table.free_slots(0);
-    let all_slots = taken.iter().map(|(_, index)| *index).chain(stack_slots.iter().copied());
+    let all_slots = taken_slots.iter().map(|(_, index)| *index).chain(stack_slots.iter().copied());
     let distinct_slots: BTreeSet<_> = all_slots.clone().collect();
     assert_eq!(
         (all_slots.count(), distinct_slots.len()),
         (SLOT_COUNT, SLOT_COUNT),
-        "taken {taken:?}, free {stack_slots:?}"
+        "taken {taken_slots:?}, free {stack_slots:?}"
     );
 }
 
@@ -194,10 +194,10 @@ fn concurrent_packets_and_user_space_neither_lose_nor_duplicate_slots() {
         });
         assert!(free_entry(&table, first_index, identity_of_client(1, 0)));
         let mut taken_slots = Vec::new();
-        for (client, outcome) in other_packets.map(|other| other.join().unwrap()) {
-            match outcome {
+        for (client, take_result) in other_packets.map(|thread_handle| thread_handle.join().unwrap()) {
+            match take_result {
                 Ok(index) => taken_slots.push((client, index)),
-                Err(TakeSlotError::Full) => {}
+                Err(TakeSlotError::PartitionFull) => {}
                 Err(TakeSlotError::Contended) => panic!("three changes cannot spoil eight attempts"),
             }
         }
@@ -249,7 +249,7 @@ fn reader_never_finds_the_server_of_another_connection() {
             thread::spawn(move || {
                 for client in [1, 2] {
                     let find_result = table.find(new_connection(client).hash, index.slot(), SERVICE_SLOT);
-                    assert!(find_result.is_none_or(|(_, found)| found == server_of_client(client)));
+                    assert!(find_result.is_none_or(|(_, server)| server == server_of_client(client)));
                 }
             })
         };
@@ -270,7 +270,7 @@ fn concurrent_free_of_an_entry_succeeds_once() {
             thread::spawn(move || free_entry(&table, index, identity_of_client(1, 0)))
         };
         let free_results = [free_entry(&table, index, identity_of_client(1, 0)), other_thread.join().unwrap()];
-        assert_eq!(free_results.iter().filter(|freed| **freed).count(), 1);
+        assert_eq!(free_results.iter().filter(|is_freed| **is_freed).count(), 1);
         assert_slots_are_consistent(&table, &[]);
         // A late caller does not free the entry's next connection either, even if it belongs to the same client.
         assert_eq!(take_slot(&table, 1), Ok(index));
@@ -315,8 +315,8 @@ fn expired_entry_is_reused_by_one_of_two_packets() {
 #[test]
 fn expired_entry_is_either_reused_or_freed() {
     loom::model(|| {
-        let (reused, freed) =
+        let (reused_index, release_result) =
             reuse_concurrently_with(|table, index| table.release(index, identity_of_client(1, 0)).then_some(()));
-        assert!(reused.is_some() != freed.is_some(), "{reused:?}, {freed:?}");
+        assert!(reused_index.is_some() != release_result.is_some(), "{reused_index:?}, {release_result:?}");
     });
 }

@@ -5,8 +5,8 @@ use std::net::Ipv4Addr;
 
 use coreward_model::placement::{BucketCount, PlacementRule, PlacementState, PlacementTable};
 use coreward_model::policy::{
-    POLICY_REGISTRY, Policy, Pool, PoolServer, ServerCapacity, ServerWeight, TelemetryLevel, TrafficRates, names,
-    policy_by_name, telemetry_level_of_policy,
+    POLICY_REGISTRY, Policy, Pool, PoolServer, ServerCapacity, ServerWeight, TelemetryLevel, TrafficRates,
+    policy_by_name, policy_names, telemetry_level_of_policy,
 };
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use coreward_model::{FourTuple, ServerId};
@@ -153,8 +153,9 @@ fn connection_cost_makes_one_interval_fill_one_and_a_half_times_the_deficits() {
     let new_pool = || Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 2);
     let mut policy = policy_by_name("crossrss-plus", 1).unwrap();
     // The loads do not change, so newest and recent loads are the same.
-    let mut assignment_cost = |opened| {
-        let table = policy.compute_table(&new_pool().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
+    let mut assignment_cost = |opened_connections| {
+        let table =
+            policy.compute_table(&new_pool().with_opened_connections(opened_connections), BucketCount::PUBLISHED, 1);
         f64::from(table.assignment_cost) / f64::from(coreward_intf::LOAD_ONE)
     };
     // The cost is 1.5 x 0.3 over 30 connections, of which each of the two load balancers gets half.
@@ -170,9 +171,13 @@ fn policies_that_use_opened_connections_request_this_telemetry() {
     let loads = [[0.3, 0.5, 0.5, 0.7], [0.5, 0.4, 0.5, 0.6]];
     let pool = Pool::new((0..2).map(|n| four_core_server(n as u64 + 1, &rss_key, Some(loads[n]))).collect(), 1);
     let mut dependent_policies = Vec::new();
-    for (name, make) in POLICY_REGISTRY {
-        let cost_and_candidates = |opened| {
-            let table = make(1).compute_table(&pool.clone().with_opened_connections(opened), BucketCount::PUBLISHED, 1);
+    for (name, make_policy) in POLICY_REGISTRY {
+        let cost_and_candidates = |opened_connections| {
+            let table = make_policy(1).compute_table(
+                &pool.clone().with_opened_connections(opened_connections),
+                BucketCount::PUBLISHED,
+                1,
+            );
             (table.assignment_cost, table.candidates)
         };
         if cost_and_candidates(10) != cost_and_candidates(1000) {
@@ -248,12 +253,15 @@ proptest! {
             weight: ServerWeight::new(n as u64 % 4 + 1).unwrap(),
             slow_start_fraction: if n % 3 == 0 { 0.2 } else { 1.0 },
             capacity: (n % 4 == 0).then(|| ServerCapacity::new(n as f64 + 0.5).unwrap()),
-            traffic: known[n].then(|| TrafficRates { packets_per_second: n as f64 * 1e3, bytes: 1e9 / (n + 1) as f64 }),
+            traffic: known[n].then(|| TrafficRates {
+                packets_per_second: n as f64 * 1e3,
+                bytes_per_second: 1e9 / (n + 1) as f64,
+            }),
             ..PoolServer::new(server_id(n as u64 * 37))
         }).collect();
         let eligible_ids: HashSet<ServerId> = servers.iter().filter(|s| s.is_eligible).map(|s| s.id).collect();
         let pool = Pool::new(servers, 2);
-        for name in names() {
+        for name in policy_names() {
             let buckets = BucketCount::new(1 << bits).unwrap();
             let table = policy_by_name(name, seed).unwrap().compute_table(&pool, buckets, 1);
             let mut state = PlacementState::for_table(&table);
@@ -272,7 +280,8 @@ proptest! {
 fn tables_depend_on_loads_exactly_if_the_policy_reads_loads() {
     let rss_key = rss_key_of_seed(1);
     let pools = [(0, [0.0; 4]), (40, [0.9, 0.1, 0.5, 0.2])].map(|(open_connections, loads)| {
-        let traffic_rates = |rate: u32| Some(TrafficRates { packets_per_second: rate.into(), bytes: rate.into() });
+        let traffic_rates =
+            |rate: u32| Some(TrafficRates { packets_per_second: rate.into(), bytes_per_second: rate.into() });
         let busy_server = |n| PoolServer {
             open_connections,
             traffic: traffic_rates(open_connections),
@@ -282,12 +291,12 @@ fn tables_depend_on_loads_exactly_if_the_policy_reads_loads() {
             |n| PoolServer { traffic: traffic_rates(10), ..four_core_server(n, &rss_key, Some([0.5; 4])) };
         Pool::new((1..=20).map(|n| if n % 2 == 0 { busy_server(n) } else { idle_server(n) }).collect(), 1)
     });
-    for name in names() {
+    for name in policy_names() {
         let mut policy = policy_by_name(name, 1).unwrap();
         let [left, right] = pools.each_ref().map(|pool| {
             let table = policy.compute_table(pool, BucketCount::PUBLISHED, 1);
             let members: Vec<ServerId> = table.members.iter().map(|member| member.server).collect();
-            let loads: Vec<u32> = table.members.iter().map(|member| member.load).collect();
+            let loads: Vec<u32> = table.members.iter().map(|member| member.fixed_point_load).collect();
             (table.candidates, members, if table.rule == PlacementRule::PowerOfTwo { loads } else { Vec::new() })
         });
         assert_eq!(left != right, policy.reads_loads(), "{name}");

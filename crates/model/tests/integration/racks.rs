@@ -5,7 +5,8 @@ use std::sync::Arc;
 use coreward_model::ServerId;
 use coreward_model::placement::BucketCount;
 use coreward_model::policy::{
-    Pool, PoolServer, RackSummary, ServerCapacity, ServerLoads, ServerWeight, TrafficRates, names, policy_by_name,
+    Pool, PoolServer, RackSummary, ServerCapacity, ServerLoads, ServerWeight, TrafficRates, policy_by_name,
+    policy_names,
 };
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 use proptest::prelude::*;
@@ -50,7 +51,9 @@ prop_compose! {
             weight: ServerWeight::new(weight).unwrap(),
             slow_start_fraction,
             capacity: capacity.map(|capacity| ServerCapacity::new(capacity).unwrap()),
-            traffic: traffic.map(|(packets_per_second, bytes)| TrafficRates { packets_per_second, bytes }),
+            traffic: traffic.map(|(packets_per_second, bytes_per_second)| {
+                TrafficRates { packets_per_second, bytes_per_second }
+            }),
             ..PoolServer::new(ServerId::try_from(0).unwrap())
         };
         RackServer { server, rack }
@@ -92,46 +95,49 @@ proptest! {
     fn tables_are_equal_with_and_without_racks(
         mut servers in prop::collection::vec(rack_server(), 0..24), bits in 0u32..8, requests: bool
     ) {
-        for (position, racked) in servers.iter_mut().enumerate() {
-            racked.server.id = ServerId::try_from(position as u64 * 31).unwrap();
+        for (position, server_in_rack) in servers.iter_mut().enumerate() {
+            server_in_rack.server.id = ServerId::try_from(position as u64 * 31).unwrap();
         }
         let buckets = BucketCount::new(1 << bits).unwrap();
-        for name in names() {
+        for name in policy_names() {
             let mut servers = servers.clone();
             let new_policy = || policy_by_name(name, 7).unwrap();
-            let (mut flat, mut above, mut at_racks) =
+            let (mut policy_without_racks, mut policy_above_racks, mut rack_policies) =
                 (new_policy(), new_policy(), [new_policy(), new_policy(), new_policy(), new_policy()]);
             // As in the controller, one pool is updated from table to table.
-            let (mut going_on, mut kept) = (new_policy(), None);
+            let (mut continued_policy, mut continued_pool) = (new_policy(), None);
             for report in 1..=REPORT_COUNT {
                 let servers_of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
-                    servers.iter().filter(|racked| racked.rack == rack).map(|racked| racked.server.clone()).collect()
+                    let is_in_rack = |server_in_rack: &&RackServer| server_in_rack.rack == rack;
+                    servers.iter().filter(is_in_rack).map(|server_in_rack| server_in_rack.server.clone()).collect()
                 };
-                let rack_summaries = at_racks.iter_mut().enumerate().map(|(rack, policy)| {
+                let rack_summaries = rack_policies.iter_mut().enumerate().map(|(rack, policy)| {
                     let pool = pool_of_servers(&servers_of_rack(Some(rack)), requests);
                     Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, usize::MAX))
                 }).collect::<Vec<_>>();
-                let all_servers: Vec<PoolServer> = servers.iter().map(|racked| racked.server.clone()).collect();
-                let directly_reporting: Vec<PoolServer> = servers.iter().map(|racked| PoolServer {
-                    loads: racked.server.loads.clone().filter(|_| racked.rack.is_none()),
-                    ..racked.server.clone()
+                let all_servers: Vec<PoolServer> =
+                    servers.iter().map(|server_in_rack| server_in_rack.server.clone()).collect();
+                let reporting_servers: Vec<PoolServer> = servers.iter().map(|server_in_rack| PoolServer {
+                    loads: server_in_rack.server.loads.clone().filter(|_| server_in_rack.rack.is_none()),
+                    ..server_in_rack.server.clone()
                 }).collect();
-                let table_without_racks = flat.compute_table(&pool_of_servers(&all_servers, requests), buckets, report);
-                let pool = pool_of_servers(&directly_reporting, requests).with_rack_summaries(rack_summaries.clone());
-                let table_with_racks = above.compute_table(&pool, buckets, report);
+                let pool = pool_of_servers(&all_servers, requests);
+                let table_without_racks = policy_without_racks.compute_table(&pool, buckets, report);
+                let pool = pool_of_servers(&reporting_servers, requests).with_rack_summaries(rack_summaries.clone());
+                let table_with_racks = policy_above_racks.compute_table(&pool, buckets, report);
                 prop_assert_eq!(&table_with_racks, &table_without_racks, "{}, report {}", name, report);
-                let mut pool = kept.take().unwrap_or_else(|| pool_of_servers(&directly_reporting, requests));
-                directly_reporting.iter().for_each(|server| pool.replace_server(server.clone()));
+                let mut pool = continued_pool.take().unwrap_or_else(|| pool_of_servers(&reporting_servers, requests));
+                reporting_servers.iter().for_each(|server| pool.replace_server(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
                 let pool = if requests { pool.counting_requests() } else { pool }.with_rack_summaries(rack_summaries);
                 prop_assert_eq!(
-                    &going_on.compute_table(&pool, buckets, report),
+                    &continued_policy.compute_table(&pool, buckets, report),
                     &table_without_racks,
                     "{}, report {}, going on",
                     name,
                     report
                 );
-                kept = Some(pool);
+                continued_pool = Some(pool);
                 change_to_next_report(&mut servers, report);
             }
         }

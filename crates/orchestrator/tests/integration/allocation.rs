@@ -78,8 +78,8 @@ fn assignments_over_time(kind: CoreAssignmentMode) -> Vec<[String; CORE_COUNT as
         check_monitors_and_apply_hints(&mut test_engine, &allocator, &mut workers, check * EPOCH_NS);
     }
     assignments.push(services_of_cores(&test_engine));
-    assert_eq!((test_engine.counters(0).received, test_engine.counters(0).lost), (8, 0));
-    assert_eq!(test_engine.counters(0).completed + test_engine.counters(0).dropped, 8);
+    assert_eq!((test_engine.counters(0).received_requests, test_engine.counters(0).lost_requests), (8, 0));
+    assert_eq!(test_engine.counters(0).completed_requests + test_engine.counters(0).dropped_requests, 8);
     assert_eq!(
         (test_engine.engine.core_counters().bad_messages, test_engine.engine.core_counters().rejected_feedback),
         (0, 0)

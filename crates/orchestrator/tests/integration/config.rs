@@ -60,12 +60,12 @@ burst = 10
     assert_eq!(port_rules[1], (4001, &Classifier { rules: vec![(1, payload_pattern(0, b"get "))] }));
     let scheduler = &config.engine_config.scheduler;
     let group_rankings: Vec<_> =
-        scheduler.groups.iter().map(|group| (group.member.rank_parameter, group.ranking)).collect();
+        scheduler.groups.iter().map(|group| (group.parameters.rank_parameter, group.ranking)).collect();
     assert_eq!(group_rankings, [(3, Ranking::EarliestDeadline), (1, Ranking::StrictPriority)]);
     let queue_rankings: Vec<_> =
-        scheduler.queues.iter().map(|queue| (queue.group_index, queue.member.rank_parameter)).collect();
+        scheduler.queues.iter().map(|queue| (queue.group_index, queue.parameters.rank_parameter)).collect();
     assert_eq!(queue_rankings, [(0, 20_000), (0, 1_000_000), (1, 7)]);
-    assert_eq!(scheduler.queues[2].member.limit, Some(RateLimit { interval: 1_000_000, burst: 10 }));
+    assert_eq!(scheduler.queues[2].parameters.rate_limit, Some(RateLimit { token_interval: 1_000_000, burst: 10 }));
     assert_eq!(config.engine_config.services[1].lambda.get(), 0.5);
 }
 
@@ -89,7 +89,8 @@ fn af_xdp_requires_an_interface_and_specific_addresses() {
 
 #[test]
 fn mistakes_are_reported_with_line_and_expectation() {
-    let error_of_service = |rest: &str| parse(&format!("{REQUIRED_KEYS}[[service]]\n{rest}\n")).unwrap_err();
+    let error_of_service =
+        |extra_lines: &str| parse(&format!("{REQUIRED_KEYS}[[service]]\n{extra_lines}\n")).unwrap_err();
     let text = error_of_service("listen = \"127.0.0.1:4000\"\nlambda = 1.5");
     assert_eq!(text, "orchestrate.toml:3:1: key `service`: lambda 1.5: expected a number from 0 to 1");
     assert!(

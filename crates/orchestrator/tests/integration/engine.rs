@@ -109,12 +109,26 @@ impl TestEngine {
     /// Checks that each received request is counted in exactly one of the other states.
     pub fn check_request_counts(&self) {
         for (service, counters) in self.engine.service_counters().iter().enumerate() {
-            let ServiceCounters { received, dropped, rejected, completed, lost } = counters;
+            let ServiceCounters {
+                received_requests,
+                dropped_requests,
+                rejected_requests,
+                completed_requests,
+                lost_requests,
+            } = counters;
             let ranks = self.engine.dispatch_policy().ranks();
             let outstanding_count: u32 =
                 (0..self.core_count).map(|core| ranks.outstanding_count(service as u8, core)).sum();
             let waiting_count = self.engine.dispatch_policy().waiting_count(service as u8);
-            assert_eq!(*received, dropped + rejected + completed + lost + waiting_count + u64::from(outstanding_count));
+            assert_eq!(
+                *received_requests,
+                dropped_requests
+                    + rejected_requests
+                    + completed_requests
+                    + lost_requests
+                    + waiting_count
+                    + u64::from(outstanding_count)
+            );
         }
     }
 }
@@ -167,7 +181,10 @@ fn requests_are_distributed_to_both_cores_and_answered() {
     assert_eq!(responses.iter().map(|answer| answer[1]).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
     assert_eq!(responses[..4].iter().map(|answer| answer[0]).collect::<Vec<_>>(), [0, 1, 0, 1]);
     assert_eq!(
-        (test_engine.counters(1).completed, test_engine.engine.dispatch_policy().ranks().eligible_service_mask()),
+        (
+            test_engine.counters(1).completed_requests,
+            test_engine.engine.dispatch_policy().ranks().eligible_service_mask()
+        ),
         (6, 0)
     );
 }
@@ -183,15 +200,18 @@ fn requests_of_an_ended_worker_are_lost_and_counted() {
     assert_eq!(test_engine.outstanding_by_core(), [2, 0], "the worker lives");
     drop(first_worker);
     test_engine.check_workers(3);
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost), ([0, 0], 2));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost_requests), ([0, 0], 2));
     assert_eq!(test_engine.engine.dispatch_policy().ranks().eligible_service_mask(), 0);
     // A new worker at this core gets the waiting requests. A second one replaces it before the next check.
     let second_worker = test_engine.attach_serving_worker(&runtime, 0);
     assert_eq!((test_engine.outstanding_by_core(), test_engine.engine.dispatch_policy().waiting_count(1)), ([2, 0], 1));
     drop(second_worker);
     let _third_worker = test_engine.attach_serving_worker(&runtime, 0);
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost), ([1, 0], 4));
-    assert_eq!((test_engine.engine.core_counters().accepted_workers, test_engine.engine.core_counters().ended), (3, 2));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(1).lost_requests), ([1, 0], 4));
+    assert_eq!(
+        (test_engine.engine.core_counters().accepted_workers, test_engine.engine.core_counters().ended_workers),
+        (3, 2)
+    );
     test_engine.check_request_counts();
 }
 
@@ -226,10 +246,10 @@ fn full_buffer_drops_requests_of_the_lowest_priority() {
         test_engine.submit(1, service, b"x");
     }
     assert_eq!([0, 1].map(|service| test_engine.engine.dispatch_policy().waiting_count(service)), [4, 0]);
-    assert_eq!([0, 1].map(|service| test_engine.counters(service).dropped), [0, 3]);
+    assert_eq!([0, 1].map(|service| test_engine.counters(service).dropped_requests), [0, 3]);
     test_engine.submit(1, 0, b"x");
     test_engine.submit(1, 0, &[0; 101]);
-    assert_eq!((test_engine.counters(0).dropped, test_engine.counters(0).rejected), (1, 1));
+    assert_eq!((test_engine.counters(0).dropped_requests, test_engine.counters(0).rejected_requests), (1, 1));
 }
 
 #[test]
@@ -246,10 +266,10 @@ fn feedback_for_requests_that_were_not_sent_is_rejected_and_counted() {
     let counters = test_engine.engine.core_counters();
     assert_eq!((counters.rejected_feedback, counters.bad_messages), (3, 0));
     assert_eq!(counters.enabled_without_worker, 1, "core 1 has no worker");
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(0).completed), ([1, 0], 0));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(0).completed_requests), ([1, 0], 0));
     worker.load_feedback(0, 0, 1).unwrap();
     test_engine.poll(3);
-    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(0).completed), ([0, 0], 1));
+    assert_eq!((test_engine.outstanding_by_core(), test_engine.counters(0).completed_requests), ([0, 0], 1));
 }
 
 #[test]
@@ -281,7 +301,7 @@ fn hint_is_sent_to_the_least_loaded_core_once_until_rearmed() {
     let [first, mut second] = workers;
     drop(first);
     test_engine.check_workers(65);
-    assert_eq!(test_engine.counters(1).lost, 2);
+    assert_eq!(test_engine.counters(1).lost_requests, 2);
     test_engine.engine.check_monitors(80);
     assert_eq!(second.next_hint().map(|hint| hint.hint), Some(LoadHint::ScaleUp));
     let scale_down_condition =
@@ -297,7 +317,7 @@ fn hint_is_sent_to_the_least_loaded_core_once_until_rearmed() {
 #[test]
 fn rate_limit_delays_requests() {
     let mut limited_config = engine_config();
-    limited_config.scheduler.queues[0].member.limit = Some(RateLimit { interval: 100, burst: 1 });
+    limited_config.scheduler.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 100, burst: 1 });
     let mut test_engine = TestEngine::new(&limited_config);
     let runtime = test_engine.connect_runtime();
     let _worker = test_engine.attach_serving_worker(&runtime, 0);
@@ -328,7 +348,7 @@ fn core_of_a_worker_with_damaged_queues_is_released() {
     test_engine.submit(3, 0, b"x");
     let error = worker.serve(&EchoHandler, ServeOptions::default(), &AtomicBool::new(false)).unwrap_err();
     assert!(matches!(error, RuntimeError::WorkerReleased(0)), "{error}");
-    assert_eq!((test_engine.engine.core_counters().damaged_queues, test_engine.counters(0).rejected), (1, 1));
+    assert_eq!((test_engine.engine.core_counters().damaged_queues, test_engine.counters(0).rejected_requests), (1, 1));
     drop(worker);
     let _next_worker = test_engine.attach_serving_worker(&runtime, 0);
     test_engine.submit(3, 0, b"x");

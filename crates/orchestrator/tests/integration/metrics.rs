@@ -63,23 +63,23 @@ fn metrics_show_waiting_requests() {
 #[test]
 fn status_is_collected_only_on_request() {
     let status_with_workers = |workers| OrchestratorStatus {
-        services: Vec::new(),
-        cores: CoreCounters::default(),
+        service_statuses: Vec::new(),
+        core_counters: CoreCounters::default(),
         attached_workers: workers,
         intake_status: RequestIntake::default().status(),
         unclassified_datagrams: 0,
         unsent_responses: 0,
     };
-    let (shared, mut made) = (SharedStatus::new(status_with_workers(0)), 0);
+    let (shared_status, mut status_count) = (SharedStatus::new(status_with_workers(0)), 0);
     let mut publish_status = || {
-        shared.publish(|| {
-            made += 1;
-            status_with_workers(made)
+        shared_status.publish(|| {
+            status_count += 1;
+            status_with_workers(status_count)
         })
     };
     publish_status();
     let requested_status = std::thread::scope(|scope| {
-        let request = scope.spawn(|| shared.request());
+        let request = scope.spawn(|| shared_status.request_status());
         while !request.is_finished() {
             publish_status();
             std::thread::yield_now();
@@ -87,5 +87,5 @@ fn status_is_collected_only_on_request() {
         request.join().unwrap()
     });
     publish_status();
-    assert_eq!((requested_status.attached_workers, made), (1, 1));
+    assert_eq!((requested_status.attached_workers, status_count), (1, 1));
 }

@@ -61,14 +61,14 @@ impl ModelReplay {
         for core in 0..CORE_COUNT {
             (0..SERVICE_COUNT as u8).for_each(|service| policy_model.set_enabled(service, core, false));
         }
-        let rank_weight = |own: usize, other: usize| match config.rank_rule {
-            RankRule::Ranked if other > own => (lambda.get() * 1000.0).round() as u32,
-            RankRule::PerService if other != own => 0,
+        let rank_weight = |own_service: usize, other_service: usize| match config.rank_rule {
+            RankRule::Ranked if other_service > own_service => (lambda.get() * 1000.0).round() as u32,
+            RankRule::PerService if other_service != own_service => 0,
             _ => 1000,
         };
         Self {
             policy_model,
-            rank_weights: [0, 1].map(|own| [0, 1].map(|other| rank_weight(own, other))),
+            rank_weights: [0, 1].map(|own_service| [0, 1].map(|other_service| rank_weight(own_service, other_service))),
             rank_bound: u32::from(config.rank_bound.get()) * 1000,
             is_enabled: Default::default(),
             outstanding_requests: Default::default(),
@@ -87,7 +87,7 @@ impl ModelReplay {
                 if let Some((service, _)) = submit_outcome.dropped_request {
                     self.dropped_counts[usize::from(service)] += 1;
                 }
-                submit_outcome.sent.map_or(Ok(()), |(release, number)| self.check_sent_request(release, number))
+                submit_outcome.sent_request.map_or(Ok(()), |(release, number)| self.check_sent_request(release, number))
             }
             EngineRecord::Response { service, core, number } => {
                 let expected = self.outstanding_requests[usize::from(core)][usize::from(service)].pop_front();
@@ -102,7 +102,7 @@ impl ModelReplay {
                 Ok(())
             }
             EngineRecord::Dispatch { now } => {
-                while let Some((release, number)) = self.policy_model.next(now) {
+                while let Some((release, number)) = self.policy_model.next_request(now) {
                     self.check_sent_request(release, number)?;
                 }
                 Ok(())
@@ -196,7 +196,8 @@ impl RecordingEngine {
     }
 
     fn requests_in_flight(&self) -> u64 {
-        let dropped_count: u64 = (0..SERVICE_COUNT).map(|service| self.test_engine.counters(service).dropped).sum();
+        let dropped_count: u64 =
+            (0..SERVICE_COUNT).map(|service| self.test_engine.counters(service).dropped_requests).sum();
         self.submitted_count - self.response_count - dropped_count
     }
 
@@ -205,7 +206,10 @@ impl RecordingEngine {
         self.unreplayed_records.drain(..).try_for_each(|record| replay.apply_record(record)).unwrap();
         for service in 0..SERVICE_COUNT {
             let counters = self.test_engine.counters(service);
-            assert_eq!((counters.dropped, counters.rejected, counters.lost), (replay.dropped_counts[service], 0, 0));
+            assert_eq!(
+                (counters.dropped_requests, counters.rejected_requests, counters.lost_requests),
+                (replay.dropped_counts[service], 0, 0)
+            );
             let waiting_count = self.test_engine.engine.dispatch_policy().waiting_count(service as u8);
             assert_eq!(waiting_count, replay.policy_model.waiting_count(service as u8));
         }
@@ -215,7 +219,7 @@ impl RecordingEngine {
 /// Serves all cores in one thread. Responds with request number and core, and enables and disables services at random.
 fn serve_all_cores(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<(), RuntimeError> {
     let mut rng = seeded_rng(seed, 1);
-    let mut random_below = |below: u32| uniform_below(&mut rng, below);
+    let mut random_below = |bound: u32| uniform_below(&mut rng, bound);
     let mut workers = (0..CORE_COUNT).map(|core| runtime.attach_worker(core)).collect::<Result<Vec<_>, _>>()?;
     for worker in &mut workers {
         [0, 1].into_iter().try_for_each(|service| worker.enable_service(service, worker.core()))?;
@@ -238,24 +242,24 @@ fn serve_all_cores(runtime: &Runtime, seed: u64, stop: &AtomicBool) -> Result<()
     Ok(())
 }
 
-/// Runs the engine until `completed` requests are completed. `check` is called repeatedly to consume the records.
-fn run_engine(config: &EngineConfig, completed: u64, seed: u64, mut check: impl FnMut(&mut RecordingEngine)) {
+/// Runs the engine until `completed_count` requests are completed. `check` is called repeatedly to consume the records.
+fn run_engine(config: &EngineConfig, completed_count: u64, seed: u64, mut check: impl FnMut(&mut RecordingEngine)) {
     let mut recorder = RecordingEngine::new(config);
     let runtime = recorder.test_engine.connect_runtime();
     let mut rng = seeded_rng(seed, 0);
-    let mut random_below = |below: u32| uniform_below(&mut rng, below);
+    let mut random_below = |bound: u32| uniform_below(&mut rng, bound);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let serving_thread = scope.spawn(|| serve_all_cores(&runtime, seed, &stop));
-        let (mut now, mut progress) = (0, Instant::now());
-        for turn in 1u64.. {
-            if recorder.response_count >= completed {
+        let (mut now, mut last_progress_at) = (0, Instant::now());
+        for round in 1u64.. {
+            if recorder.response_count >= completed_count {
                 break;
             }
             now += u64::from(random_below(20));
             // Some bursts are so large that they overflow the buffer.
             let burst_size =
-                if turn % 64 == 0 { 2 * WAITING_CAPACITY as u32 } else { random_below(4 * u32::from(CORE_COUNT)) };
+                if round % 64 == 0 { 2 * WAITING_CAPACITY as u32 } else { random_below(4 * u32::from(CORE_COUNT)) };
             for _ in recorder.requests_in_flight()..burst_size.into() {
                 recorder.submit_request(now, u8::from(random_below(3) == 0));
             }
@@ -265,10 +269,10 @@ fn run_engine(config: &EngineConfig, completed: u64, seed: u64, mut check: impl 
                 std::thread::yield_now();
             }
             if recorder.response_count > responses_before {
-                progress = Instant::now();
+                last_progress_at = Instant::now();
             }
             assert!(
-                progress.elapsed() < RESPONSE_TIMEOUT && !serving_thread.is_finished(),
+                last_progress_at.elapsed() < RESPONSE_TIMEOUT && !serving_thread.is_finished(),
                 "no response, or no worker"
             );
             if recorder.unreplayed_records.len() >= REPLAY_BATCH_LENGTH {
@@ -287,17 +291,17 @@ fn run_engine(config: &EngineConfig, completed: u64, seed: u64, mut check: impl 
 /// Returns configurations with each rank rule, scheduler and ranking, one with a rate limit, and one with short queues.
 fn engine_configs() -> Vec<EngineConfig> {
     let changed_config = |change: &dyn Fn(&mut EngineConfig)| {
-        let mut changed =
+        let mut config =
             EngineConfig { core_count: CORE_COUNT, rank_bound: NonZeroU16::new(4).unwrap(), ..engine_config() };
-        changed.scheduler.capacity = WAITING_CAPACITY;
-        change(&mut changed);
-        changed
+        config.scheduler.capacity = WAITING_CAPACITY;
+        change(&mut config);
+        config
     };
     let ranked_config = |ranking: Ranking, parameters: [u32; SERVICE_COUNT]| {
         changed_config(&|config| {
             config.scheduler.groups[0].ranking = ranking;
             for (queue, parameter) in config.scheduler.queues.iter_mut().zip(parameters) {
-                queue.member.rank_parameter = parameter;
+                queue.parameters.rank_parameter = parameter;
             }
         })
     };
@@ -309,7 +313,9 @@ fn engine_configs() -> Vec<EngineConfig> {
         changed_config(&|config| config.scheduler.selection = Selection::Pifo),
         ranked_config(Ranking::WeightedShare, [1, 3]),
         ranked_config(Ranking::EarliestDeadline, [50, 200]),
-        changed_config(&|config| config.scheduler.queues[0].member.limit = Some(RateLimit { interval: 1, burst: 8 })),
+        changed_config(&|config| {
+            config.scheduler.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 1, burst: 8 })
+        }),
     ]
 }
 

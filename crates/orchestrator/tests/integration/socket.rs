@@ -14,12 +14,16 @@ fn bind_loopback_socket() -> BatchSocket {
 }
 
 /// Receives batches until `count` datagrams have arrived. Returns the batches' lengths, and the datagrams.
-fn receive_datagrams(socket: &mut BatchSocket, from: SocketAddrV4, count: usize) -> (Vec<usize>, Vec<Vec<u8>>) {
-    let (mut batches, mut datagrams, started) = (Vec::new(), Vec::new(), Instant::now());
+fn receive_datagrams(
+    socket: &mut BatchSocket,
+    sender_address: SocketAddrV4,
+    count: usize,
+) -> (Vec<usize>, Vec<Vec<u8>>) {
+    let (mut batches, mut datagrams, started_at) = (Vec::new(), Vec::new(), Instant::now());
     while datagrams.len() < count {
-        assert!(started.elapsed() < WAIT_TIMEOUT, "{} of {count} datagrams have arrived", datagrams.len());
+        assert!(started_at.elapsed() < WAIT_TIMEOUT, "{} of {count} datagrams have arrived", datagrams.len());
         let mut record_datagram = |sender, payload: &[u8]| {
-            assert_eq!(sender, from);
+            assert_eq!(sender, sender_address);
             datagrams.push(payload.to_vec());
         };
         batches.push(socket.receive(&mut record_datagram).unwrap());
@@ -30,13 +34,13 @@ fn receive_datagrams(socket: &mut BatchSocket, from: SocketAddrV4, count: usize)
 #[test]
 fn batches_arrive_completely_and_in_order() {
     let (mut client, mut server) = (bind_loopback_socket(), bind_loopback_socket());
-    let (from, to) = (client.local_address().unwrap(), server.local_address().unwrap());
+    let (client_address, server_address) = (client.local_address().unwrap(), server.local_address().unwrap());
     assert_eq!(server.receive(&mut |_, _| panic!("nothing was sent")).unwrap(), 0);
     // The lengths range from 0 to one that is too long.
     let sent_payloads: Vec<Vec<u8>> = (0..=MAX_DATAGRAM_BYTES + 1).map(|length| vec![length as u8; length]).collect();
-    sent_payloads.iter().for_each(|payload| client.send(to, payload));
+    sent_payloads.iter().for_each(|payload| client.send(server_address, payload));
     client.flush();
-    let (batches, received) = receive_datagrams(&mut server, from, sent_payloads.len());
+    let (batches, received) = receive_datagrams(&mut server, client_address, sent_payloads.len());
     assert_eq!(batches[..3], [MAX_BATCH_DATAGRAMS; 3]);
     assert_eq!((received, client.unsent_count()), (sent_payloads, 0));
 }

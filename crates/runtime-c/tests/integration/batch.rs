@@ -44,7 +44,8 @@ fn check_batch_preemption(timer_us: Option<&str>) {
         stop_server(server)
     });
     let server_output = String::from_utf8_lossy(&output.stdout);
-    let parse_word = |word: usize| server_output.split_whitespace().nth(word).unwrap().parse::<u64>().unwrap();
+    let parse_word =
+        |word_index: usize| server_output.split_whitespace().nth(word_index).unwrap().parse::<u64>().unwrap();
     let [requests, preempting, units, primes] = [0, 2, 5, 7].map(parse_word);
     assert!(
         output.status.success() && requests >= 200 && preempting > 0 && units > 0 && primes > units,

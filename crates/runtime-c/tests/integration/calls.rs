@@ -73,10 +73,10 @@ fn server_with_its_own_scheduler_takes_and_answers_requests() {
             let (mut service, mut payload, mut length, mut error) = (9, null(), 0, 0);
             let start = Instant::now();
             let request = loop {
-                let found = coreward_take_request(worker, &mut service, &mut payload, &mut length, &mut error);
+                let taken_request = coreward_take_request(worker, &mut service, &mut payload, &mut length, &mut error);
                 assert!(error == 0 && start.elapsed() < TIMEOUT, "{}", last_error());
-                if !found.is_null() {
-                    break found;
+                if !taken_request.is_null() {
+                    break taken_request;
                 }
             };
             assert_eq!((service, std::slice::from_raw_parts(payload, length)), (0, &b"ping"[..]));

@@ -41,16 +41,16 @@ impl KeyValueClient {
         let response =
             request_until_answered(&self.socket, &request_datagram(request_type, id, key, value), is_response);
         assert_eq!((response[0], &response[8..10]), (request_type, &[0, 1][..]));
-        let (mut rest, mut pairs) = (&response[12..], Vec::new());
+        let (mut remaining_bytes, mut pairs) = (&response[12..], Vec::new());
         for _ in 0..u16::from_le_bytes([response[10], response[11]]) {
-            let key_length = usize::from(rest[0]);
-            let value_length = usize::from(u16::from_le_bytes([rest[2], rest[3]]));
-            let (pair, others) = rest[4..].split_at(key_length + value_length);
-            let (key, value) = pair.split_at(key_length);
+            let key_length = usize::from(remaining_bytes[0]);
+            let value_length = usize::from(u16::from_le_bytes([remaining_bytes[2], remaining_bytes[3]]));
+            let (pair_bytes, following_bytes) = remaining_bytes[4..].split_at(key_length + value_length);
+            let (key, value) = pair_bytes.split_at(key_length);
             pairs.push((String::from_utf8(key.to_vec()).unwrap(), value.to_vec()));
-            rest = others;
+            remaining_bytes = following_bytes;
         }
-        assert!(rest.is_empty());
+        assert!(remaining_bytes.is_empty());
         (response[1], pairs)
     }
 

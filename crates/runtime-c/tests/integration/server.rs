@@ -102,12 +102,12 @@ fn server_in_c_answers_until_it_is_stopped() {
         request_until_answered(&client, b"*long", |response| response == b"*LONG");
         stop_server(server)
     });
-    let (printed, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{printed}{errors}");
+    let (stdout_text, stderr_text) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{stdout_text}{stderr_text}");
     let served_counts: Vec<u64> =
-        printed.lines().map(|line| line.split(' ').nth(2).unwrap().parse().unwrap()).collect();
-    assert_eq!(served_counts.len(), 2, "{printed}");
-    assert!(served_counts.iter().sum::<u64>() >= 2, "{printed}");
+        stdout_text.lines().map(|line| line.split(' ').nth(2).unwrap().parse().unwrap()).collect();
+    assert_eq!(served_counts.len(), 2, "{stdout_text}");
+    assert!(served_counts.iter().sum::<u64>() >= 2, "{stdout_text}");
 }
 
 #[test]
@@ -115,7 +115,7 @@ fn missing_memory_file_is_named_in_the_error() {
     let directory = tempfile::tempdir().unwrap();
     let program = compile_example(directory.path(), "upper_case", &[]);
     let output = Command::new(program).args(["/nowhere/cores", "4000"]).output().unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{errors}");
-    assert!(errors.contains("/nowhere/cores") && errors.contains("No such file"), "{errors}");
+    let stderr_text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr_text}");
+    assert!(stderr_text.contains("/nowhere/cores") && stderr_text.contains("No such file"), "{stderr_text}");
 }

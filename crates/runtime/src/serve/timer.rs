@@ -60,7 +60,7 @@ impl Worker<'_> {
         handler: &(dyn Handler + Sync),
         options: ServeOptions,
         period: Duration,
-        stop: &AtomicBool,
+        stop_flag: &AtomicBool,
     ) -> Result<ServeCounters, RuntimeError> {
         let request_server = Mutex::new(RequestServer::new(self, handler, options));
         let has_serving_ended = AtomicBool::new(false);
@@ -68,7 +68,7 @@ impl Worker<'_> {
             let timer_thread = scope.spawn(|| preempt_periodically(&request_server, period, &has_serving_ended));
             let serve_result = {
                 let _end_timer = SetFlagOnDrop(&has_serving_ended);
-                serve_until_stopped(&mut LockedServer(&request_server), options, stop)
+                serve_until_stopped(&mut LockedServer(&request_server), options, stop_flag)
             };
             serve_result.and(timer_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
         });

@@ -60,7 +60,8 @@ fn values_arrive_once_and_in_order() {
         let shared_ring = ring.clone();
         let producer_thread = thread::spawn(move || {
             let mut producer = Producer::new(SLOT_COUNT as u32, 0);
-            (1..=4).fold(0, |sent, _| sent + u32::from(shared_ring.push_value(&mut producer, sent + 1)))
+            (1..=4)
+                .fold(0, |sent_count, _| sent_count + u32::from(shared_ring.push_value(&mut producer, sent_count + 1)))
         });
         let mut consumer = Consumer::new(SLOT_COUNT as u32, 0);
         let mut received_values: Vec<u32> = (0..4).filter_map(|_| ring.pop_value(&mut consumer)).collect();

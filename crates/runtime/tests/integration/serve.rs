@@ -67,7 +67,7 @@ fn serve_while(
     (0..2).for_each(|service| runtime.register_service(service, loopback_address(4000), service).unwrap());
     let mut attached_worker = attach_worker(queues, &runtime, 0);
     let stop = AtomicBool::new(false);
-    let (mut sent, mut responses) = (Vec::new(), Vec::new());
+    let (mut sent_messages, mut responses) = (Vec::new(), Vec::new());
     let counters = std::thread::scope(|scope| {
         let server_thread = scope.spawn(|| match timer {
             None => attached_worker.serve(handler, options, &stop).unwrap(),
@@ -76,28 +76,29 @@ fn serve_while(
         work(queues);
         stop.store(true, SeqCst);
         while !server_thread.is_finished() {
-            sent.extend(receive_all_messages(queues, 0));
+            sent_messages.extend(receive_all_messages(queues, 0));
             queues.receive_responses(0, 9, |_, payload| responses.push(payload.unwrap().to_vec()));
         }
         server_thread.join().unwrap()
     });
-    (counters, sent, responses)
+    (counters, sent_messages, responses)
 }
 
 fn events_with_quantum(quantum: Duration, timer: Option<Duration>) -> (Vec<&'static str>, u64) {
     let (_directory, path, mut queues) = create_orchestrator();
     let recording_handler = RecordingHandler::default();
     let options = ServeOptions { quantum, ..ServeOptions::default() };
-    let (counters, sent, responses) = serve_while(&mut queues, &path, &recording_handler, options, timer, |queues| {
-        queues.send(0, 1, &request_header(1), b"low").unwrap();
-        while !recording_handler.has_low_priority_started.load(SeqCst) {
-            std::thread::yield_now();
-        }
-        queues.send(0, 0, &request_header(0), b"answer").unwrap();
-        recording_handler.is_high_priority_sent.store(true, SeqCst);
-    });
+    let (counters, sent_messages, responses) =
+        serve_while(&mut queues, &path, &recording_handler, options, timer, |queues| {
+            queues.send_request(0, 1, &request_header(1), b"low").unwrap();
+            while !recording_handler.has_low_priority_started.load(SeqCst) {
+                std::thread::yield_now();
+            }
+            queues.send_request(0, 0, &request_header(0), b"answer").unwrap();
+            recording_handler.is_high_priority_sent.store(true, SeqCst);
+        });
     assert_eq!((counters.served_requests, &responses[..]), (2, &[b"answer".to_vec()][..]));
-    assert!(sent.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent:?}");
+    assert!(sent_messages.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent_messages:?}");
     (recording_handler.recorded_events.into_inner().unwrap(), counters.preempting_requests)
 }
 
@@ -140,11 +141,11 @@ fn timer_preempts_a_handler_without_yield_points() {
     let (_directory, path, mut queues) = create_orchestrator();
     let (handler, period) = (EndlessHandler::default(), Duration::from_micros(50));
     let (counters, ..) = serve_while(&mut queues, &path, &handler, ServeOptions::default(), Some(period), |queues| {
-        queues.send(0, 1, &request_header(1), b"low").unwrap();
+        queues.send_request(0, 1, &request_header(1), b"low").unwrap();
         while !handler.has_low_priority_started.load(SeqCst) {
             std::thread::yield_now();
         }
-        queues.send(0, 0, &request_header(0), b"high").unwrap();
+        queues.send_request(0, 0, &request_header(0), b"high").unwrap();
     });
     assert_eq!((counters.served_requests, counters.preempting_requests), (2, 1));
 }
@@ -171,21 +172,21 @@ fn every_request_is_answered_once_while_a_timer_preempts() {
     let (_directory, path, mut queues) = create_orchestrator();
     let options = ServeOptions { quantum: Duration::from_nanos(1), ..ServeOptions::default() };
     let mut response_payloads = Vec::new();
-    let (counters, _, rest) =
+    let (counters, _, remaining_responses) =
         serve_while(&mut queues, &path, &ComputingEchoHandler, options, Some(Duration::from_micros(1)), |queues| {
             for number in 0..20_000_u32 {
                 let service = (number % 2) as u8;
                 // There are at most as many requests as the response ring has slots.
                 while number as usize - response_payloads.len()
                     >= usize::from(TEST_GEOMETRY.priority_count) * TEST_GEOMETRY.slots_per_queue as usize
-                    || queues.send(0, service, &request_header(service), &number.to_le_bytes()).is_err()
+                    || queues.send_request(0, service, &request_header(service), &number.to_le_bytes()).is_err()
                 {
                     queues.receive_responses(0, 9, |_, payload| response_payloads.push(payload.unwrap().to_vec()));
                     std::thread::yield_now();
                 }
             }
         });
-    response_payloads.extend(rest);
+    response_payloads.extend(remaining_responses);
     let numbers_of_service = |service: u32| {
         let all_numbers = response_payloads.iter().map(|payload| u32::from_le_bytes(payload[..].try_into().unwrap()));
         all_numbers.filter(|number| number % 2 == service).collect::<Vec<_>>()
@@ -206,7 +207,7 @@ fn worker_acts_on_a_hint_at_a_yield_point() {
     let recording_handler = RecordingHandler::default();
     let options = ServeOptions { quantum: Duration::ZERO, ..ServeOptions::default() };
     serve_while(&mut queues, &path, &recording_handler, options, None, |queues| {
-        queues.send(0, 1, &request_header(1), b"low").unwrap();
+        queues.send_request(0, 1, &request_header(1), b"low").unwrap();
         while !recording_handler.has_low_priority_started.load(SeqCst) {
             std::thread::yield_now();
         }
@@ -234,7 +235,7 @@ fn feedback_is_sent_in_batches_and_before_serving_ends() {
         let runtime = Runtime::connect(&path).unwrap();
         runtime.register_service(0, loopback_address(4000), 0).unwrap();
         let mut worker = attach_worker(&mut queues, &runtime, 0);
-        (0..3).for_each(|_| queues.send(0, 0, &request_header(0), b"no answer").unwrap());
+        (0..3).for_each(|_| queues.send_request(0, 0, &request_header(0), b"no answer").unwrap());
         // A worker that must end serves all requests that were sent before.
         let stop = AtomicBool::new(true);
         let mut feedback_counts = Vec::new();
@@ -257,26 +258,27 @@ fn feedback_is_sent_in_batches_and_before_serving_ends() {
 #[test]
 fn too_long_response_is_not_sent_but_completes_its_request() {
     let (_directory, path, mut queues) = create_orchestrator();
-    let (counters, sent, responses) =
+    let (counters, sent_messages, responses) =
         serve_while(&mut queues, &path, &FeedbackHandler, ServeOptions::default(), None, |queues| {
-            queues.send(0, 1, &request_header(1), b"").unwrap();
+            queues.send_request(0, 1, &request_header(1), b"").unwrap();
         });
     assert_eq!((counters.oversized_responses, counters.served_requests, responses), (1, 1, vec![]));
     let disable_messages = [0, 1].map(|service| Message::DisableService { service, core: 0 });
-    assert!(disable_messages.iter().all(|message| sent.contains(message)), "{sent:?}");
-    assert!(sent.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent:?}");
+    assert!(disable_messages.iter().all(|message| sent_messages.contains(message)), "{sent_messages:?}");
+    assert!(sent_messages.contains(&Message::LoadFeedback { service: 1, core: 0, count: 1 }), "{sent_messages:?}");
 }
 
 #[test]
 fn hints_are_passed_to_the_handler() {
     let (_directory, path, mut queues) = create_orchestrator();
     let recording_handler = RecordingHandler::default();
-    let (_, sent, _) = serve_while(&mut queues, &path, &recording_handler, ServeOptions::default(), None, |queues| {
-        queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0 }).unwrap();
-        while recording_handler.recorded_events.lock().unwrap().is_empty() {
-            std::thread::yield_now();
-        }
-    });
+    let (_, sent_messages, _) =
+        serve_while(&mut queues, &path, &recording_handler, ServeOptions::default(), None, |queues| {
+            queues.send_hint(0, HintMessage { service: 1, hint: LoadHint::ScaleUp, waiting_services: 0 }).unwrap();
+            while recording_handler.recorded_events.lock().unwrap().is_empty() {
+                std::thread::yield_now();
+            }
+        });
     let expected = [Message::EnableService { service: 1, core: 0 }, Message::RearmLoadMonitor { service: 1 }];
-    assert_eq!(&sent[..2], expected);
+    assert_eq!(&sent_messages[..2], expected);
 }

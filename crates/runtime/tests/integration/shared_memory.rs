@@ -82,14 +82,20 @@ fn full_queues_and_too_long_requests_are_rejected() {
     let worker = attach_worker(&mut queues, &runtime, 0);
     let payload = [7; 96];
     assert_eq!((TEST_GEOMETRY.max_payload_bytes(), runtime.max_payload_bytes()), (96, 96));
-    (0..4).for_each(|_| queues.send(0, 1, &request_header(1), &payload).unwrap());
-    assert_eq!((worker.load(1, 0), worker.load(0, 0), worker.load(1, 1)), (4, 0, 0));
-    let error_of = |sent: Result<(), RuntimeError>| sent.unwrap_err().to_string();
-    assert_eq!(error_of(queues.send(0, 1, &request_header(1), &payload)), "core 0: the ring of requests is full");
-    assert_eq!(error_of(queues.send(0, 0, &request_header(0), &[0; 97])), "97 bytes: a slot holds 96");
-    assert_eq!(error_of(queues.send(0, 2, &request_header(0), &[])), "priority 2: expected 0 to 1");
-    queues.send(0, 0, &request_header(0), &[0; 96]).unwrap();
-    assert_eq!((worker.load(1, 0), worker.load(0, 0)), (4, 1));
+    (0..4).for_each(|_| queues.send_request(0, 1, &request_header(1), &payload).unwrap());
+    assert_eq!(
+        (worker.queued_request_count(1, 0), worker.queued_request_count(0, 0), worker.queued_request_count(1, 1)),
+        (4, 0, 0)
+    );
+    let error_of = |send_result: Result<(), RuntimeError>| send_result.unwrap_err().to_string();
+    assert_eq!(
+        error_of(queues.send_request(0, 1, &request_header(1), &payload)),
+        "core 0: the ring of requests is full"
+    );
+    assert_eq!(error_of(queues.send_request(0, 0, &request_header(0), &[0; 97])), "97 bytes: a slot holds 96");
+    assert_eq!(error_of(queues.send_request(0, 2, &request_header(0), &[])), "priority 2: expected 0 to 1");
+    queues.send_request(0, 0, &request_header(0), &[0; 96]).unwrap();
+    assert_eq!((worker.queued_request_count(1, 0), worker.queued_request_count(0, 0)), (4, 1));
 }
 
 #[test]
@@ -99,8 +105,8 @@ fn new_worker_starts_with_empty_queues() {
     runtime.register_service(0, loopback_address(4000), 0).unwrap();
     for _ in 0..3 {
         let mut worker = attach_worker(&mut queues, &runtime, 0);
-        assert_eq!(worker.load(0, 0), 0);
-        (0..3).for_each(|_| queues.send(0, 0, &request_header(0), b"lost").unwrap());
+        assert_eq!(worker.queued_request_count(0, 0), 0);
+        (0..3).for_each(|_| queues.send_request(0, 0, &request_header(0), b"lost").unwrap());
         worker.enable_service(0, 0).unwrap();
         assert_eq!(receive_all_messages(&mut queues, 0), [Message::EnableService { service: 0, core: 0 }]);
         worker.load_feedback(0, 0, 1).unwrap();

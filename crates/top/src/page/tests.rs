@@ -4,7 +4,7 @@ use ratatui::backend::TestBackend;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::model::ClientEvent;
+use crate::model::ControllerAnswer;
 use crate::terminal::page_text;
 
 fn server_json(number: usize, state: &str) -> Value {
@@ -61,15 +61,15 @@ fn sample_loads(uptime_ms: u64, servers: usize) -> Loads {
 
 fn sample_model(servers: usize) -> Model {
     let mut model = Model::default();
-    model.update(ClientEvent::Status(Box::new(sample_status(servers))));
-    model.update(ClientEvent::Loads(sample_loads(1000, servers)));
-    model.update(ClientEvent::Loads(sample_loads(2000, servers)));
+    model.update(ControllerAnswer::Status(Box::new(sample_status(servers))));
+    model.update(ControllerAnswer::Loads(sample_loads(1000, servers)));
+    model.update(ControllerAnswer::Loads(sample_loads(2000, servers)));
     model
 }
 
-fn draw_page(seen: &Model, view: &mut View, width: u16, height: u16) -> String {
+fn draw_page(model: &Model, view: &mut View, width: u16, height: u16) -> String {
     let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-    terminal.draw(|frame| draw(frame, seen, view)).unwrap();
+    terminal.draw(|frame| draw(frame, model, view)).unwrap();
     page_text(terminal.backend())
 }
 
@@ -113,9 +113,9 @@ fn large_page_shows_more_servers() {
 
 #[test]
 fn page_of_any_size_is_drawn() {
-    for seen in [Model::default(), sample_model(0), sample_model(1), sample_model(300)] {
+    for model in [Model::default(), sample_model(0), sample_model(1), sample_model(300)] {
         for (width, height) in (0..40).flat_map(|width| (0..14).map(move |height| (width * 3, height))) {
-            draw_page(&seen, &mut View { first_visible_row: 5, ..View::default() }, width, height);
+            draw_page(&model, &mut View { first_visible_row: 5, ..View::default() }, width, height);
         }
     }
 }
@@ -123,7 +123,7 @@ fn page_of_any_size_is_drawn() {
 #[test]
 fn many_cores_are_grouped_into_the_available_columns() {
     let cores: Vec<f64> = (0..64).map(|core| if core == 63 { 1.0 } else { 0.0 }).collect();
-    let bars_text = |room| load_bars(&cores, room).to_string();
+    let bars_text = |core_columns| load_bars(&cores, core_columns).to_string();
     assert_eq!(bars_text(64).chars().count(), 64);
     assert_eq!(bars_text(16), format!("{}█", "▁".repeat(15)));
     assert_eq!(bars_text(1), "█");
@@ -133,9 +133,9 @@ fn many_cores_are_grouped_into_the_available_columns() {
 #[test]
 fn counter_reset_gives_no_rates() {
     let mut model = sample_model(2);
-    model.update(ClientEvent::Loads(sample_loads(500, 2)));
+    model.update(ControllerAnswer::Loads(sample_loads(500, 2)));
     assert!(model.new_connection_rates().is_empty());
     assert!(draw_page(&model, &mut View::default(), 80, 24).contains(" 0 new connections/s"));
-    model.update(ClientEvent::Problem("no controller answers".into()));
+    model.update(ControllerAnswer::Problem("no controller answers".into()));
     assert!(draw_page(&model, &mut View::default(), 80, 24).contains("no controller answers"));
 }

@@ -22,7 +22,10 @@ fn sample_configuration() -> FleetConfiguration {
     };
     let service = |index: u32| Service {
         name: format!("web{index}"),
-        address: ServiceAddress { socket: format!("10.200.0.{index}:80").parse().unwrap(), protocol: Protocol::Tcp },
+        address: ServiceAddress {
+            vip_and_port: format!("10.200.0.{index}:80").parse().unwrap(),
+            protocol: Protocol::Tcp,
+        },
         index: ServiceIndex::new(index).unwrap(),
         mode: match index {
             0 => ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
@@ -35,7 +38,7 @@ fn sample_configuration() -> FleetConfiguration {
         when_all_down: if index == 0 { WhenAllDown::Drop } else { WhenAllDown::FailOpen },
         servers: vec![server(1), server(2)],
     };
-    let peer = |owner: Option<u32>, address: Option<[u8; 4]>| Peer {
+    let peer = |owner: Option<u32>, address: Option<[u8; 4]>| PeerLoadBalancer {
         name: format!("lb{owner:?}"),
         owner: owner.map(|number| u64::from(number).try_into().unwrap()),
         address: address.map(IpAddr::from),
@@ -60,13 +63,13 @@ fn changes_give_the_next_configuration() {
     new.services[1].servers[0].is_eligible = false;
     let mut new_service = new.services[0].clone();
     (new_service.index, new_service.name) = (ServiceIndex::new(7).unwrap(), "third".into());
-    new_service.address.socket.set_port(81);
+    new_service.address.vip_and_port.set_port(81);
     new.services.push(new_service);
     new.services.remove(0);
     let change = FleetChange::between((4, &old), (5, &new));
     assert_eq!(change.removed_services, [old.services[0].index]);
     let decoded_change = FleetChange::decode(change.encode()).unwrap().0;
-    assert_eq!((decoded_change.base_number, decoded_change.number), (4, 5));
+    assert_eq!((decoded_change.base_number, decoded_change.next_number), (4, 5));
     assert_eq!(decoded_change.apply_to(old), new);
     let encoded_change = FleetChange::between((5, &new), (6, &new)).encode();
     assert!(encoded_change.len() < 200, "what is the same is not sent: {} bytes", encoded_change.len());
@@ -115,13 +118,14 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
     let mode = message.services[1].mode.as_mut().unwrap();
     mode.settings.insert("consistency".into(), "quantum".into());
     message.services[1].servers[0].eligible = false;
-    let (number, configuration, refused) = FleetConfiguration::decode(message.encode_to_vec().into()).unwrap();
+    let (number, configuration, unusable_services) =
+        FleetConfiguration::decode(message.encode_to_vec().into()).unwrap();
     assert_eq!((number, configuration.services.len(), configuration.keys), (9, 1, sample_keys()));
-    let [refused] = &refused[..] else { panic!("{refused:?}") };
-    assert_eq!((refused.name.as_str(), refused.index), ("web63", 63));
-    assert!(refused.reason.to_string().contains("quantum"), "{}", refused.reason);
+    let [rejected_service] = &unusable_services[..] else { panic!("{unusable_services:?}") };
+    assert_eq!((rejected_service.name.as_str(), rejected_service.index), ("web63", 63));
+    assert!(rejected_service.reason.to_string().contains("quantum"), "{}", rejected_service.reason);
     let previous_service = &sample_configuration().services[1];
-    let service_in_force = refused.with_servers_of(previous_service);
+    let service_in_force = rejected_service.with_servers_of(previous_service);
     assert!(!service_in_force.servers[0].is_eligible);
     assert_eq!(Service { servers: previous_service.servers.clone(), ..service_in_force }, *previous_service);
 
@@ -133,8 +137,8 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
     let mut unusable_service = v1::Service::from(previous_service);
     unusable_service.traffic = "smells".into();
     message.configuration.as_mut().unwrap().services.push(unusable_service);
-    let (change, refused) = FleetChange::decode(message.encode_to_vec().into()).unwrap();
-    assert_eq!((change.configuration.services.len(), refused.len()), (0, 1));
+    let (change, unusable_services) = FleetChange::decode(message.encode_to_vec().into()).unwrap();
+    assert_eq!((change.configuration.services.len(), unusable_services.len()), (0, 1));
 }
 
 #[test]

@@ -42,14 +42,14 @@ fn bind_loopback_client() -> anyhow::Result<BatchSocket> {
 
 /// Receives the responses to a burst, which ksoftirqd may have to deliver on this CPU if the client uses a veth.
 fn receive_responses(client: &mut BatchSocket) -> anyhow::Result<()> {
-    let (started, mut response_count) = (Instant::now(), 0);
+    let (start, mut response_count) = (Instant::now(), 0);
     while response_count < BURST_SIZE {
         match client.receive(&mut |_, payload| assert_eq!(payload, REQUEST_PAYLOAD))? {
             0 => std::thread::sleep(KSOFTIRQD_WAIT),
-            received => response_count += received as u64,
+            received_count => response_count += received_count as u64,
         }
         ensure!(
-            started.elapsed() < BURST_TIMEOUT,
+            start.elapsed() < BURST_TIMEOUT,
             "{response_count} responses to {BURST_SIZE} requests after {BURST_TIMEOUT:?}"
         );
     }
@@ -63,24 +63,25 @@ fn measure_server(
     requests: u64,
     serve: &mut dyn FnMut() -> anyhow::Result<u64>,
 ) -> anyhow::Result<RequestTimes> {
-    let (bursts, mut serving_time, mut delivery_time) = (requests.div_ceil(BURST_SIZE), Duration::ZERO, Duration::ZERO);
-    for _ in 0..bursts {
-        let started = Instant::now();
+    let (burst_count, mut serving_time, mut delivery_time) =
+        (requests.div_ceil(BURST_SIZE), Duration::ZERO, Duration::ZERO);
+    for _ in 0..burst_count {
+        let start = Instant::now();
         (0..BURST_SIZE).for_each(|_| client.send(server, &REQUEST_PAYLOAD));
         client.flush();
-        delivery_time += started.elapsed();
-        let (started, mut completed_count) = (Instant::now(), 0);
+        delivery_time += start.elapsed();
+        let (start, mut completed_count) = (Instant::now(), 0);
         while completed_count < BURST_SIZE {
             completed_count += serve()?;
             ensure!(
-                started.elapsed() < BURST_TIMEOUT,
+                start.elapsed() < BURST_TIMEOUT,
                 "{completed_count} of {BURST_SIZE} requests are completed after {BURST_TIMEOUT:?}"
             );
         }
-        serving_time += started.elapsed();
+        serving_time += start.elapsed();
         receive_responses(client)?;
     }
-    let ns_per_request = |time: Duration| time.as_nanos() as f64 / (bursts * BURST_SIZE) as f64;
+    let ns_per_request = |time: Duration| time.as_nanos() as f64 / (burst_count * BURST_SIZE) as f64;
     Ok(RequestTimes { server_ns: ns_per_request(serving_time), delivery_ns: ns_per_request(delivery_time) })
 }
 
@@ -90,8 +91,8 @@ pub fn measure_single_echo(requests: u64) -> anyhow::Result<RequestTimes> {
     let std::net::SocketAddr::V4(address) = socket.local_addr()? else { unreachable!("bound to an IPv4 address") };
     measure_server(&mut bind_loopback_client()?, address, requests, &mut || {
         let mut payload = [0; REQUEST_PAYLOAD.len() + 1];
-        let (length, client) = socket.recv_from(&mut payload)?;
-        socket.send_to(&payload[..length], client)?;
+        let (length, client_address) = socket.recv_from(&mut payload)?;
+        socket.send_to(&payload[..length], client_address)?;
         Ok(1)
     })
 }
@@ -103,8 +104,8 @@ pub fn measure_batch_echo(requests: u64) -> anyhow::Result<RequestTimes> {
     let mut client_addresses = Vec::new();
     measure_server(&mut bind_loopback_client()?, address, requests, &mut || {
         client_addresses.clear();
-        let received_count = socket.receive(&mut |client, _| client_addresses.push(client))?;
-        client_addresses.iter().for_each(|client| socket.send(*client, &REQUEST_PAYLOAD));
+        let received_count = socket.receive(&mut |client_address, _| client_addresses.push(client_address))?;
+        client_addresses.iter().for_each(|client_address| socket.send(*client_address, &REQUEST_PAYLOAD));
         socket.flush();
         Ok(received_count as u64)
     })
@@ -160,8 +161,9 @@ fn measure_orchestrator(
             // Lets the workers' thread start, which is still on this CPU.
             std::thread::yield_now();
         }
-        let completed_request_count =
-            |daemon: &Daemon| daemon.engine().service_counters().iter().map(|service| service.completed).sum::<u64>();
+        let completed_request_count = |daemon: &Daemon| {
+            daemon.engine().service_counters().iter().map(|service| service.completed_requests).sum::<u64>()
+        };
         let mut completed_before = 0;
         let times = measure_server(client, address, requests, &mut || {
             daemon.run_once()?;
@@ -174,10 +176,10 @@ fn measure_orchestrator(
     })
 }
 
-fn answer_requests(runtime: &Runtime, address: SocketAddrV4, stop: &AtomicBool) -> anyhow::Result<()> {
+fn answer_requests(runtime: &Runtime, address: SocketAddrV4, should_stop: &AtomicBool) -> anyhow::Result<()> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
     let mut workers = connect_workers(runtime, CORE_COUNT, address)?;
-    while !stop.load(Relaxed) {
+    while !should_stop.load(Relaxed) {
         for worker in &mut workers {
             while let Some(request) = worker.take_request()? {
                 worker.respond(&request, &request.payload)?;

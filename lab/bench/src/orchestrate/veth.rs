@@ -25,11 +25,11 @@ pub fn with_client_socket<T: Send>(
     action: impl FnOnce(&mut BatchSocket) -> anyhow::Result<T> + Send,
 ) -> anyhow::Result<T> {
     std::thread::scope(|scope| {
-        let thread = scope.spawn(|| {
+        let server_thread = scope.spawn(|| {
             let mut client = connect_namespaces()?;
             action(&mut client)
         });
-        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        server_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
 }
 
@@ -39,10 +39,10 @@ fn connect_namespaces() -> anyhow::Result<BatchSocket> {
     let client_namespace = open_own_namespace()?;
     enter_new_network_namespace()?;
     let server_namespace = open_own_namespace()?;
-    let client_path = format!("/proc/{}/fd/{}", std::process::id(), client_namespace.as_raw_fd());
+    let client_namespace_path = format!("/proc/{}/fd/{}", std::process::id(), client_namespace.as_raw_fd());
     run_ip_command(&format!(
         "link add {VETH_NAME} address {SERVER_MAC} type veth peer name {VETH_NAME} address {CLIENT_MAC} netns \
-         {client_path}"
+         {client_namespace_path}"
     ))?;
     configure_veth_end(*SERVER_ADDRESS.ip(), CLIENT_ADDRESS, CLIENT_MAC)?;
     setns(&client_namespace, CloneFlags::CLONE_NEWNET).context("entering the client's namespace")?;
@@ -68,13 +68,13 @@ fn configure_veth_end(own_address: Ipv4Addr, other_address: Ipv4Addr, other_mac:
 
 /// Waits until the veth has a carrier. It drops all frames before.
 fn wait_for_carrier() -> anyhow::Result<()> {
-    let started = Instant::now();
+    let start = Instant::now();
     loop {
         let link_listing = Command::new("ip").args(["-brief", "link", "show", VETH_NAME]).output().context("ip")?;
         if String::from_utf8_lossy(&link_listing.stdout).contains(" UP ") {
             return Ok(());
         }
-        ensure!(started.elapsed() < CARRIER_TIMEOUT, "{VETH_NAME} is not up after {CARRIER_TIMEOUT:?}");
+        ensure!(start.elapsed() < CARRIER_TIMEOUT, "{VETH_NAME} is not up after {CARRIER_TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -27,7 +27,7 @@ use rand_xoshiro::Xoshiro256PlusPlus;
 
 use super::runner::{FrameTemplate, PACKET_COUNT, PacketGenerator, PacketRunner, PacketVariation};
 use super::workload::{
-    Direction, FIRST_SERVER_MAC, IPV4_SERVICE_ADDRESS, LOAD_BALANCER_MAC, NewConnection, PacketCase, clients,
+    Direction, FIRST_SERVER_MAC, IPV4_SERVICE_ADDRESS, LOAD_BALANCER_MAC, NewConnection, PacketCase, random_clients,
     response_frame, syn_frame,
 };
 
@@ -100,9 +100,9 @@ impl PlacementSetup {
     }
 }
 
-fn server_mac(n: usize) -> MacAddress {
+fn server_mac(server_index: usize) -> MacAddress {
     let mut mac = FIRST_SERVER_MAC;
-    mac.0[4..].copy_from_slice(&(n as u16).to_be_bytes());
+    mac.0[4..].copy_from_slice(&(server_index as u16).to_be_bytes());
     mac
 }
 
@@ -131,7 +131,7 @@ impl CaseLoadBalancer {
             ..Options::default()
         })?;
         load_balancer.set_own_mac(LOAD_BALANCER_MAC);
-        let address = ServiceAddress { socket: service_address(case), protocol: Protocol::Tcp };
+        let address = ServiceAddress { vip_and_port: service_address(case), protocol: Protocol::Tcp };
         let timestamps = if case.is_lb_stamped() { TimestampOrigin::LoadBalancer } else { TimestampOrigin::Server };
         let (consistency, forwarding) = (case.consistency(), case.forwarding());
         let mode = ServiceMode { consistency, timestamps, forwarding, ..ServiceMode::default() };
@@ -148,13 +148,17 @@ impl CaseLoadBalancer {
             if case.is_lb_stamped() { lb_stamping::STAMPABLE_SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
         let id_step = id_count / SERVER_COUNT;
         let server_ids: Vec<ServerId> = (0..SERVER_COUNT)
-            .map(|n| ServerId::try_from(n * id_step + u64::from(uniform_below(&mut rng, id_step as u32))))
+            .map(|server_index| {
+                ServerId::try_from(server_index * id_step + u64::from(uniform_below(&mut rng, id_step as u32)))
+            })
             .collect::<Result<_, _>>()?;
-        for (n, server) in server_ids.iter().enumerate() {
-            let mac = server_mac(n);
-            load_balancer.set_server(service_index, *server, Server { mac: Some(mac), is_eligible: true });
-            load_balancer
-                .set_tunnel(*server, Tunnel { address: case.outer_server_address(*server), source_port: None })?;
+        for (server_index, server_id) in server_ids.iter().enumerate() {
+            let mac = server_mac(server_index);
+            load_balancer.set_server(service_index, *server_id, Server { mac: Some(mac), is_eligible: true });
+            load_balancer.set_tunnel(
+                *server_id,
+                Tunnel { destination_address: case.outer_server_address(*server_id), source_port: None },
+            )?;
         }
         load_balancer.install_table(
             service_index,
@@ -178,12 +182,12 @@ impl CaseLoadBalancer {
     /// Sends a response of each server through the load balancer. This teaches it the servers' clocks, by which it
     /// restores TSecr.
     fn teach_server_clocks(&self) -> anyhow::Result<()> {
-        let FrameTemplate { bytes: mut answer, ports_offset, .. } = response_frame();
-        let answer_ports = &mut answer[ports_offset as usize..][..4];
-        answer_ports.copy_from_slice(&[self.case.destination().port().to_be_bytes(), [4, 0]].concat());
-        for n in 0..self.server_ids.len() {
-            answer[6..12].copy_from_slice(&server_mac(n).0);
-            test_run::run(self.load_balancer.borrow().program(), &answer, 1)?;
+        let FrameTemplate { bytes: mut response_bytes, ports_offset, .. } = response_frame();
+        let response_ports = &mut response_bytes[ports_offset as usize..][..4];
+        response_ports.copy_from_slice(&[self.case.destination().port().to_be_bytes(), [4, 0]].concat());
+        for server_index in 0..self.server_ids.len() {
+            response_bytes[6..12].copy_from_slice(&server_mac(server_index).0);
+            test_run::run(self.load_balancer.borrow().program(), &response_bytes, 1)?;
         }
         let stamped_count = self.counters().packets_by_outcome[intf::LB_COUNTER_REPLY_STAMPED as usize];
         ensure!(stamped_count == self.server_ids.len() as u64, "{}: {stamped_count} answers were stamped", self.case);
@@ -199,7 +203,7 @@ impl CaseLoadBalancer {
         if !self.case.needs_connection_entry() {
             return Ok(());
         }
-        let client_addresses = clients(self.case.connection_count());
+        let client_addresses = random_clients(self.case.connection_count());
         let syn_packets: Vec<PacketVariation> =
             client_addresses.iter().map(|client| self.packet_from_client(client, 0)).collect();
         let lb = self.load_balancer.borrow();
@@ -233,7 +237,7 @@ impl CaseLoadBalancer {
     pub fn packets(&self) -> anyhow::Result<Vec<PacketVariation>> {
         let mut rng = seeded_rng(3, 0);
         let entry_by_client = self.entries_by_client();
-        let client_addresses = clients(self.case.connection_count());
+        let client_addresses = random_clients(self.case.connection_count());
         let packets = client_addresses.iter().map(|client| {
             let cookie = match self.case {
                 PacketCase::NewConnection(_) | PacketCase::NewConnectionIpv6 => {
@@ -246,10 +250,10 @@ impl CaseLoadBalancer {
                     return Ok(self.packet_from_client(client, self.random_server_tsecr(client, &mut rng)));
                 }
                 PacketCase::Established(Consistency::Stateful, _) => {
-                    let index = entry_by_client
+                    let entry_index = entry_by_client
                         .get(&SocketAddr::from(*client))
                         .with_context(|| format!("{client} has no entry"))?;
-                    Cookie::TableIndex(encode_cookie_index(self.owner_number, index.slot()))
+                    Cookie::TableIndex(encode_cookie_index(self.owner_number, entry_index.slot()))
                 }
                 _ => Cookie::Server(self.server_ids[uniform_below(&mut rng, self.server_ids.len() as u32) as usize]),
             };
@@ -298,20 +302,26 @@ impl CaseLoadBalancer {
         }
     }
 
-    /// Runs the program on `packets` packets and returns the mean time (ns). Afterwards, frees all entries that the
-    /// packets took. Fails when the program does not treat each packet as the case expects.
-    pub fn run_batches(&self, runner: &PacketRunner, feed: PacketGenerator, packets: u32) -> anyhow::Result<f64> {
+    /// Runs the program on `packet_count` packets and returns the mean time (ns). Afterwards, frees all entries that
+    /// the packets took. Fails when the program does not treat each packet as the case expects.
+    pub fn run_batches(
+        &self,
+        runner: &PacketRunner,
+        generator: PacketGenerator,
+        packet_count: u32,
+    ) -> anyhow::Result<f64> {
         if !self.case.takes_connection_entries() {
-            return self.run_and_check_counter(runner, feed, packets);
+            return self.run_and_check_counter(runner, generator, packet_count);
         }
-        let packets_per_batch = packets.min(runner.connection_count() as u32);
-        let batch_count = packets / packets_per_batch;
+        let packets_per_batch = packet_count.min(runner.connection_count() as u32);
+        let batch_count = packet_count / packets_per_batch;
         let mut sum_of_mean_ns = 0.0;
         for _ in 0..batch_count {
             // Freeing waits for a grace period, in which the CPU sleeps and its caches become cold. The first packets
             // fill them again and are not measured.
-            self.run_and_check_counter(runner, feed, packets_per_batch / 4)?;
-            sum_of_mean_ns += self.run_and_check_counter(runner, feed, packets_per_batch - packets_per_batch / 4)?;
+            self.run_and_check_counter(runner, generator, packets_per_batch / 4)?;
+            sum_of_mean_ns +=
+                self.run_and_check_counter(runner, generator, packets_per_batch - packets_per_batch / 4)?;
             // Slots are used in the order of memory, so that reading the lowest ones is enough.
             let freed_count =
                 self.free_selected(|connections| connections.take(packets_per_batch as usize).collect())?;
@@ -326,31 +336,37 @@ impl CaseLoadBalancer {
         Ok(sum_of_mean_ns / f64::from(batch_count))
     }
 
-    fn run_and_check_counter(&self, runner: &PacketRunner, feed: PacketGenerator, packets: u32) -> anyhow::Result<f64> {
+    fn run_and_check_counter(
+        &self,
+        runner: &PacketRunner,
+        generator: PacketGenerator,
+        packet_count: u32,
+    ) -> anyhow::Result<f64> {
         let case = self.case;
-        let run_result = self.run_and_count(runner, feed, packets)?;
+        let run_result = self.run_and_count(runner, generator, packet_count)?;
         let (counter_name, counted_packets) = (COUNTER_NAMES[case.expected_counter()], run_result.counted_packets);
         ensure!(
-            counted_packets == u64::from(packets),
-            "{case}: {counted_packets} of {packets} packets were counted as {counter_name}"
+            counted_packets == u64::from(packet_count),
+            "{case}: {counted_packets} of {packet_count} packets were counted as {counter_name}"
         );
         Ok(run_result.mean_ns)
     }
 
-    /// Runs the program on `packets` packets, whatever their counters. Fails when the verdict on the last packet is not
-    /// the one that the case expects.
+    /// Runs the program on `packet_count` packets, whatever their counters. Fails when the verdict on the last packet
+    /// is not the one that the case expects.
     pub fn run_and_count(
         &self,
         runner: &PacketRunner,
-        feed: PacketGenerator,
-        packets: u32,
+        generator: PacketGenerator,
+        packet_count: u32,
     ) -> anyhow::Result<RunResult> {
         let (case, expected_verdict) = (self.case, self.case.expected_verdict());
         let counted_before = self.counters().packets_by_outcome[case.expected_counter()];
-        let (mean_ns, verdict) = runner.choose_and_run(feed, self.load_balancer.borrow().program(), packets)?;
+        let (mean_ns, xdp_verdict) =
+            runner.choose_and_run(generator, self.load_balancer.borrow().program(), packet_count)?;
         ensure!(
-            verdict == expected_verdict,
-            "{case}: the last packet's verdict was {verdict}, expected {expected_verdict}"
+            xdp_verdict == expected_verdict,
+            "{case}: the last packet's verdict was {xdp_verdict}, expected {expected_verdict}"
         );
         Ok(RunResult {
             mean_ns,
@@ -358,18 +374,20 @@ impl CaseLoadBalancer {
         })
     }
 
-    /// Frees all entries of the connection table except `kept`, and returns the number of freed entries. Fails when the
-    /// kernel offers no grace period.
-    pub fn free_all_but(&self, kept: &HashSet<ConnectionIndex>) -> anyhow::Result<usize> {
-        self.free_selected(|connections| connections.filter(|connection| !kept.contains(&connection.index)).collect())
+    /// Frees all entries of the connection table except `kept_indices`, and returns the number of freed entries. Fails
+    /// when the kernel offers no grace period.
+    pub fn free_all_but(&self, kept_indices: &HashSet<ConnectionIndex>) -> anyhow::Result<usize> {
+        self.free_selected(|connections| {
+            connections.filter(|connection| !kept_indices.contains(&connection.index)).collect()
+        })
     }
 
     fn free_selected(
         &self,
-        chosen: impl FnOnce(&mut dyn Iterator<Item = Connection>) -> Vec<Connection>,
+        select_connections: impl FnOnce(&mut dyn Iterator<Item = Connection>) -> Vec<Connection>,
     ) -> anyhow::Result<usize> {
         let mut load_balancer = self.load_balancer.borrow_mut();
-        let connections = chosen(&mut load_balancer.connections(self.service_index));
+        let connections = select_connections(&mut load_balancer.connections(self.service_index));
         load_balancer.free_connections(&connections)
     }
 
@@ -382,7 +400,7 @@ impl CaseLoadBalancer {
 /// eight.
 fn random_placement_table(
     rule: PlacementRule,
-    groups: usize,
+    rss_group_count: usize,
     servers: &[ServerId],
     rng: &mut Xoshiro256PlusPlus,
 ) -> PlacementTable {
@@ -390,21 +408,22 @@ fn random_placement_table(
     let core_slots: Vec<ServerCore> =
         servers.iter().flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core })).collect();
     let candidates_per_bucket = if rule == PlacementRule::Table { 1 } else { intf::MAX_CANDIDATES };
-    let count = groups as u32 * bucket_count.get() * candidates_per_bucket;
+    let candidate_count = rss_group_count as u32 * bucket_count.get() * candidates_per_bucket;
     let mut random_candidate = |_| {
         let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
         let load = uniform_below(rng, intf::LOAD_ONE);
-        CandidateCore { server: core_slots[usize::from(core_slot)].server, load, core_slot }
+        CandidateCore { server: core_slots[usize::from(core_slot)].server, fixed_point_load: load, core_slot }
     };
-    let candidates = (0..count).map(&mut random_candidate).collect();
-    let members =
-        servers.iter().map(|server| TableMember { server: *server, load: uniform_below(rng, intf::LOAD_ONE) });
+    let candidates = (0..candidate_count).map(&mut random_candidate).collect();
+    let members = servers
+        .iter()
+        .map(|server| TableMember { server: *server, fixed_point_load: uniform_below(rng, intf::LOAD_ONE) });
     let members = members.collect();
     PlacementTable {
         generation: 1,
         rule,
         bucket_count,
-        groups: (0..groups).map(|_| RssKey::random(rng)).collect(),
+        groups: (0..rss_group_count).map(|_| RssKey::random(rng)).collect(),
         candidates_per_bucket,
         candidates,
         assignment_cost: intf::LOAD_ONE / 1000,

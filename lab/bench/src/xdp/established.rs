@@ -12,7 +12,7 @@ use super::interleaved::{
     InterleavedProgram, NsByRound, Program, differences_by_round, measure_interleaved, median_of_rounds, quartile_range,
 };
 use super::runner::{PACKET_COUNT, PacketGenerator, PacketRunner};
-use super::workload::{PacketCase, clients};
+use super::workload::{PacketCase, random_clients};
 use super::{Args, CaseMeasurement};
 use crate::report::Table;
 
@@ -35,9 +35,9 @@ pub fn measure_connection_counts(
     args: &Args,
     progress: &dyn Fn(usize, usize),
 ) -> anyhow::Result<Vec<ConnectionCountCosts>> {
-    let measure_count = |(done, connections): (usize, &usize)| {
-        progress(done, CONNECTION_COUNTS.len());
-        measure_connection_count(*connections, args).with_context(|| format!("{connections} connections"))
+    let measure_count = |(done_count, connection_count): (usize, &usize)| {
+        progress(done_count, CONNECTION_COUNTS.len());
+        measure_connection_count(*connection_count, args).with_context(|| format!("{connection_count} connections"))
     };
     CONNECTION_COUNTS.iter().enumerate().map(measure_count).collect()
 }
@@ -47,11 +47,12 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
     let stateless = open_balancer(Consistency::Stateless)?;
     let stateful = open_balancer(Consistency::Stateful)?;
     let hash_table = open_balancer(Consistency::HashTable)?;
-    let create_runner = |of: &CaseLoadBalancer| PacketRunner::new(&of.case().frame_template(), &of.packets()?, 0);
+    let create_runner =
+        |balancer: &CaseLoadBalancer| PacketRunner::new(&balancer.case().frame_template(), &balancer.packets()?, 0);
     let (stateful_runner, hash_table_runner) = (create_runner(&stateful)?, create_runner(&hash_table)?);
     let (entry_by_client, table_size) = (stateful.entries_by_client(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
     let mut packets = stateless.packets()?;
-    for (packet, client) in packets.iter_mut().zip(clients(connection_count)) {
+    for (packet, client) in packets.iter_mut().zip(random_clients(connection_count)) {
         packet.line_index = entry_by_client[&client.into()].position(table_size);
     }
     let stateless_runner =
@@ -59,7 +60,7 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
     let stateless_program = InterleavedProgram::new(&stateless_runner, Program::Balancer(&stateless));
     let round_times = measure_interleaved(
         &[
-            InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.empty.as_fd())),
+            InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.empty_program.as_fd())),
             InterleavedProgram::new(&stateless_runner, Program::Baseline(stateless_runner.parse_and_swap_macs.as_fd())),
             stateless_program,
             InterleavedProgram { generator: PacketGenerator::WithParallelLine, ..stateless_program },
@@ -70,18 +71,25 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
         args.length.rounds,
         args.length.packets,
     )?;
-    let [empty_times, parse_and_swap_times, by_cookie, with_line, after_line, stateful_times, hash_table_times] =
-        &round_times[..]
+    let [
+        empty_times,
+        parse_and_swap_times,
+        stateless_times,
+        parallel_line_times,
+        waited_line_times,
+        stateful_times,
+        hash_table_times,
+    ] = &round_times[..]
     else {
         unreachable!("seven")
     };
     Ok(ConnectionCountCosts {
         connection_count,
-        stateless: CaseMeasurement::new(&stateless, [empty_times, parse_and_swap_times, by_cookie])?,
+        stateless: CaseMeasurement::new(&stateless, [empty_times, parse_and_swap_times, stateless_times])?,
         stateful: CaseMeasurement::new(&stateful, [empty_times, parse_and_swap_times, stateful_times])?,
         hash_table: CaseMeasurement::new(&hash_table, [empty_times, parse_and_swap_times, hash_table_times])?,
-        ns_with_parallel_line: differences_by_round(with_line, empty_times),
-        ns_after_line: differences_by_round(after_line, empty_times),
+        ns_with_parallel_line: differences_by_round(parallel_line_times, empty_times),
+        ns_after_line: differences_by_round(waited_line_times, empty_times),
     })
 }
 
@@ -98,14 +106,14 @@ pub fn table(costs: &[ConnectionCountCosts]) -> Table {
         "its quartiles ",
         "hash-table above it",
     ]);
-    for of in costs {
-        let stateless_ns = &of.stateless.ns_above_empty;
-        let stateful_excess_ns = differences_by_round(&of.stateful.ns_above_empty, stateless_ns);
-        let hash_table_excess_ns = differences_by_round(&of.hash_table.ns_above_empty, stateless_ns);
-        let parallel_line_ns = differences_by_round(&of.ns_with_parallel_line, stateless_ns);
-        let waited_line_ns = differences_by_round(&of.ns_after_line, stateless_ns);
+    for count_costs in costs {
+        let stateless_ns = &count_costs.stateless.ns_above_empty;
+        let stateful_excess_ns = differences_by_round(&count_costs.stateful.ns_above_empty, stateless_ns);
+        let hash_table_excess_ns = differences_by_round(&count_costs.hash_table.ns_above_empty, stateless_ns);
+        let parallel_line_ns = differences_by_round(&count_costs.ns_with_parallel_line, stateless_ns);
+        let waited_line_ns = differences_by_round(&count_costs.ns_after_line, stateless_ns);
         table.add_row([
-            (of.connection_count as u64).into(),
+            (count_costs.connection_count as u64).into(),
             median_of_rounds(stateless_ns).into(),
             median_of_rounds(&stateful_excess_ns).into(),
             quartile_range(&stateful_excess_ns).into(),

@@ -88,7 +88,7 @@ struct FloodMeasurement {
     /// Times per packet during a flood (ns), by round, for the empty program and for the load balancer.
     ns_in_flood: [NsByRound; 2],
     /// Fraction of the open connections' packets that found their server's entry during the floods.
-    found_fraction: f64,
+    found_entry_fraction: f64,
     flood_counts: FloodCounts,
     /// Number of SYNs that found no free entry.
     syns_without_entry: u64,
@@ -108,8 +108,8 @@ fn measure_programs(length: &MeasurementLength) -> anyhow::Result<Report> {
     let cpus = first_two_cpus("coreward-lab bench flood")?;
     let flooder = Flooder::start(cpus[1])?;
     crate::cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
-    let measurements =
-        FloodedProgram::ALL.map(|victim| measure(victim, length, &flooder).with_context(|| victim.to_string()));
+    let measurements = FloodedProgram::ALL
+        .map(|flooded_program| measure(flooded_program, length, &flooder).with_context(|| flooded_program.to_string()));
     let measurements = measurements.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
     Ok(build_report(&measurements, length, cpus))
 }
@@ -120,15 +120,19 @@ pub fn first_two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     let mut allowed_cpu_numbers =
         (0..nix::sched::CpuSet::count()).filter(|cpu| allowed_cpus.is_set(*cpu).unwrap_or(false));
     match (allowed_cpu_numbers.next(), allowed_cpu_numbers.next()) {
-        (Some(first), Some(second)) => Ok([first, second]),
+        (Some(first_cpu), Some(second_cpu)) => Ok([first_cpu, second_cpu]),
         _ => anyhow::bail!("{command} needs two CPUs, and this process may use one"),
     }
 }
 
-fn measure(victim: FloodedProgram, length: &MeasurementLength, flooder: &Flooder) -> anyhow::Result<FloodMeasurement> {
-    let case = PacketCase::Established(victim.consistency(), CONNECTION_COUNT);
+fn measure(
+    flooded_program: FloodedProgram,
+    length: &MeasurementLength,
+    flooder: &Flooder,
+) -> anyhow::Result<FloodMeasurement> {
+    let case = PacketCase::Established(flooded_program.consistency(), CONNECTION_COUNT);
     // This placement rule writes more memory for a new connection than any other.
-    let connection_table_size = TableSize::try_from(u64::from(victim.connection_table_entries()))?;
+    let connection_table_size = TableSize::try_from(u64::from(flooded_program.connection_table_entries()))?;
     let setup = PlacementSetup {
         placement_rule: PlacementRule::LeastAssigned,
         rss_group_count: 1,
@@ -138,16 +142,16 @@ fn measure(victim: FloodedProgram, length: &MeasurementLength, flooder: &Flooder
     let balancer = CaseLoadBalancer::with_setup(case, setup)?;
     let runner = PacketRunner::new(&case.frame_template(), &balancer.packets()?, 0)?;
     let open_connections: HashSet<ConnectionIndex> = balancer.entries_by_client().into_values().collect();
-    if victim == FloodedProgram::StatefulFull {
-        fill_connection_table(&balancer, victim, flooder)?;
+    if flooded_program == FloodedProgram::StatefulFull {
+        fill_connection_table(&balancer, flooded_program, flooder)?;
     }
     let program = balancer.program()?;
     let state_before = (MapMemory::of(program.as_fd())?, balancer.used_entry_count(), balancer.counters());
     let mut measurement = FloodMeasurement {
-        flooded_program: victim,
+        flooded_program,
         ns_without_flood: Default::default(),
         ns_in_flood: Default::default(),
-        found_fraction: 0.0,
+        found_entry_fraction: 0.0,
         flood_counts: FloodCounts::default(),
         syns_without_entry: 0,
         memory_before_and_after: [state_before.0; 2],
@@ -165,14 +169,14 @@ fn measure(victim: FloodedProgram, length: &MeasurementLength, flooder: &Flooder
                 FlooderCommand::SynsThroughEmptyProgram
             };
             let work = || run_established_packets(&balancer, &runner, is_lb, length.packets);
-            let ((mean_ns, counted_packets), sent_syns) = flooder.run_during(command, work)?;
+            let ((mean_ns, counted_packets), flood_counts) = flooder.run_during(command, work)?;
             if is_flood {
-                measurement.flood_counts.syn_count += sent_syns.syn_count;
-                measurement.flood_counts.time += sent_syns.time;
+                measurement.flood_counts.syn_count += flood_counts.syn_count;
+                measurement.flood_counts.cpu_seconds += flood_counts.cpu_seconds;
                 let max_used_entries = &mut measurement.used_entries_before_and_max[1];
                 *max_used_entries = balancer.used_entry_count().max(*max_used_entries);
             }
-            if is_flood && victim == FloodedProgram::StatefulWithRoom {
+            if is_flood && flooded_program == FloodedProgram::StatefulWithRoom {
                 balancer.free_all_but(&open_connections)?;
             }
             if round > 0 {
@@ -186,8 +190,9 @@ fn measure(victim: FloodedProgram, length: &MeasurementLength, flooder: &Flooder
         }
     }
     let counters_after = balancer.counters();
-    let counted_since_start =
-        |count: fn(&coreward_dataplane::lb::PacketCounters) -> u64| count(&counters_after) - count(&state_before.2);
+    let counted_since_start = |to_count: fn(&coreward_dataplane::lb::PacketCounters) -> u64| {
+        to_count(&counters_after) - to_count(&state_before.2)
+    };
     let new_connection_count =
         counted_since_start(|counters| counters.packets_by_outcome[intf::LB_COUNTER_NEW_CONNECTION as usize]);
     ensure!(
@@ -197,13 +202,13 @@ fn measure(victim: FloodedProgram, length: &MeasurementLength, flooder: &Flooder
     );
     measurement.syns_without_entry =
         counted_since_start(|counters| counters.event_counts[intf::LB_EVENT_CONNECTION_TABLE_FULL as usize]);
-    measurement.found_fraction = found_packets as f64 / (f64::from(length.rounds) * f64::from(length.packets));
+    measurement.found_entry_fraction = found_packets as f64 / (f64::from(length.rounds) * f64::from(length.packets));
     measurement.memory_before_and_after[1] = MapMemory::of(program.as_fd())?;
-    let must_find_servers = victim != FloodedProgram::HashTable;
+    let must_find_servers = flooded_program != FloodedProgram::HashTable;
     ensure!(
-        !must_find_servers || measurement.found_fraction == 1.0,
+        !must_find_servers || measurement.found_entry_fraction == 1.0,
         "only {} of the packets found their server",
-        measurement.found_fraction
+        measurement.found_entry_fraction
     );
     Ok(measurement)
 }
@@ -213,21 +218,26 @@ fn run_established_packets(
     balancer: &CaseLoadBalancer,
     runner: &PacketRunner,
     is_lb: bool,
-    packets: u32,
+    packet_count: u32,
 ) -> anyhow::Result<(f64, u64)> {
     if is_lb {
         balancer.run_and_count(runner, PacketGenerator::VariedFrame, CONNECTION_COUNT as u32)?;
-        let run = balancer.run_and_count(runner, PacketGenerator::VariedFrame, packets)?;
-        return Ok((run.mean_ns, run.counted_packets));
+        let run_result = balancer.run_and_count(runner, PacketGenerator::VariedFrame, packet_count)?;
+        return Ok((run_result.mean_ns, run_result.counted_packets));
     }
-    let (time, verdict) = runner.choose_and_run(PacketGenerator::VariedFrame, runner.empty.as_fd(), packets)?;
-    ensure!(verdict == XDP_TX, "the empty program's verdict was {verdict}, expected {XDP_TX}");
-    Ok((time, 0))
+    let (mean_ns, xdp_verdict) =
+        runner.choose_and_run(PacketGenerator::VariedFrame, runner.empty_program.as_fd(), packet_count)?;
+    ensure!(xdp_verdict == XDP_TX, "the empty program's verdict was {xdp_verdict}, expected {XDP_TX}");
+    Ok((mean_ns, 0))
 }
 
 /// Floods the program until no entry of the connection table is free. Fails after 10 s.
-fn fill_connection_table(balancer: &CaseLoadBalancer, victim: FloodedProgram, flooder: &Flooder) -> anyhow::Result<()> {
-    let entry_count = victim.connection_table_entries() as usize;
+fn fill_connection_table(
+    balancer: &CaseLoadBalancer,
+    flooded_program: FloodedProgram,
+    flooder: &Flooder,
+) -> anyhow::Result<()> {
+    let entry_count = flooded_program.connection_table_entries() as usize;
     for _ in 0..100 {
         flooder.run_during(FlooderCommand::SynsThroughProgram(balancer.program()?), || {
             std::thread::sleep(std::time::Duration::from_millis(100));
@@ -242,10 +252,10 @@ fn fill_connection_table(balancer: &CaseLoadBalancer, victim: FloodedProgram, fl
 
 /// Returns by how many percent each of `rounds` exceeds the same round in `base_rounds`.
 fn excess_percent(rounds: &[f64], base_rounds: &[f64]) -> NsByRound {
-    rounds.iter().zip(base_rounds).map(|(time, other)| (time / other - 1.0) * 100.0).collect()
+    rounds.iter().zip(base_rounds).map(|(ns, base_ns)| (ns / base_ns - 1.0) * 100.0).collect()
 }
 
-fn build_report(measured: &[FloodMeasurement], length: &MeasurementLength, cpus: [usize; 2]) -> Report {
+fn build_report(measurements: &[FloodMeasurement], length: &MeasurementLength, cpus: [usize; 2]) -> Report {
     let mut cost_table = Table::new(&[
         "established packets",
         "ns",
@@ -270,24 +280,25 @@ fn build_report(measured: &[FloodMeasurement], length: &MeasurementLength, cpus:
         "kernel memory of all maps before, KiB",
         "after ",
     ]);
-    for measurement in measured {
+    for measurement in measurements {
         let excess_pct = excess_percent(&measurement.ns_in_flood[1], &measurement.ns_without_flood[1]);
         let [ns_above_empty_without_flood, ns_above_empty_in_flood] =
-            [&measurement.ns_without_flood, &measurement.ns_in_flood].map(|of| differences_by_round(&of[1], &of[0]));
+            [&measurement.ns_without_flood, &measurement.ns_in_flood]
+                .map(|ns_by_program| differences_by_round(&ns_by_program[1], &ns_by_program[0]));
         let excess_above_empty_pct = excess_percent(&ns_above_empty_in_flood, &ns_above_empty_without_flood);
-        let [goal, verdict] = goal_cells(Some(FLOOD_EXCESS_GOAL), median_of_rounds(&excess_pct));
+        let [goal_cell, verdict_cell] = goal_cells(Some(FLOOD_EXCESS_GOAL), median_of_rounds(&excess_pct));
         cost_table.add_row([
             measurement.flooded_program.to_string().into(),
             median_of_rounds(&measurement.ns_without_flood[1]).into(),
             median_of_rounds(&measurement.ns_in_flood[1]).into(),
             median_of_rounds(&excess_pct).into(),
             quartile_range(&excess_pct).into(),
-            goal,
-            verdict,
+            goal_cell,
+            verdict_cell,
             median_of_rounds(&excess_above_empty_pct).into(),
             quartile_range(&excess_above_empty_pct).into(),
-            (measurement.found_fraction * 100.0).into(),
-            (measurement.flood_counts.syn_count as f64 / measurement.flood_counts.time / 1e6).into(),
+            (measurement.found_entry_fraction * 100.0).into(),
+            (measurement.flood_counts.syn_count as f64 / measurement.flood_counts.cpu_seconds / 1e6).into(),
             (measurement.syns_without_entry as f64 / measurement.flood_counts.syn_count as f64 * 100.0).into(),
         ]);
         let [entries_before, max_entries_after] = measurement.used_entries_before_and_max.map(|entries| entries as u64);
@@ -298,12 +309,12 @@ fn build_report(measured: &[FloodMeasurement], length: &MeasurementLength, cpus:
             (u64::from(measurement.flooded_program.connection_table_entries()) - max_entries_after).into(),
             measurement.memory_before_and_after[0].hash_map_entry_count.into(),
             measurement.memory_before_and_after[1].hash_map_entry_count.into(),
-            (measurement.memory_before_and_after[0].bytes / 1024).into(),
-            (measurement.memory_before_and_after[1].bytes / 1024).into(),
+            (measurement.memory_before_and_after[0].kernel_bytes / 1024).into(),
+            (measurement.memory_before_and_after[1].kernel_bytes / 1024).into(),
         ]);
     }
     let MapMemory { array_map_count: array_count, hash_map_count: hash_count, .. } =
-        measured[0].memory_before_and_after[1];
+        measurements[0].memory_before_and_after[1];
     let method = format!(
         "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. CPU {} runs the same \
          program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \
@@ -327,6 +338,6 @@ fn describe_cpu_topology(cpus: [usize; 2]) -> String {
     };
     let is_virtual_machine = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
     let note = if is_virtual_machine { " (by /sys; in a virtual machine that may be wrong)" } else { "" };
-    let [left, right] = cpus.map(thread_siblings);
-    format!("CPU {} shares its core with CPUs {left}, CPU {} with {right}{note}", cpus[0], cpus[1])
+    let [first_siblings, second_siblings] = cpus.map(thread_siblings);
+    format!("CPU {} shares its core with CPUs {first_siblings}, CPU {} with {second_siblings}{note}", cpus[0], cpus[1])
 }

@@ -36,7 +36,9 @@ fn cost_limit(case: PacketCase) -> Option<CostLimit> {
         PacketCase::Established(Consistency::Stateful, PACKET_COUNT) => Some(CostLimit::CacheMissPlusReferenceNs(20.0)),
         PacketCase::Established(Consistency::HashTable, 16384) => reference_limit(90.0),
         PacketCase::Established(Consistency::HashTable, 131072) => reference_limit(190.0),
-        PacketCase::NewConnection(first) => new_connection_limit_ns(first).map(CostLimit::ReferenceNs),
+        PacketCase::NewConnection(new_connection) => {
+            new_connection_limit_ns(new_connection).map(CostLimit::ReferenceNs)
+        }
         PacketCase::Encapsulated(Forwarding::Gue) => reference_limit(35.0),
         PacketCase::EstablishedIpv6(connections) => {
             Some(CostLimit::RelativeToIpv4(PacketCase::Established(Consistency::Stateless, connections)))
@@ -49,8 +51,8 @@ fn cost_limit(case: PacketCase) -> Option<CostLimit> {
 }
 
 /// Returns the maximum cost of a new connection's first packet on the goals' machine (ns), if it has a goal.
-fn new_connection_limit_ns(first: NewConnection) -> Option<f64> {
-    match (first.consistency, first.placement_rule, first.rss_group_count) {
+fn new_connection_limit_ns(new_connection: NewConnection) -> Option<f64> {
+    match (new_connection.consistency, new_connection.placement_rule, new_connection.rss_group_count) {
         (Consistency::Stateful, ..) => Some(160.0),
         (Consistency::Stateless, PlacementRule::Table, 1) => Some(45.0),
         (Consistency::Stateless, PlacementRule::LeastAssigned, 1) => Some(60.0),
@@ -70,15 +72,23 @@ pub struct CostGoals<'a> {
 
 impl<'a> CostGoals<'a> {
     /// Takes the baseline and the cost of a cache miss from the measurements. Panics when there are none.
-    pub fn new(established: &'a [ConnectionCountCosts], alone: &'a [CaseMeasurement]) -> Self {
-        let established_measurements = established.iter().flat_map(|of| [&of.stateless, &of.stateful, &of.hash_table]);
-        let measurements: Vec<&CaseMeasurement> = established_measurements.chain(alone).collect();
-        let parse_and_swap_values_ns: Vec<f64> = measurements.iter().map(|of| of.parse_and_swap_ns).collect();
-        let largest_count_costs = established.iter().find(|of| of.connection_count == PACKET_COUNT);
+    pub fn new(established_costs: &'a [ConnectionCountCosts], separate_cases: &'a [CaseMeasurement]) -> Self {
+        let established_measurements = established_costs
+            .iter()
+            .flat_map(|count_costs| [&count_costs.stateless, &count_costs.stateful, &count_costs.hash_table]);
+        let measurements: Vec<&CaseMeasurement> = established_measurements.chain(separate_cases).collect();
+        let parse_and_swap_values_ns: Vec<f64> =
+            measurements.iter().map(|case_measurement| case_measurement.parse_and_swap_ns).collect();
+        let largest_count_costs =
+            established_costs.iter().find(|count_costs| count_costs.connection_count == PACKET_COUNT);
         Self {
             parse_and_swap_ns: median(&parse_and_swap_values_ns).expect("at least one case"),
-            cache_miss_ns: largest_count_costs
-                .map(|of| median_of_rounds(&differences_by_round(&of.ns_after_line, &of.stateless.ns_above_empty))),
+            cache_miss_ns: largest_count_costs.map(|count_costs| {
+                median_of_rounds(&differences_by_round(
+                    &count_costs.ns_after_line,
+                    &count_costs.stateless.ns_above_empty,
+                ))
+            }),
             measurements,
         }
     }
@@ -89,8 +99,12 @@ impl<'a> CostGoals<'a> {
         let limit_ns = match cost_limit(case)? {
             CostLimit::ReferenceNs(ns) => scale_from_reference(ns),
             CostLimit::CacheMissPlusReferenceNs(ns) => self.cache_miss_ns? + scale_from_reference(ns),
-            CostLimit::RelativeToIpv4(ipv4) => {
-                self.measurements.iter().find(|of| of.case == ipv4)?.fastest_ns_above_empty * MAX_IPV6_COST_FACTOR
+            CostLimit::RelativeToIpv4(ipv4_case) => {
+                self.measurements
+                    .iter()
+                    .find(|case_measurement| case_measurement.case == ipv4_case)?
+                    .fastest_ns_above_empty
+                    * MAX_IPV6_COST_FACTOR
             }
         };
         Some(Goal::AtMost(limit_ns))
@@ -101,21 +115,22 @@ impl<'a> CostGoals<'a> {
 mod tests {
     use super::*;
 
-    fn measurement(case: PacketCase, floor: f64, fastest: f64) -> CaseMeasurement {
+    fn measurement(case: PacketCase, baseline_ns: f64, fastest_ns: f64) -> CaseMeasurement {
         CaseMeasurement {
             case,
             empty_ns: 0.0,
-            ns_above_empty: vec![fastest],
-            fastest_ns_above_empty: fastest,
-            parse_and_swap_ns: floor,
+            ns_above_empty: vec![fastest_ns],
+            fastest_ns_above_empty: fastest_ns,
+            parse_and_swap_ns: baseline_ns,
         }
     }
 
     #[test]
     fn goals_scale_with_the_cost_of_parse_and_swap_but_cache_misses_do_not() {
-        let measurement_of_mode =
-            |consistency, connections| measurement(PacketCase::Established(consistency, connections), 9.0, 30.0);
-        let established = [ConnectionCountCosts {
+        let measurement_of_mode = |consistency, connection_count| {
+            measurement(PacketCase::Established(consistency, connection_count), 9.0, 30.0)
+        };
+        let established_costs = [ConnectionCountCosts {
             connection_count: PACKET_COUNT,
             stateless: measurement_of_mode(Consistency::Stateless, PACKET_COUNT),
             stateful: measurement_of_mode(Consistency::Stateful, PACKET_COUNT),
@@ -123,10 +138,10 @@ mod tests {
             ns_with_parallel_line: vec![40.0],
             ns_after_line: vec![130.0],
         }];
-        let cost_goals = CostGoals::new(&established, &[]);
-        assert_eq!(cost_goals.goal_for_case(established[0].stateless.case), Some(Goal::AtMost(40.0)));
-        assert_eq!(cost_goals.goal_for_case(established[0].stateful.case), Some(Goal::AtMost(140.0)));
-        assert_eq!(cost_goals.goal_for_case(established[0].hash_table.case), None);
+        let cost_goals = CostGoals::new(&established_costs, &[]);
+        assert_eq!(cost_goals.goal_for_case(established_costs[0].stateless.case), Some(Goal::AtMost(40.0)));
+        assert_eq!(cost_goals.goal_for_case(established_costs[0].stateful.case), Some(Goal::AtMost(140.0)));
+        assert_eq!(cost_goals.goal_for_case(established_costs[0].hash_table.case), None);
         assert_eq!(cost_goals.goal_for_case(PacketCase::EstablishedIpv6(PACKET_COUNT)), Some(Goal::AtMost(39.0)));
         assert_eq!(cost_goals.goal_for_case(PacketCase::NewConnectionIpv6), None);
     }

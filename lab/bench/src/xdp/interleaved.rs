@@ -32,12 +32,16 @@ impl<'a> InterleavedProgram<'a> {
         Self { runner, generator: PacketGenerator::VariedFrame, program }
     }
 
-    fn measure(&self, packets: u32) -> anyhow::Result<f64> {
+    fn measure(&self, packet_count: u32) -> anyhow::Result<f64> {
         match self.program {
-            Program::Balancer(balancer) => balancer.run_batches(self.runner, self.generator, packets),
+            Program::Balancer(balancer) => balancer.run_batches(self.runner, self.generator, packet_count),
             Program::Baseline(program) => {
-                let (mean_ns, verdict) = self.runner.choose_and_run(self.generator, program, packets)?;
-                ensure!(verdict == workload::XDP_TX, "a floor's verdict was {verdict}, expected {}", workload::XDP_TX);
+                let (mean_ns, xdp_verdict) = self.runner.choose_and_run(self.generator, program, packet_count)?;
+                ensure!(
+                    xdp_verdict == workload::XDP_TX,
+                    "a floor's verdict was {xdp_verdict}, expected {}",
+                    workload::XDP_TX
+                );
                 Ok(mean_ns)
             }
         }
@@ -62,26 +66,26 @@ pub type NsByRound = Vec<f64>;
 pub fn measure_interleaved(
     programs: &[InterleavedProgram<'_>],
     rounds: u32,
-    packets: u32,
+    packet_count: u32,
 ) -> anyhow::Result<Vec<NsByRound>> {
-    interleave(programs.len(), rounds, |position| {
-        programs[position].warm_up()?;
-        programs[position].measure(packets)
+    interleave(programs.len(), rounds, |program_index| {
+        programs[program_index].warm_up()?;
+        programs[program_index].measure(packet_count)
     })
 }
 
 /// Measures all cases one after the other in each round, in an order that shifts by one per round. Returns the results
 /// of each case, in the order of the rounds.
 pub fn interleave<T>(
-    cases: usize,
+    case_count: usize,
     rounds: u32,
     mut measure: impl FnMut(usize) -> anyhow::Result<T>,
 ) -> anyhow::Result<Vec<Vec<T>>> {
-    let mut results: Vec<Vec<T>> = (0..cases).map(|_| Vec::new()).collect();
+    let mut results: Vec<Vec<T>> = (0..case_count).map(|_| Vec::new()).collect();
     // The first round only warms branch predictors and is not counted.
     for round in 0..=rounds as usize {
-        for step in 0..cases {
-            let case_index = (round + step) % cases;
+        for step in 0..case_count {
+            let case_index = (round + step) % case_count;
             let result = measure(case_index)?;
             if round > 0 {
                 results[case_index].push(result);
@@ -93,7 +97,7 @@ pub fn interleave<T>(
 
 /// Returns each of `rounds` minus the same round in `subtracted_rounds`.
 pub fn differences_by_round(rounds: &[f64], subtracted_rounds: &[f64]) -> NsByRound {
-    rounds.iter().zip(subtracted_rounds).map(|(time, other)| time - other).collect()
+    rounds.iter().zip(subtracted_rounds).map(|(ns, subtracted_ns)| ns - subtracted_ns).collect()
 }
 
 /// Returns the median of the rounds. Panics when there are none.
@@ -101,11 +105,12 @@ pub fn median_of_rounds(rounds: &[f64]) -> f64 {
     median(rounds).expect("at least one round")
 }
 
-/// Returns the time of the fastest of `rounds` minus that of the fastest of `others`. Other guests on shared CPUs can
-/// only make rounds slower, so this difference is the program's cost. The median would include the machine's load.
-pub fn difference_of_fastest_rounds(rounds: &[f64], others: &[f64]) -> f64 {
+/// Returns the time of the fastest of `rounds` minus that of the fastest of `subtracted_rounds`. Other guests on shared
+/// CPUs can only make rounds slower, so this difference is the program's cost. The median would include the machine's
+/// load.
+pub fn difference_of_fastest_rounds(rounds: &[f64], subtracted_rounds: &[f64]) -> f64 {
     let fastest_round = |rounds: &[f64]| rounds.iter().copied().fold(f64::INFINITY, f64::min);
-    fastest_round(rounds) - fastest_round(others)
+    fastest_round(rounds) - fastest_round(subtracted_rounds)
 }
 
 /// Returns the lower and the upper quartile with one decimal, as "LOWER to UPPER".
@@ -113,15 +118,15 @@ pub fn quartile_range(rounds: &[f64]) -> String {
     quartile_range_with_decimals(rounds, 1)
 }
 
-/// Returns the lower and the upper quartile like [`quartile_range`], with `digits` decimals.
-pub fn quartile_range_with_decimals(rounds: &[f64], digits: usize) -> String {
-    let [low, high] = [0.25, 0.75].map(|part| quantile(rounds, part));
-    format!("{low:.digits$} to {high:.digits$}")
+/// Returns the lower and the upper quartile like [`quartile_range`], with `decimal_count` decimals.
+pub fn quartile_range_with_decimals(rounds: &[f64], decimal_count: usize) -> String {
+    let [lower_quartile, upper_quartile] = [0.25, 0.75].map(|fraction| quantile(rounds, fraction));
+    format!("{lower_quartile:.decimal_count$} to {upper_quartile:.decimal_count$}")
 }
 
 /// Returns the value that is nearest to the quantile `fraction` (0 to 1) of the values.
 fn quantile(values: &[f64], fraction: f64) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted[((sorted.len() - 1) as f64 * fraction).round() as usize]
+    let mut sorted_values = values.to_vec();
+    sorted_values.sort_by(f64::total_cmp);
+    sorted_values[((sorted_values.len() - 1) as f64 * fraction).round() as usize]
 }

@@ -67,7 +67,7 @@ pub struct PacketRunner {
     /// Programs that generate packets from the frame, in the order of [`PacketGenerator`].
     generator_programs: [OwnedFd; 5],
     /// Baseline program that returns at once.
-    pub empty: OwnedFd,
+    pub empty_program: OwnedFd,
     /// Baseline program that parses packets and swaps their MAC addresses.
     pub parse_and_swap_macs: OwnedFd,
     measured_program_map: MapHandle,
@@ -77,8 +77,8 @@ pub struct PacketRunner {
 
 impl PacketRunner {
     /// Creates a runner that varies `frame` by each of `packets` in turn. Their number must be a power of two, and each
-    /// `line_index` must be below `lines`. New clients send to the frame's destination port.
-    pub fn new(frame: &FrameTemplate, packets: &[PacketVariation], lines: u32) -> anyhow::Result<Self> {
+    /// `line_index` must be below `line_count`. New clients send to the frame's destination port.
+    pub fn new(frame: &FrameTemplate, packets: &[PacketVariation], line_count: u32) -> anyhow::Result<Self> {
         ensure!(packets.len().is_power_of_two() && packets.len() <= PACKET_COUNT, "{} packets", packets.len());
         let mut skeleton_storage = MaybeUninit::uninit();
         let mut opened_skeleton = GeneratedPacketsSkelBuilder::default()
@@ -94,7 +94,7 @@ impl PacketRunner {
         constants.ports_offset = frame.ports_offset;
         constants.tsecr_offset = frame.tsecr_offset;
         constants.destination_port = u32::from(frame.destination_port.to_be()) << 16;
-        opened_skeleton.maps.lines.set_max_entries(lines.max(1)).context("the number of lines")?;
+        opened_skeleton.maps.lines.set_max_entries(line_count.max(1)).context("the number of lines")?;
         let loaded_skeleton = opened_skeleton.load().context("loading generated_packets.bpf.c")?;
         let packet_memory: MmapArray<[PacketVariation; PACKET_COUNT]> =
             MmapArray::new(loaded_skeleton.maps.bss_packets.as_fd())?;
@@ -109,7 +109,7 @@ impl PacketRunner {
                 programs.generated_source.as_fd().try_clone_to_owned()?,
                 programs.generated_packet_shortened.as_fd().try_clone_to_owned()?,
             ],
-            empty: programs.empty.as_fd().try_clone_to_owned()?,
+            empty_program: programs.empty.as_fd().try_clone_to_owned()?,
             parse_and_swap_macs: programs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
             measured_program_map: MapHandle::try_from(&loaded_skeleton.maps.measured)?,
             connection_count: packets.len(),
@@ -130,12 +130,12 @@ impl PacketRunner {
     /// time is CPU time of this thread, on which other processes have little influence.
     pub fn choose_and_run(
         &self,
-        feed: PacketGenerator,
+        generator: PacketGenerator,
         program: BorrowedFd<'_>,
         repeat: u32,
     ) -> anyhow::Result<(f64, i32)> {
         self.choose_program(program)?;
-        self.run_chosen_program(feed, repeat)
+        self.run_chosen_program(generator, repeat)
     }
 
     /// Selects the program to measure. This interrupts other CPUs, because the kernel patches the tail call.
@@ -144,26 +144,31 @@ impl PacketRunner {
     }
 
     /// Like [`choose_and_run`](Self::choose_and_run), but for the program that is already selected.
-    pub fn run_chosen_program(&self, feed: PacketGenerator, repeat: u32) -> anyhow::Result<(f64, i32)> {
-        run_generator(self.generator_programs[feed as usize].as_fd(), &self.frame_bytes, repeat, self.receive_queue)
+    pub fn run_chosen_program(&self, generator: PacketGenerator, repeat: u32) -> anyhow::Result<(f64, i32)> {
+        run_generator(
+            self.generator_programs[generator as usize].as_fd(),
+            &self.frame_bytes,
+            repeat,
+            self.receive_queue,
+        )
     }
 }
 
 /// Selects the program that the generators in `bpf/feed.h` call.
-pub fn write_measured_program(measured: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
+pub fn write_measured_program(program_map: &MapHandle, program: BorrowedFd<'_>) -> anyhow::Result<()> {
     let program_descriptor = program.as_raw_fd() as u32;
-    Ok(measured.update(&0u32.to_ne_bytes(), &program_descriptor.to_ne_bytes(), MapFlags::ANY)?)
+    Ok(program_map.update(&0u32.to_ne_bytes(), &program_descriptor.to_ne_bytes(), MapFlags::ANY)?)
 }
 
 /// Runs a generator `repeat` times. Returns this thread's mean CPU time per run (ns), and the last verdict.
 pub fn run_generator(
-    feed: BorrowedFd<'_>,
+    generator_program: BorrowedFd<'_>,
     frame: &[u8],
     repeat: u32,
     queue: Option<ReceiveQueueId>,
 ) -> anyhow::Result<(f64, i32)> {
     let start = thread_cpu_time()?;
-    let test_run_result = test_run::run_from(feed, frame, repeat, queue)?;
+    let test_run_result = test_run::run_from(generator_program, frame, repeat, queue)?;
     let elapsed = thread_cpu_time()? - start;
     Ok((elapsed.as_secs_f64() * 1e9 / f64::from(repeat), test_run_result.verdict))
 }

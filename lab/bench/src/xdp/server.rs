@@ -27,7 +27,7 @@ use super::interleaved::{
 };
 use super::runner::{FrameTemplate, PACKET_COUNT, PacketVariation, run_generator, write_measured_program};
 use super::workload::{
-    IPV4_SERVICE_ADDRESS, IPV6_SERVICE_ADDRESS, clients, ipv6_client_address, request, request_frame_ipv6,
+    IPV4_SERVICE_ADDRESS, IPV6_SERVICE_ADDRESS, ipv6_client_address, random_clients, request_frame, request_frame_ipv6,
     response_frame, response_frame_ipv6,
 };
 use crate::report::{Report, Table};
@@ -72,7 +72,7 @@ impl ServerPacketCase {
 
     fn frame_template(self) -> FrameTemplate {
         match (self.direction, self.is_ipv6) {
-            (Direction::Ingress, false) => request(),
+            (Direction::Ingress, false) => request_frame(),
             (Direction::Ingress, true) => request_frame_ipv6(),
             (Direction::Egress, false) => response_frame(),
             (Direction::Egress, true) => response_frame_ipv6(),
@@ -127,17 +127,17 @@ impl LoadedServerPrograms {
         if !case.has_service {
             socket.set_port(socket.port() + 1);
         }
-        let address = ServiceAddress { socket, protocol: Protocol::Tcp };
+        let address = ServiceAddress { vip_and_port: socket, protocol: Protocol::Tcp };
         server_programs.set_services(&[(address, server_id, ServiceMode::default())])?;
         Ok(Self { server_programs, cookie_keys, server_id })
     }
 
     fn packet_variations(&self, case: ServerPacketCase) -> anyhow::Result<Vec<PacketVariation>> {
-        let milliseconds = monotonic_now_ms()?;
+        let now_ms = monotonic_now_ms()?;
         let packet_variation = |client: &SocketAddrV4| {
             let (tuple, cookie) = (case.four_tuple(client), Cookie::Server(self.server_id));
             let tsecr =
-                cookie::stamp_tsval(&self.cookie_keys, &self.server_programs.time_key(), &tuple, cookie, milliseconds);
+                cookie::stamp_tsval(&self.cookie_keys, &self.server_programs.time_key(), &tuple, cookie, now_ms);
             let mut ports = [client.port().to_be_bytes(), IPV4_SERVICE_ADDRESS.1.to_be_bytes()];
             if matches!(case.direction, Direction::Egress) {
                 ports.reverse();
@@ -149,7 +149,7 @@ impl LoadedServerPrograms {
                 line_index: 0,
             }
         };
-        Ok(clients(PACKET_COUNT).iter().map(packet_variation).collect())
+        Ok(random_clients(PACKET_COUNT).iter().map(packet_variation).collect())
     }
 
     fn changed_packet_count(&self, case: ServerPacketCase) -> u64 {
@@ -161,7 +161,7 @@ impl LoadedServerPrograms {
 struct SegmentRunner {
     frame_bytes: Vec<u8>,
     generator_program: OwnedFd,
-    empty: OwnedFd,
+    empty_program: OwnedFd,
     parse_and_swap_macs: OwnedFd,
     measured_program_map: MapHandle,
 }
@@ -195,17 +195,18 @@ impl SegmentRunner {
         Ok(Self {
             frame_bytes,
             generator_program,
-            empty: loaded_skeleton.progs.empty.as_fd().try_clone_to_owned()?,
+            empty_program: loaded_skeleton.progs.empty.as_fd().try_clone_to_owned()?,
             parse_and_swap_macs: loaded_skeleton.progs.parse_and_swap_macs.as_fd().try_clone_to_owned()?,
             measured_program_map: MapHandle::try_from(&loaded_skeleton.maps.measured)?,
         })
     }
 
     /// Returns the mean time of `program` per packet (ns). Fails when the verdict is unexpected.
-    fn measure_program(&self, program: BorrowedFd<'_>, packets: u32) -> anyhow::Result<f64> {
+    fn measure_program(&self, program: BorrowedFd<'_>, packet_count: u32) -> anyhow::Result<f64> {
         write_measured_program(&self.measured_program_map, program)?;
-        let (mean_ns, verdict) = run_generator(self.generator_program.as_fd(), &self.frame_bytes, packets, None)?;
-        ensure!(verdict == TC_ACT_UNSPEC, "the last packet's verdict was {verdict}");
+        let (mean_ns, tc_verdict) =
+            run_generator(self.generator_program.as_fd(), &self.frame_bytes, packet_count, None)?;
+        ensure!(tc_verdict == TC_ACT_UNSPEC, "the last packet's verdict was {tc_verdict}");
         Ok(mean_ns)
     }
 }
@@ -218,27 +219,27 @@ struct ServerMeasurement {
 }
 
 fn measure(case: ServerPacketCase, length: &MeasurementLength) -> anyhow::Result<ServerMeasurement> {
-    let server = LoadedServerPrograms::new(case)?;
-    let runner = SegmentRunner::new(case, &server.packet_variations(case)?)?;
-    let program = server.server_programs.program(case.direction);
+    let loaded_programs = LoadedServerPrograms::new(case)?;
+    let runner = SegmentRunner::new(case, &loaded_programs.packet_variations(case)?)?;
+    let program = loaded_programs.server_programs.program(case.direction);
     let (mut empty_ns, mut parse_and_swap_ns, mut server_ns) = (NsByRound::new(), NsByRound::new(), NsByRound::new());
     // The first round only warms branch predictors and caches and is not counted.
     for round in 0..=length.rounds {
-        let baseline_results = [&runner.empty, &runner.parse_and_swap_macs]
-            .map(|floor| runner.measure_program(floor.as_fd(), length.packets));
-        let changed_before = server.changed_packet_count(case);
+        let baseline_results = [&runner.empty_program, &runner.parse_and_swap_macs]
+            .map(|baseline_program| runner.measure_program(baseline_program.as_fd(), length.packets));
+        let changed_before = loaded_programs.changed_packet_count(case);
         let mean_ns = runner.measure_program(program, length.packets)?;
-        let changed_packets = server.changed_packet_count(case) - changed_before;
+        let changed_packets = loaded_programs.changed_packet_count(case) - changed_before;
         let expected_packets = if case.has_service { u64::from(length.packets) } else { 0 };
         ensure!(
             changed_packets == expected_packets,
             "{case}: {changed_packets} packets were counted, expected {expected_packets}"
         );
-        let [of_empty, of_swap] = baseline_results;
-        let (of_empty, of_swap) = (of_empty?, of_swap?);
+        let [empty_result, swap_result] = baseline_results;
+        let (round_empty_ns, round_swap_ns) = (empty_result?, swap_result?);
         if round > 0 {
-            empty_ns.push(of_empty);
-            parse_and_swap_ns.push(of_swap);
+            empty_ns.push(round_empty_ns);
+            parse_and_swap_ns.push(round_swap_ns);
             server_ns.push(mean_ns);
         }
     }

@@ -152,9 +152,9 @@ impl ServiceTraffic {
         })
     }
 
-    fn is_syn(&self, number: usize) -> bool {
+    fn is_syn(&self, packet_index: usize) -> bool {
         // Odd steps visit each number below 16 once, without a pattern that repeats within a batch.
-        (number * 7 + number / 16 * 5) % 16 < self.syns_per_16
+        (packet_index * 7 + packet_index / 16 * 5) % 16 < self.syns_per_16
     }
 }
 
@@ -186,14 +186,14 @@ impl TrafficTestEnv {
     fn new(service_traffic: ServiceTraffic, pair_number: usize, cpus: [usize; 2]) -> anyhow::Result<Self> {
         let veth_pair = VethPair::new(pair_number)?;
         // The baselines also get frames of open connections.
-        let configured_balancer =
+        let established_balancer =
             CaseLoadBalancer::with_setup(service_traffic.established_case(), service_traffic.placement_setup()?)?;
-        let balancer = service_traffic.baseline.is_none().then_some(configured_balancer);
+        let balancer = service_traffic.baseline.is_none().then_some(established_balancer);
         Self::set_up(veth_pair, service_traffic, balancer, cpus)
     }
 
     fn set_up(
-        wire: VethPair,
+        veth_pair: VethPair,
         service_traffic: ServiceTraffic,
         balancer: Option<CaseLoadBalancer>,
         cpus: [usize; 2],
@@ -207,20 +207,20 @@ impl TrafficTestEnv {
         let traffic = GeneratedTraffic {
             frame_templates: [&established_frame, &syn_frame],
             packets: &packets,
-            is_syn: &|number| service_traffic.is_syn(number),
+            is_syn: &|packet_index| service_traffic.is_syn(packet_index),
         };
-        let generator = FrameGenerator::new(&wire, &traffic, service_traffic.baseline)?;
+        let generator = FrameGenerator::new(&veth_pair, &traffic, service_traffic.baseline)?;
         let open_connections =
             balancer.as_ref().map(|balancer| balancer.entries_by_client().into_values().collect()).unwrap_or_default();
         if let Some(balancer) = &balancer {
-            balancer.attach(&wire.tested_end)?;
+            balancer.attach(&veth_pair.tested_end)?;
         }
         Ok(Self {
             service_traffic,
             open_connections,
             generator,
-            tested_napi_thread: NapiThread::start(&wire.tested_end, cpus[1])?,
-            sink_napi_thread: NapiThread::start(&wire.generator_end, cpus[0])?,
+            tested_napi_thread: NapiThread::start(&veth_pair.tested_end, cpus[1])?,
+            sink_napi_thread: NapiThread::start(&veth_pair.generator_end, cpus[0])?,
             balancer,
         })
     }
@@ -232,19 +232,19 @@ impl TrafficTestEnv {
         let start = Instant::now();
         self.generator.send(frames)?;
         let tested_usage = self.tested_napi_thread.wait_for_idle_usage()?.difference_since(tested_usage_before);
-        let elapsed = start.elapsed().as_secs_f64();
+        let elapsed_seconds = start.elapsed().as_secs_f64();
         let sink_usage = self.sink_napi_thread.wait_for_idle_usage()?.difference_since(sink_usage_before);
-        if let (Some(before), Some(balancer)) = (counters_before, &self.balancer) {
-            self.check_counters(&tested_usage, &before, &balancer.counters())?;
+        if let (Some(counters_before), Some(balancer)) = (counters_before, &self.balancer) {
+            self.check_counters(&tested_usage, &counters_before, &balancer.counters())?;
             if self.service_traffic.consistency == Consistency::Stateful {
                 balancer.free_all_but(&self.open_connections)?;
             }
         }
         ensure!(tested_usage.received_frames > 0, "{}: no frame arrived", self.service_traffic.name);
         Ok(TrafficRoundResult {
-            cpu_ns_per_frame: tested_usage.time as f64 / tested_usage.received_frames as f64,
-            million_frames_per_second: tested_usage.received_frames as f64 / elapsed / 1e6,
-            busy_fraction: tested_usage.time as f64 / 1e9 / elapsed,
+            cpu_ns_per_frame: tested_usage.cpu_ns as f64 / tested_usage.received_frames as f64,
+            million_frames_per_second: tested_usage.received_frames as f64 / elapsed_seconds / 1e6,
+            busy_fraction: tested_usage.cpu_ns as f64 / 1e9 / elapsed_seconds,
             returned_fraction: sink_usage.received_frames as f64 / tested_usage.received_frames as f64,
         })
     }
@@ -253,10 +253,11 @@ impl TrafficTestEnv {
     fn check_counters(
         &self,
         tested_usage: &NapiUsage,
-        before: &PacketCounters,
-        after: &PacketCounters,
+        counters_before: &PacketCounters,
+        counters_after: &PacketCounters,
     ) -> anyhow::Result<()> {
-        let counted_packets = |counter: usize| after.packets_by_outcome[counter] - before.packets_by_outcome[counter];
+        let counted_packets =
+            |counter: usize| counters_after.packets_by_outcome[counter] - counters_before.packets_by_outcome[counter];
         let (new_count, established_count) = (
             counted_packets(intf::LB_COUNTER_NEW_CONNECTION as usize),
             counted_packets(self.service_traffic.established_case().expected_counter()),
@@ -273,7 +274,8 @@ impl TrafficTestEnv {
             "{name}: {new_count} new, {established_count} others"
         );
         let table_full_event = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
-        let syns_without_entry = after.event_counts[table_full_event] - before.event_counts[table_full_event];
+        let syns_without_entry =
+            counters_after.event_counts[table_full_event] - counters_before.event_counts[table_full_event];
         ensure!(syns_without_entry == 0, "{name}: {syns_without_entry} new connections found no free entry");
         Ok(())
     }
@@ -289,12 +291,14 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let cpus = first_two_cpus("coreward-lab bench throughput")?;
     namespace::enter_new_network_namespace()?;
     let traffic_kinds = ServiceTraffic::all_kinds().into_iter().enumerate();
-    let envs = traffic_kinds.map(|(number, lane)| TrafficTestEnv::new(lane, number, cpus).context(lane.name));
+    let envs = traffic_kinds.map(|(pair_number, service_traffic)| {
+        TrafficTestEnv::new(service_traffic, pair_number, cpus).context(service_traffic.name)
+    });
     let envs: Vec<TrafficTestEnv> = envs.collect::<anyhow::Result<_>>()?;
     cpus::bind_to_cpu(THIS_THREAD, cpus[0])?;
     raise_priority(nix::unistd::gettid())?;
-    let results_by_traffic = interleave(envs.len(), args.rounds, |position| {
-        let env = &envs[position];
+    let results_by_traffic = interleave(envs.len(), args.rounds, |env_index| {
+        let env = &envs[env_index];
         env.measure_round(args.frames).context(env.service_traffic.name)
     })?;
     let measurements: Vec<(ServiceTraffic, Vec<TrafficRoundResult>)> =
@@ -316,8 +320,8 @@ fn build_report(measurements: &[(ServiceTraffic, Vec<TrafficRoundResult>)], args
         "returned, %",
     ]);
     let baseline_rounds = &measurements[0].1;
-    for (lane, turns) in measurements {
-        table.add_row(traffic_row(lane, turns, baseline_rounds));
+    for (service_traffic, round_results) in measurements {
+        table.add_row(traffic_row(service_traffic, round_results, baseline_rounds));
     }
     Report { name: "throughput", heading: "Live frames", method: describe_method(args, cpus), tables: vec![table] }
 }
@@ -327,25 +331,34 @@ fn traffic_row(
     rounds: &[TrafficRoundResult],
     baseline_rounds: &[TrafficRoundResult],
 ) -> [Cell; 10] {
-    let values_of = |turns: &[TrafficRoundResult], of: fn(&TrafficRoundResult) -> f64| -> NsByRound {
-        turns.iter().map(of).collect()
+    let values_of = |round_results: &[TrafficRoundResult], to_value: fn(&TrafficRoundResult) -> f64| -> NsByRound {
+        round_results.iter().map(to_value).collect()
     };
-    let values_by_round = |ratio: fn(&TrafficRoundResult, &TrafficRoundResult) -> f64| -> NsByRound {
-        rounds.iter().zip(baseline_rounds).map(|(turn, floor)| ratio(turn, floor)).collect()
+    let values_by_round = |combine: fn(&TrafficRoundResult, &TrafficRoundResult) -> f64| -> NsByRound {
+        rounds
+            .iter()
+            .zip(baseline_rounds)
+            .map(|(round_result, baseline_result)| combine(round_result, baseline_result))
+            .collect()
     };
-    let cpu_time_ratios = values_by_round(|turn, floor| floor.cpu_ns_per_frame / turn.cpu_ns_per_frame);
-    let [goal, verdict] = goal_cells(service_traffic.ratio_goal, median_of_rounds(&cpu_time_ratios));
+    let cpu_time_ratios = values_by_round(|round_result, baseline_result| {
+        baseline_result.cpu_ns_per_frame / round_result.cpu_ns_per_frame
+    });
+    let [goal_cell, verdict_cell] = goal_cells(service_traffic.ratio_goal, median_of_rounds(&cpu_time_ratios));
     [
         service_traffic.name.into(),
         Cell::Text(format!("{:.2}", median_of_rounds(&cpu_time_ratios))),
         quartile_range_with_decimals(&cpu_time_ratios, 2).into(),
-        goal,
-        verdict,
-        median_of_rounds(&values_of(rounds, |turn| turn.cpu_ns_per_frame)).into(),
-        median_of_rounds(&values_by_round(|turn, floor| turn.cpu_ns_per_frame - floor.cpu_ns_per_frame)).into(),
-        median_of_rounds(&values_of(rounds, |turn| turn.million_frames_per_second)).into(),
-        (median_of_rounds(&values_of(rounds, |turn| turn.busy_fraction)) * 100.0).into(),
-        (median_of_rounds(&values_of(rounds, |turn| turn.returned_fraction)) * 100.0).into(),
+        goal_cell,
+        verdict_cell,
+        median_of_rounds(&values_of(rounds, |round_result| round_result.cpu_ns_per_frame)).into(),
+        median_of_rounds(&values_by_round(|round_result, baseline_result| {
+            round_result.cpu_ns_per_frame - baseline_result.cpu_ns_per_frame
+        }))
+        .into(),
+        median_of_rounds(&values_of(rounds, |round_result| round_result.million_frames_per_second)).into(),
+        (median_of_rounds(&values_of(rounds, |round_result| round_result.busy_fraction)) * 100.0).into(),
+        (median_of_rounds(&values_of(rounds, |round_result| round_result.returned_fraction)) * 100.0).into(),
     ]
 }
 

@@ -12,7 +12,7 @@ use super::interleaved::{
     median_of_rounds, quartile_range,
 };
 use super::runner::{PacketRunner, PacketVariation};
-use super::workload::request;
+use super::workload::request_frame;
 use crate::report::Table;
 
 #[allow(missing_docs, clippy::all, clippy::undocumented_unsafe_blocks, unsafe_op_in_unsafe_fn, dead_code)]
@@ -37,8 +37,8 @@ pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<Table> {
         ("look-up in an array map, load, store", programs.unit_look_up.as_fd()),
         ("obfuscation: keyed hash of a connection, reveal of its cookie", programs.unit_reveal_cookie.as_fd()),
     ];
-    let runner = PacketRunner::new(&request(), &[PacketVariation::default()], 0)?;
-    let empty_program = InterleavedProgram::new(&runner, Program::Baseline(runner.empty.as_fd()));
+    let runner = PacketRunner::new(&request_frame(), &[PacketVariation::default()], 0)?;
+    let empty_program = InterleavedProgram::new(&runner, Program::Baseline(runner.empty_program.as_fd()));
     let operation_programs =
         operations.iter().map(|(_, program)| InterleavedProgram::new(&runner, Program::Baseline(*program)));
     let interleaved_programs: Vec<InterleavedProgram<'_>> =
@@ -47,8 +47,8 @@ pub fn measure_operations(length: &MeasurementLength) -> anyhow::Result<Table> {
     let ns_per_operation = |rounds: &[f64]| rounds.iter().map(|time| time / OPERATIONS_PER_RUN).collect::<Vec<f64>>();
     let empty_ns = ns_per_operation(&ns_per_run[0]);
     let mut table = Table::new(&["operation, in the cache", "ns each", "quartiles", "fastest rounds"]);
-    for ((name, _), time) in operations.iter().zip(&ns_per_run[1..]) {
-        let operation_ns = ns_per_operation(time);
+    for ((name, _), ns_by_round) in operations.iter().zip(&ns_per_run[1..]) {
+        let operation_ns = ns_per_operation(ns_by_round);
         let ns_above_empty = differences_by_round(&operation_ns, &empty_ns);
         let fastest_ns_above_empty = difference_of_fastest_rounds(&operation_ns, &empty_ns);
         table.add_row([

@@ -223,7 +223,8 @@ impl PacketCase {
         }
     }
 
-    /// Returns the four-tuple of a connection whose client is from [`clients`], converted to IPv6 if the case needs it.
+    /// Returns the four-tuple of a connection whose client is from [`random_clients`], converted to IPv6 if the case
+    /// needs it.
     pub fn four_tuple(self, client: &SocketAddrV4) -> FourTuple {
         let client = match self.destination() {
             SocketAddr::V4(_) => (*client).into(),
@@ -290,7 +291,7 @@ pub fn syn_frame() -> FrameTemplate {
 }
 
 /// Returns a frame with a client's ACK to the VIP.
-pub fn request() -> FrameTemplate {
+pub fn request_frame() -> FrameTemplate {
     ack_frame(IPV4_SERVICE_ADDRESS)
 }
 
@@ -341,7 +342,7 @@ fn convert_to_ipv6(ipv4_frame: &FrameTemplate) -> FrameTemplate {
 
 /// Returns a frame with a client's ACK to the IPv6 service.
 pub fn request_frame_ipv6() -> FrameTemplate {
-    convert_to_ipv6(&request())
+    convert_to_ipv6(&request_frame())
 }
 
 /// Returns a frame with a server's ACK from the IPv6 service.
@@ -365,7 +366,7 @@ pub fn response_frame() -> FrameTemplate {
 }
 
 /// Returns the first `count` clients of an endless random sequence, which is always the same.
-pub fn clients(count: usize) -> Vec<SocketAddrV4> {
+pub fn random_clients(count: usize) -> Vec<SocketAddrV4> {
     let mut rng = seeded_rng(2, 0);
     (0..count).map(|_| SocketAddrV4::new(Ipv4Addr::from(rng.next_u32()), rng.next_u32() as u16)).collect()
 }

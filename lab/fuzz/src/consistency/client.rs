@@ -114,12 +114,12 @@ impl Simulation {
         self.advance_connection(connection_index)
     }
 
-    fn open_connection(&self, number: u32) -> &ClientConnection {
-        self.connections[number as usize].as_ref().expect("an open connection")
+    fn open_connection(&self, connection_index: u32) -> &ClientConnection {
+        self.connections[connection_index as usize].as_ref().expect("an open connection")
     }
 
-    fn open_connection_mut(&mut self, number: u32) -> &mut ClientConnection {
-        self.connections[number as usize].as_mut().expect("an open connection")
+    fn open_connection_mut(&mut self, connection_index: u32) -> &mut ClientConnection {
+        self.connections[connection_index as usize].as_mut().expect("an open connection")
     }
 
     /// Returns a random time until a connection's next packet (ms), which is mostly short but sometimes nearly a key's
@@ -134,78 +134,80 @@ impl Simulation {
         1 + self.rng.random_below(max_gap_ms) as u64
     }
 
-    pub(super) fn advance_connection(&mut self, number: u32) -> anyhow::Result<()> {
-        let connection = self.open_connection(number);
+    pub(super) fn advance_connection(&mut self, connection_index: u32) -> anyhow::Result<()> {
+        let connection = self.open_connection(connection_index);
         if connection.server_index.is_some_and(|server| self.servers[server].lifecycle == Lifecycle::Gone) {
             self.report.connections_lost_with_server += 1;
-            self.close_connection(number);
+            self.close_connection(connection_index);
             return Ok(());
         }
         match connection.state {
-            ConnectionState::Opening => self.send_syn(number),
-            ConnectionState::Established(left) => self.send_established_packet(number, left),
+            ConnectionState::Opening => self.send_syn(connection_index),
+            ConnectionState::Established(remaining_packets) => {
+                self.send_established_packet(connection_index, remaining_packets)
+            }
         }
     }
 
-    fn send_syn(&mut self, number: u32) -> anyhow::Result<()> {
-        let delivery = self.send_packet(number, TCP_FLAG_SYN)?;
+    fn send_syn(&mut self, connection_index: u32) -> anyhow::Result<()> {
+        let delivery = self.send_packet(connection_index, TCP_FLAG_SYN)?;
         let is_syn_ack_late = self.rng.random_bool(1, 50);
         let max_extra_packets = if self.rng.random_bool(1, 20) { 40 } else { 8 };
         let packet_count = 2 + self.rng.random_below(max_extra_packets) as u32;
         let gap_ms = self.random_packet_gap_ms();
-        let connection = self.open_connection_mut(number);
+        let connection = self.open_connection_mut(connection_index);
         connection.transmission_count += 1;
         if connection.server_index.is_none() {
             match delivery {
-                DeliveryResult::Accepted(server) => connection.server_index = Some(server),
+                DeliveryResult::Accepted(server_index) => connection.server_index = Some(server_index),
                 _ if connection.transmission_count < MAX_TRANSMISSIONS => {
-                    self.schedule_event(1_000, SimulationEvent::SendPacket(number));
+                    self.schedule_event(1_000, SimulationEvent::SendPacket(connection_index));
                     return Ok(());
                 }
-                _ => return self.give_up_connection(number),
+                _ => return self.give_up_connection(connection_index),
             }
             self.report.established_connections += 1;
             if is_syn_ack_late {
                 // The SYN-ACK was late, so the client has already sent another SYN.
-                self.schedule_event(1_000, SimulationEvent::SendPacket(number));
+                self.schedule_event(1_000, SimulationEvent::SendPacket(connection_index));
                 return Ok(());
             }
-        } else if let DeliveryResult::Accepted(server) = delivery
-            && connection.server_index != Some(server)
+        } else if let DeliveryResult::Accepted(server_index) = delivery
+            && connection.server_index != Some(server_index)
         {
             self.report.syns_to_other_server += 1;
         }
-        let connection = self.open_connection_mut(number);
+        let connection = self.open_connection_mut(connection_index);
         connection.state = ConnectionState::Established(packet_count);
         connection.transmission_count = 0;
-        self.schedule_event(gap_ms, SimulationEvent::SendPacket(number));
+        self.schedule_event(gap_ms, SimulationEvent::SendPacket(connection_index));
         Ok(())
     }
 
-    fn send_established_packet(&mut self, number: u32, remaining_packets: u32) -> anyhow::Result<()> {
+    fn send_established_packet(&mut self, connection_index: u32, remaining_packets: u32) -> anyhow::Result<()> {
         let tcp_flags = match remaining_packets {
             0 if self.rng.random_bool(1, 10) => TCP_FLAG_RST,
             0 => TCP_FLAG_ACK | TCP_FLAG_FIN,
             _ => TCP_FLAG_ACK,
         };
-        let delivery = self.send_packet(number, tcp_flags)?;
-        let has_timestamps = self.open_connection(number).has_timestamps;
-        let server = self.open_connection(number).server_index;
+        let delivery = self.send_packet(connection_index, tcp_flags)?;
+        let has_timestamps = self.open_connection(connection_index).has_timestamps;
+        let server_index = self.open_connection(connection_index).server_index;
         match delivery {
-            DeliveryResult::Accepted(accepting_server) => {
-                if Some(accepting_server) != server && has_timestamps {
+            DeliveryResult::Accepted(accepting_index) => {
+                if Some(accepting_index) != server_index && has_timestamps {
                     self.report.packets_accepted_elsewhere += 1;
                 }
-                let Some(left) = remaining_packets.checked_sub(1) else {
+                let Some(remaining_packets) = remaining_packets.checked_sub(1) else {
                     self.report.completed_connections += 1;
-                    self.close_connection(number);
+                    self.close_connection(connection_index);
                     return Ok(());
                 };
-                let connection = self.open_connection_mut(number);
-                connection.state = ConnectionState::Established(left);
+                let connection = self.open_connection_mut(connection_index);
+                connection.state = ConnectionState::Established(remaining_packets);
                 connection.transmission_count = 0;
                 let gap_ms = self.random_packet_gap_ms();
-                self.schedule_event(gap_ms, SimulationEvent::SendPacket(number));
+                self.schedule_event(gap_ms, SimulationEvent::SendPacket(connection_index));
             }
             DeliveryResult::Rejected => {
                 if tcp_flags == TCP_FLAG_RST {
@@ -215,28 +217,28 @@ impl Simulation {
                 } else {
                     self.report.broken_untimestamped_connections += 1;
                 }
-                self.close_connection(number);
+                self.close_connection(connection_index);
             }
             DeliveryResult::Lost => {
-                let connection = self.open_connection_mut(number);
+                let connection = self.open_connection_mut(connection_index);
                 connection.transmission_count += 1;
                 if connection.transmission_count == MAX_TRANSMISSIONS {
-                    return self.give_up_connection(number);
+                    return self.give_up_connection(connection_index);
                 }
-                self.schedule_event(400, SimulationEvent::SendPacket(number));
+                self.schedule_event(400, SimulationEvent::SendPacket(connection_index));
             }
         }
         Ok(())
     }
 
-    fn give_up_connection(&mut self, number: u32) -> anyhow::Result<()> {
+    fn give_up_connection(&mut self, connection_index: u32) -> anyhow::Result<()> {
         self.report.connections_given_up += 1;
-        self.close_connection(number);
+        self.close_connection(connection_index);
         Ok(())
     }
 
-    fn close_connection(&mut self, number: u32) {
-        let connection = self.connections[number as usize].take().expect("an open connection");
+    fn close_connection(&mut self, connection_index: u32) {
+        let connection = self.connections[connection_index as usize].take().expect("an open connection");
         for socket in &connection.server_sockets {
             self.servers[socket.server_index].connection_count -= 1;
             self.remove_if_drained(socket.server_index);
@@ -247,9 +249,9 @@ impl Simulation {
         }
     }
 
-    fn build_frame(&mut self, number: u32, destination_mac: MacAddress, flags: u8) -> Vec<u8> {
+    fn build_frame(&mut self, connection_index: u32, destination_mac: MacAddress, flags: u8) -> Vec<u8> {
         let tsval = self.now_ms as u32;
-        let connection = self.open_connection(number);
+        let connection = self.open_connection(connection_index);
         let tcp_options = match flags {
             _ if !connection.has_timestamps || flags == TCP_FLAG_RST => Vec::new(),
             TCP_FLAG_SYN => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option(tsval, 0), &[1, 3, 3, 7]].concat(),
@@ -271,147 +273,164 @@ impl Simulation {
             options: tcp_options,
         };
         let mut packet = Vec::new();
-        ip_header.append_frame(&mut packet, |packet| tcp_header.append_segment(packet, (number, number), 0));
+        ip_header.append_frame(&mut packet, |packet| {
+            tcp_header.append_segment(packet, (connection_index, connection_index), 0)
+        });
         ipv6::translate_to_ipv6(&mut self.rng, &mut packet);
         packet
     }
 
     /// Sends a packet of a connection through one of the load balancers. Returns whether a server accepted it.
-    fn send_packet(&mut self, number: u32, flags: u8) -> anyhow::Result<DeliveryResult> {
+    fn send_packet(&mut self, connection_index: u32, flags: u8) -> anyhow::Result<DeliveryResult> {
         let running_load_balancers: Vec<usize> =
-            (0..self.load_balancers.len()).filter(|at| self.load_balancers[*at].is_running).collect();
+            (0..self.load_balancers.len()).filter(|index| self.load_balancers[*index].is_running).collect();
         let is_rerouted = self.rng.random_bool(1, PACKETS_PER_FAULT);
-        let hash_with_rerouting = self.open_connection(number).lb_hash as usize + usize::from(is_rerouted);
-        let load_balancer = running_load_balancers[hash_with_rerouting % running_load_balancers.len()];
+        let hash_with_rerouting = self.open_connection(connection_index).lb_hash as usize + usize::from(is_rerouted);
+        let lb_index = running_load_balancers[hash_with_rerouting % running_load_balancers.len()];
         self.report.sent_packets += 1;
-        let frame = self.build_frame(number, load_balancer_mac(load_balancer), flags);
-        let delivery = self.forward_to_server(number, flags, load_balancer, &frame)?;
-        if let DeliveryResult::Accepted(server) = delivery {
+        let frame = self.build_frame(connection_index, load_balancer_mac(lb_index), flags);
+        let delivery = self.forward_to_server(connection_index, flags, lb_index, &frame)?;
+        if let DeliveryResult::Accepted(server_index) = delivery {
             self.report.accepted_packets += 1;
-            self.receive_answer(number, server);
+            self.receive_answer(connection_index, server_index);
         }
         Ok(delivery)
     }
 
     fn forward_to_server(
         &mut self,
-        number: u32,
+        connection_index: u32,
         flags: u8,
-        load_balancer: usize,
+        lb_index: usize,
         frame: &[u8],
     ) -> anyhow::Result<DeliveryResult> {
-        let (counter, frame) = self.process_frame(load_balancer, frame)?;
+        let (counter, frame) = self.process_frame(lb_index, frame)?;
         if counter >= intf::LB_COUNTER_DROP_MALFORMED_IPV4 || counter == intf::LB_COUNTER_PASSED_NOT_SERVICE {
             return Ok(DeliveryResult::Lost);
         }
         let destination_mac = &frame[..6];
         if destination_mac == BROADCAST_MAC {
-            return Ok(self.deliver_to_all_servers(number));
+            return Ok(self.deliver_to_all_servers(connection_index));
         }
-        let owner = (0..self.load_balancers.len()).find(|other| load_balancer_mac(*other) == destination_mac);
-        if let Some(owner) = owner {
+        let owner_index =
+            (0..self.load_balancers.len()).find(|other_index| load_balancer_mac(*other_index) == destination_mac);
+        if let Some(owner_index) = owner_index {
             self.report.packets_forwarded_to_owner += 1;
-            anyhow::ensure!(owner != load_balancer, "load balancer {owner} sends to itself");
-            if !self.load_balancers[owner].is_running {
+            anyhow::ensure!(owner_index != lb_index, "load balancer {owner_index} sends to itself");
+            if !self.load_balancers[owner_index].is_running {
                 return Ok(DeliveryResult::Lost);
             }
-            return self.forward_to_server(number, flags, owner, &frame);
+            return self.forward_to_server(connection_index, flags, owner_index, &frame);
         }
-        let server = server::server_index(destination_mac).expect("a server's MAC address");
+        let server_index = server::server_index(destination_mac).expect("a server's MAC address");
         let frame = if self.config.forwarding.encapsulates() { decapsulate(&frame) } else { frame };
-        Ok(self.deliver_to_server(number, flags, server, &frame))
+        Ok(self.deliver_to_server(connection_index, flags, server_index, &frame))
     }
 
     /// Delivers a broadcast packet to all servers. The connection's server accepts it, and the others ignore it.
-    fn deliver_to_all_servers(&mut self, number: u32) -> DeliveryResult {
-        let Some(server) = self.open_connection(number).server_index else { return DeliveryResult::Lost };
-        if self.servers[server].lifecycle == Lifecycle::Gone {
+    fn deliver_to_all_servers(&mut self, connection_index: u32) -> DeliveryResult {
+        let Some(server_index) = self.open_connection(connection_index).server_index else {
+            return DeliveryResult::Lost;
+        };
+        if self.servers[server_index].lifecycle == Lifecycle::Gone {
             return DeliveryResult::Lost;
         }
-        let connection = self.open_connection(number);
+        let connection = self.open_connection(connection_index);
         let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
         let returned_cookie =
-            cookie::decode_cookie(&self.servers[server].cookie_keys, &four_tuple, connection.newest_server_tsval);
-        let server_id = self.servers[server].id;
+            cookie::decode_cookie(&self.servers[server_index].cookie_keys, &four_tuple, connection.newest_server_tsval);
+        let server_id = self.servers[server_index].id;
         // The load balancer has lost the connection's table entry, so the cookie holds the server's id from now on.
         if let Cookie::TableIndex(_) = returned_cookie
-            && let Some(socket) =
-                self.open_connection_mut(number).server_sockets.iter_mut().find(|socket| socket.server_index == server)
+            && let Some(socket) = self
+                .open_connection_mut(connection_index)
+                .server_sockets
+                .iter_mut()
+                .find(|socket| socket.server_index == server_index)
         {
             socket.cookie = Cookie::Server(server_id);
         }
-        DeliveryResult::Accepted(server)
+        DeliveryResult::Accepted(server_index)
     }
 
-    fn deliver_to_server(&mut self, number: u32, flags: u8, server: usize, frame: &[u8]) -> DeliveryResult {
-        if self.servers[server].lifecycle == Lifecycle::Gone {
+    fn deliver_to_server(
+        &mut self,
+        connection_index: u32,
+        flags: u8,
+        server_index: usize,
+        frame: &[u8],
+    ) -> DeliveryResult {
+        if self.servers[server_index].lifecycle == Lifecycle::Gone {
             return DeliveryResult::Lost;
         }
         if flags == TCP_FLAG_SYN {
             let tsecr_offset = tcp_header_offset(frame) + SYN_TSECR_OFFSET;
-            let tsecr_bytes =
-                frame.get(tsecr_offset..tsecr_offset + 4).filter(|_| self.open_connection(number).has_timestamps);
+            let tsecr_bytes = frame
+                .get(tsecr_offset..tsecr_offset + 4)
+                .filter(|_| self.open_connection(connection_index).has_timestamps);
             let tsecr = tsecr_bytes.map_or(0, |bytes| u32::from_be_bytes(bytes.try_into().expect("four bytes")));
-            let new_socket = self.servers[server].socket_for_syn(server, tsecr);
-            let sockets = &mut self.open_connection_mut(number).server_sockets;
-            match sockets.iter_mut().find(|socket| socket.server_index == server) {
-                Some(half_open) => *half_open = new_socket,
+            let new_socket = self.servers[server_index].socket_for_syn(server_index, tsecr);
+            let sockets = &mut self.open_connection_mut(connection_index).server_sockets;
+            match sockets.iter_mut().find(|socket| socket.server_index == server_index) {
+                Some(half_open_socket) => *half_open_socket = new_socket,
                 None => {
                     sockets.push(new_socket);
-                    self.servers[server].connection_count += 1;
+                    self.servers[server_index].connection_count += 1;
                 }
             }
-            return DeliveryResult::Accepted(server);
+            return DeliveryResult::Accepted(server_index);
         }
-        let connection = self.open_connection(number);
-        if connection.server_index == Some(server) {
-            return DeliveryResult::Accepted(server);
+        let connection = self.open_connection(connection_index);
+        if connection.server_index == Some(server_index) {
+            return DeliveryResult::Accepted(server_index);
         }
         // A retransmitted SYN may have left a half-open socket at this server, which does not accept the packet either.
-        if connection.has_timestamps || connection.server_sockets.iter().any(|socket| socket.server_index == server) {
+        if connection.has_timestamps
+            || connection.server_sockets.iter().any(|socket| socket.server_index == server_index)
+        {
             return DeliveryResult::Rejected;
         }
-        self.chain_to_previous_server(number, server, frame)
+        self.chain_to_previous_server(connection_index, server_index, frame)
     }
 
     /// Forwards a packet without a cookie to the bucket's previous server, whose id the load balancer has written into
     /// the packet. This happens at a server that does not know the connection.
-    fn chain_to_previous_server(&mut self, number: u32, server: usize, frame: &[u8]) -> DeliveryResult {
+    fn chain_to_previous_server(&mut self, connection_index: u32, server_index: usize, frame: &[u8]) -> DeliveryResult {
         // The id is in the IP identification, or in the low bits of the IPv6 flow label.
         let previous_id_offset = ETHERNET_HEADER_BYTES + if frame[ETHERNET_HEADER_BYTES] >> 4 == 6 { 2 } else { 4 };
         let previous_id = u16::from_be_bytes([frame[previous_id_offset], frame[previous_id_offset + 1]]);
         let previous_server_id =
-            ServerId::try_from(u64::from(previous_id)).ok().filter(|id| *id != self.servers[server].id);
-        let Some(previous_server) =
+            ServerId::try_from(u64::from(previous_id)).ok().filter(|id| *id != self.servers[server_index].id);
+        let Some(previous_server_index) =
             previous_server_id.and_then(|id| self.servers.iter().position(|server| server.id == id))
         else {
             return DeliveryResult::Rejected;
         };
         self.report.chained_packets += 1;
-        match self.servers[previous_server].lifecycle {
+        match self.servers[previous_server_index].lifecycle {
             Lifecycle::Gone => DeliveryResult::Lost,
-            _ if self.open_connection(number).server_index == Some(previous_server) => {
-                DeliveryResult::Accepted(previous_server)
+            _ if self.open_connection(connection_index).server_index == Some(previous_server_index) => {
+                DeliveryResult::Accepted(previous_server_index)
             }
             _ => DeliveryResult::Rejected,
         }
     }
 
     /// Delivers the server's answer to the client, unless the network loses it.
-    fn receive_answer(&mut self, number: u32, server: usize) {
+    fn receive_answer(&mut self, connection_index: u32, server_index: usize) {
         let is_answer_lost = self.rng.random_bool(1, PACKETS_PER_FAULT);
         let now_ms = self.now_ms;
-        let connection = self.open_connection(number);
+        let connection = self.open_connection(connection_index);
         // Another server may answer a retransmitted SYN, but the connection ignores that answer.
-        let is_from_other_server = connection.server_index.is_some_and(|first| first != server);
-        let Some(socket) = connection.server_sockets.iter().find(|socket| socket.server_index == server) else {
+        let is_from_other_server = connection.server_index.is_some_and(|first_index| first_index != server_index);
+        let Some(socket) = connection.server_sockets.iter().find(|socket| socket.server_index == server_index) else {
             return;
         };
         let four_tuple = ipv6::four_tuple(connection.client_address, self.config.service_address());
-        let tsval = self.servers[server].stamped_tsval(&four_tuple, socket, now_ms);
+        let tsval = self.servers[server_index].stamped_tsval(&four_tuple, socket, now_ms);
         // The first answer always arrives, because it opens the connection.
         if !is_from_other_server && (!is_answer_lost || connection.newest_server_tsval == 0) {
-            self.open_connection_mut(number).newest_server_tsval = tsval;
+            self.open_connection_mut(connection_index).newest_server_tsval = tsval;
         }
     }
 }

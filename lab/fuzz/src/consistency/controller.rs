@@ -67,13 +67,13 @@ impl Simulation {
             simulation.add_server();
         }
         simulation.build_next_table();
-        for number in 0..config.load_balancer_count {
-            let load_balancer = simulation.new_load_balancer(number)?;
+        for lb_index in 0..config.load_balancer_count {
+            let load_balancer = simulation.new_load_balancer(lb_index)?;
             simulation.load_balancers.push(load_balancer);
         }
-        for number in 0..config.load_balancer_count {
-            simulation.schedule_owner_updates(number, 1);
-            simulation.schedule_event(SWEEP_INTERVAL_MS, SimulationEvent::FreeEndedConnections(number));
+        for lb_index in 0..config.load_balancer_count {
+            simulation.schedule_owner_updates(lb_index, 1);
+            simulation.schedule_event(SWEEP_INTERVAL_MS, SimulationEvent::FreeEndedConnections(lb_index));
         }
         simulation.schedule_event(0, SimulationEvent::OpenConnection);
         simulation.schedule_event(0, SimulationEvent::ChangeFleet);
@@ -118,9 +118,9 @@ impl Simulation {
         server_ids
     }
 
-    fn pick_random_server(&mut self, life: Lifecycle) -> Option<usize> {
+    fn pick_random_server(&mut self, lifecycle: Lifecycle) -> Option<usize> {
         let matching_servers: Vec<usize> =
-            (0..self.servers.len()).filter(|at| self.servers[*at].lifecycle == life).collect();
+            (0..self.servers.len()).filter(|index| self.servers[*index].lifecycle == lifecycle).collect();
         (!matching_servers.is_empty()).then(|| self.rng.pick(&matching_servers))
     }
 
@@ -134,7 +134,7 @@ impl Simulation {
         let bucket_count = previous_table.bucket_count;
         let consistent_servers = rendezvous_table(&eligible_servers, bucket_count);
         let previous_server_of_bucket = |bucket: usize| match previous_table.consistent_servers.get(bucket) {
-            Some(old) if *old != consistent_servers[bucket] => Some(*old),
+            Some(previous_server) if *previous_server != consistent_servers[bucket] => Some(*previous_server),
             _ => previous_table.previous_consistent_servers.get(bucket).copied().flatten(),
         };
         let previous_consistent_servers = (0..consistent_servers.len()).map(previous_server_of_bucket).collect();
@@ -146,7 +146,7 @@ impl Simulation {
         let mut random_candidate = || {
             let core_slot = rng.random_below(core_slots.len());
             let server = core_slots[core_slot].server;
-            CandidateCore { server, load: rng.random_below(1 << 20) as u32, core_slot: core_slot as u16 }
+            CandidateCore { server, fixed_point_load: rng.random_below(1 << 20) as u32, core_slot: core_slot as u16 }
         };
         let candidates_per_bucket = 4;
         let candidates = (0..bucket_count.get() * candidates_per_bucket).map(|_| random_candidate()).collect();
@@ -159,7 +159,10 @@ impl Simulation {
             candidates_per_bucket,
             candidates,
             assignment_cost: 1 << 14,
-            members: eligible_servers.iter().map(|server| TableMember { server: *server, load: 0 }).collect(),
+            members: eligible_servers
+                .iter()
+                .map(|server| TableMember { server: *server, fixed_point_load: 0 })
+                .collect(),
             core_slots,
             consistent_servers,
             previous_consistent_servers,
@@ -171,16 +174,16 @@ impl Simulation {
 
     fn rebuild_and_send_table(&mut self) {
         self.build_next_table();
-        for number in 0..self.load_balancers.len() {
+        for lb_index in 0..self.load_balancers.len() {
             // The table arrives after the load balancer's updates about servers.
             let delay_ms = MAX_UPDATE_DELAY_MS as u64 + self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveTable(number));
+            self.schedule_event(delay_ms, SimulationEvent::ReceiveTable(lb_index));
         }
     }
 
-    pub(super) fn receive_table(&mut self, number: usize) -> anyhow::Result<()> {
-        let SimulatedLoadBalancer { harness, service_slot, is_running: alive } = &mut self.load_balancers[number];
-        if *alive {
+    pub(super) fn receive_table(&mut self, lb_index: usize) -> anyhow::Result<()> {
+        let SimulatedLoadBalancer { harness, service_slot, is_running } = &mut self.load_balancers[lb_index];
+        if *is_running {
             harness
                 .apply_change(&StateChange::InstallTable(*service_slot, self.desired_state.placement_table.clone()))?;
         }
@@ -189,42 +192,44 @@ impl Simulation {
 
     // ---- load balancers ----
 
-    fn new_load_balancer(&mut self, number: usize) -> anyhow::Result<SimulatedLoadBalancer> {
-        let harness_setup = HarnessSetup::new(load_balancer_mac(number), self.desired_state.cookie_keys);
+    fn new_load_balancer(&mut self, lb_index: usize) -> anyhow::Result<SimulatedLoadBalancer> {
+        let harness_setup = HarnessSetup::new(load_balancer_mac(lb_index), self.desired_state.cookie_keys);
         let mut harness = Harness::new(harness_setup, self.config.runs_bpf_program)?;
-        let service_address =
-            ServiceAddress { socket: ipv6::service_socket(self.config.service_address()), protocol: Protocol::Tcp };
+        let service_address = ServiceAddress {
+            vip_and_port: ipv6::service_socket(self.config.service_address()),
+            protocol: Protocol::Tcp,
+        };
         let service_slot = harness
             .apply_change(&StateChange::ReplaceServices(vec![(service_address, self.config.service_mode())]))?[0];
         for server in self.servers.iter().filter(|server| server.lifecycle != Lifecycle::Gone) {
             harness.apply_change(&StateChange::SetServer(service_slot, server.id, Some(model_server(server))))?;
         }
         harness.apply_change(&StateChange::InstallTable(service_slot, self.desired_state.placement_table.clone()))?;
-        harness.apply_change(&StateChange::SetLocalOwnerNumber(Some(owner_number(number))))?;
+        harness.apply_change(&StateChange::SetLocalOwnerNumber(Some(owner_number(lb_index))))?;
         Ok(SimulatedLoadBalancer { harness, service_slot, is_running: true })
     }
 
-    pub(super) fn restart_load_balancer_empty(&mut self, number: usize) -> anyhow::Result<()> {
-        self.load_balancers[number] = self.new_load_balancer(number)?;
-        self.schedule_owner_updates(number, MAX_UPDATE_DELAY_MS);
-        for other in 0..self.load_balancers.len() {
-            self.receive_owner_update(number, other)?;
+    pub(super) fn restart_load_balancer_empty(&mut self, lb_index: usize) -> anyhow::Result<()> {
+        self.load_balancers[lb_index] = self.new_load_balancer(lb_index)?;
+        self.schedule_owner_updates(lb_index, MAX_UPDATE_DELAY_MS);
+        for owner_index in 0..self.load_balancers.len() {
+            self.receive_owner_update(lb_index, owner_index)?;
         }
         Ok(())
     }
 
-    /// Schedules updates that inform all load balancers whether load balancer `number` is alive.
-    fn schedule_owner_updates(&mut self, number: usize, within_ms: usize) {
-        for other in 0..self.config.load_balancer_count {
-            let delay_ms = self.rng.random_below(within_ms) as u64;
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveOwner(other, number));
+    /// Schedules updates that inform all load balancers whether load balancer `owner_index` is alive.
+    fn schedule_owner_updates(&mut self, owner_index: usize, max_delay_ms: usize) {
+        for lb_index in 0..self.config.load_balancer_count {
+            let delay_ms = self.rng.random_below(max_delay_ms) as u64;
+            self.schedule_event(delay_ms, SimulationEvent::ReceiveOwner(lb_index, owner_index));
         }
     }
 
-    pub(super) fn receive_owner_update(&mut self, number: usize, owner_index: usize) -> anyhow::Result<()> {
+    pub(super) fn receive_owner_update(&mut self, lb_index: usize, owner_index: usize) -> anyhow::Result<()> {
         let is_owner_running = self.load_balancers[owner_index].is_running;
-        let SimulatedLoadBalancer { harness, is_running: alive, .. } = &mut self.load_balancers[number];
-        if *alive && number != owner_index {
+        let SimulatedLoadBalancer { harness, is_running, .. } = &mut self.load_balancers[lb_index];
+        if *is_running && lb_index != owner_index {
             let owner =
                 if is_owner_running { TableOwner::Reachable(load_balancer_mac(owner_index)) } else { TableOwner::Lost };
             harness.apply_change(&StateChange::SetOwner(owner_number(owner_index), owner))?;
@@ -233,39 +238,39 @@ impl Simulation {
     }
 
     /// Frees the table entries of ended connections, as the daemon's timers do.
-    pub(super) fn free_ended_connections(&mut self, number: usize) -> anyhow::Result<()> {
-        let SimulatedLoadBalancer { harness, is_running: alive, .. } = &mut self.load_balancers[number];
-        if *alive {
+    pub(super) fn free_ended_connections(&mut self, lb_index: usize) -> anyhow::Result<()> {
+        let SimulatedLoadBalancer { harness, is_running, .. } = &mut self.load_balancers[lb_index];
+        if *is_running {
             harness.apply_change(&StateChange::SetClock(ClockTicks::from_monotonic_time(Duration::from_millis(
                 self.now_ms,
             ))))?;
             harness.apply_change(&StateChange::SweepExpiredEntries)?;
-            let open = &self.open_clients;
+            let open_clients = &self.open_clients;
             let has_ended = |client| match client {
-                SocketAddr::V4(client) => !open.contains(&(*client.ip(), client.port())),
-                SocketAddr::V6(client) => !open.contains(&(ipv6::ipv4_for_ipv6(*client.ip()), client.port())),
+                SocketAddr::V4(client) => !open_clients.contains(&(*client.ip(), client.port())),
+                SocketAddr::V6(client) => !open_clients.contains(&(ipv6::ipv4_for_ipv6(*client.ip()), client.port())),
             };
             let ended_entries: Vec<_> =
                 harness.model.connections().filter(|entry| has_ended(entry.client)).map(|entry| entry.index).collect();
             harness.apply_change(&StateChange::FreeEntries(ended_entries))?;
         }
         if self.now_ms < self.arrivals_end_ms() {
-            self.schedule_event(SWEEP_INTERVAL_MS, SimulationEvent::FreeEndedConnections(number));
+            self.schedule_event(SWEEP_INTERVAL_MS, SimulationEvent::FreeEndedConnections(lb_index));
         }
         Ok(())
     }
 
-    fn schedule_server_updates(&mut self, server_index: usize, within_ms: usize) {
-        for number in 0..self.load_balancers.len() {
-            let delay_ms = self.rng.random_below(within_ms) as u64;
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveServer(number, server_index));
+    fn schedule_server_updates(&mut self, server_index: usize, max_delay_ms: usize) {
+        for lb_index in 0..self.load_balancers.len() {
+            let delay_ms = self.rng.random_below(max_delay_ms) as u64;
+            self.schedule_event(delay_ms, SimulationEvent::ReceiveServer(lb_index, server_index));
         }
     }
 
-    pub(super) fn receive_server_update(&mut self, number: usize, server: usize) -> anyhow::Result<()> {
-        let SimulatedLoadBalancer { harness, service_slot, is_running: alive } = &mut self.load_balancers[number];
-        let server = &self.servers[server];
-        if *alive {
+    pub(super) fn receive_server_update(&mut self, lb_index: usize, server_index: usize) -> anyhow::Result<()> {
+        let SimulatedLoadBalancer { harness, service_slot, is_running } = &mut self.load_balancers[lb_index];
+        let server = &self.servers[server_index];
+        if *is_running {
             let new_server_state = (server.lifecycle != Lifecycle::Gone).then(|| model_server(server));
             harness.apply_change(&StateChange::SetServer(*service_slot, server.id, new_server_state))?;
         }
@@ -294,19 +299,19 @@ impl Simulation {
     }
 
     fn schedule_key_updates(&mut self) {
-        for number in 0..self.load_balancers.len() {
+        for lb_index in 0..self.load_balancers.len() {
             let delay_ms = self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveKeys(number));
+            self.schedule_event(delay_ms, SimulationEvent::ReceiveKeys(lb_index));
         }
-        for server in 0..self.servers.len() {
+        for server_index in 0..self.servers.len() {
             let delay_ms = self.random_update_delay_ms() + self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::ServerReceivesKeys(server));
+            self.schedule_event(delay_ms, SimulationEvent::ServerReceivesKeys(server_index));
         }
     }
 
-    pub(super) fn receive_keys(&mut self, number: usize) -> anyhow::Result<()> {
-        let SimulatedLoadBalancer { harness, is_running: alive, .. } = &mut self.load_balancers[number];
-        if *alive {
+    pub(super) fn receive_keys(&mut self, lb_index: usize) -> anyhow::Result<()> {
+        let SimulatedLoadBalancer { harness, is_running, .. } = &mut self.load_balancers[lb_index];
+        if *is_running {
             harness.apply_change(&StateChange::SetKeys(self.desired_state.cookie_keys))?;
         }
         Ok(())
@@ -332,9 +337,9 @@ impl Simulation {
         let serving_server_count = self.servers.iter().filter(|server| server.lifecycle == Lifecycle::Serving).count();
         match self.rng.random_below(20) {
             0..6 if serving_server_count < 2 * MEAN_SERVER_COUNT => {
-                let server = self.add_server();
+                let server_index = self.add_server();
                 self.report.servers_joined += 1;
-                self.schedule_server_updates(server, MAX_UPDATE_DELAY_MS);
+                self.schedule_server_updates(server_index, MAX_UPDATE_DELAY_MS);
                 self.rebuild_and_send_table();
                 Ok(true)
             }
@@ -348,60 +353,62 @@ impl Simulation {
     }
 
     fn drain_random_server(&mut self) -> bool {
-        let Some(server) = self.pick_random_server(Lifecycle::Serving) else { return false };
-        self.servers[server].lifecycle = Lifecycle::Draining;
-        self.schedule_server_updates(server, MAX_UPDATE_DELAY_MS);
+        let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return false };
+        self.servers[server_index].lifecycle = Lifecycle::Draining;
+        self.schedule_server_updates(server_index, MAX_UPDATE_DELAY_MS);
         self.rebuild_and_send_table();
         self.report.servers_drained += 1;
-        self.remove_if_drained(server);
+        self.remove_if_drained(server_index);
         true
     }
 
     /// Removes a draining server once it has no connections. It then rejects new connections that an old table still
     /// sends to it.
-    pub(super) fn remove_if_drained(&mut self, server: usize) {
-        if self.servers[server].lifecycle == Lifecycle::Draining && self.servers[server].connection_count == 0 {
-            self.servers[server].lifecycle = Lifecycle::Gone;
-            self.schedule_server_updates(server, MAX_UPDATE_DELAY_MS);
+    pub(super) fn remove_if_drained(&mut self, server_index: usize) {
+        if self.servers[server_index].lifecycle == Lifecycle::Draining
+            && self.servers[server_index].connection_count == 0
+        {
+            self.servers[server_index].lifecycle = Lifecycle::Gone;
+            self.schedule_server_updates(server_index, MAX_UPDATE_DELAY_MS);
         }
     }
 
     fn fail_random_server(&mut self) -> bool {
-        let Some(server) = self.pick_random_server(Lifecycle::Serving) else { return false };
-        self.servers[server].lifecycle = Lifecycle::Gone;
+        let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return false };
+        self.servers[server_index].lifecycle = Lifecycle::Gone;
         self.report.servers_failed += 1;
-        self.schedule_server_updates(server, MAX_DETECTION_DELAY_MS);
+        self.schedule_server_updates(server_index, MAX_DETECTION_DELAY_MS);
         self.rebuild_and_send_table();
         true
     }
 
     fn change_random_server_health(&mut self) -> bool {
-        let Some(server) = self.pick_random_server(Lifecycle::Serving) else { return false };
+        let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return false };
         let unhealthy_server_count = self.servers.iter().filter(|server| !server.is_healthy).count();
-        self.servers[server].is_healthy =
-            !self.servers[server].is_healthy || unhealthy_server_count > MEAN_SERVER_COUNT / 4;
+        self.servers[server_index].is_healthy =
+            !self.servers[server_index].is_healthy || unhealthy_server_count > MEAN_SERVER_COUNT / 4;
         self.report.other_changes += 1;
-        self.schedule_server_updates(server, MAX_UPDATE_DELAY_MS);
+        self.schedule_server_updates(server_index, MAX_UPDATE_DELAY_MS);
         self.rebuild_and_send_table();
         true
     }
 
     /// Removes the MAC address of a random server from one load balancer for a short time.
     fn remove_random_server_mac(&mut self) -> anyhow::Result<bool> {
-        let Some(server) = self.pick_random_server(Lifecycle::Serving) else { return Ok(false) };
-        let number = self.rng.random_below(self.load_balancers.len());
-        let SimulatedLoadBalancer { harness, service_slot, is_running: alive } = &mut self.load_balancers[number];
-        let is_applied = *alive;
+        let Some(server_index) = self.pick_random_server(Lifecycle::Serving) else { return Ok(false) };
+        let lb_index = self.rng.random_below(self.load_balancers.len());
+        let SimulatedLoadBalancer { harness, service_slot, is_running } = &mut self.load_balancers[lb_index];
+        let is_applied = *is_running;
         if is_applied {
-            let server_without_mac = model::Server { mac: None, ..model_server(&self.servers[server]) };
+            let server_without_mac = model::Server { mac: None, ..model_server(&self.servers[server_index]) };
             harness.apply_change(&StateChange::SetServer(
                 *service_slot,
-                self.servers[server].id,
+                self.servers[server_index].id,
                 Some(server_without_mac),
             ))?;
             self.report.other_changes += 1;
             let delay_ms = 100 + self.random_update_delay_ms();
-            self.schedule_event(delay_ms, SimulationEvent::ReceiveServer(number, server));
+            self.schedule_event(delay_ms, SimulationEvent::ReceiveServer(lb_index, server_index));
         }
         Ok(is_applied)
     }
@@ -409,22 +416,22 @@ impl Simulation {
     /// Stops a random load balancer, which later returns with empty tables. Does nothing if only one is running.
     fn stop_random_load_balancer(&mut self) -> bool {
         let running_load_balancers: Vec<usize> =
-            (0..self.load_balancers.len()).filter(|number| self.load_balancers[*number].is_running).collect();
+            (0..self.load_balancers.len()).filter(|index| self.load_balancers[*index].is_running).collect();
         if running_load_balancers.len() < 2 {
             return false;
         }
-        let number = self.rng.pick(&running_load_balancers);
-        self.load_balancers[number].is_running = false;
-        self.schedule_owner_updates(number, MAX_DETECTION_DELAY_MS);
+        let lb_index = self.rng.pick(&running_load_balancers);
+        self.load_balancers[lb_index].is_running = false;
+        self.schedule_owner_updates(lb_index, MAX_DETECTION_DELAY_MS);
         let downtime_ms = 2_000 + self.rng.random_below(20_000) as u64;
         self.report.load_balancers_restarted += 1;
-        self.schedule_event(downtime_ms, SimulationEvent::RestartLoadBalancer(number));
+        self.schedule_event(downtime_ms, SimulationEvent::RestartLoadBalancer(lb_index));
         true
     }
 }
 
-fn owner_number(load_balancer: usize) -> TableOwnerNumber {
-    TableOwnerNumber::try_from(load_balancer as u64).expect("at most 16 load balancers")
+fn owner_number(lb_index: usize) -> TableOwnerNumber {
+    TableOwnerNumber::try_from(lb_index as u64).expect("at most 16 load balancers")
 }
 
 /// Returns a server's state as load balancers receive it in updates.

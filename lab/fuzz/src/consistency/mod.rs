@@ -139,15 +139,15 @@ struct Simulation {
     report: Report,
 }
 
-fn load_balancer_mac(number: usize) -> MacAddress {
-    [2, 0, 0, 0, 0, number as u8]
+fn load_balancer_mac(lb_index: usize) -> MacAddress {
+    [2, 0, 0, 0, 0, lb_index as u8]
 }
 
 /// Runs a simulation. Fails when a BPF program and its reference model differ, or the kernel rejects an update.
 pub fn run(config: Config) -> anyhow::Result<Report> {
     let mut simulation = Simulation::new(config)?;
-    while let Some(Reverse((time, _, event))) = simulation.scheduled_events.pop() {
-        simulation.now_ms = time;
+    while let Some(Reverse((time_ms, _, event))) = simulation.scheduled_events.pop() {
+        simulation.now_ms = time_ms;
         simulation.apply_event(event)?;
     }
     Ok(simulation.report)
@@ -166,32 +166,34 @@ impl Simulation {
     fn apply_event(&mut self, event: SimulationEvent) -> anyhow::Result<()> {
         match event {
             SimulationEvent::OpenConnection => self.start_next_connection(),
-            SimulationEvent::SendPacket(connection) => self.advance_connection(connection),
+            SimulationEvent::SendPacket(connection_index) => self.advance_connection(connection_index),
             SimulationEvent::ChangeFleet => self.apply_random_change(),
-            SimulationEvent::ReceiveServer(number, server) => self.receive_server_update(number, server),
-            SimulationEvent::ReceiveTable(number) => self.receive_table(number),
-            SimulationEvent::ReceiveKeys(number) => self.receive_keys(number),
-            SimulationEvent::ServerReceivesKeys(server) => {
-                self.servers[server].set_keys(self.desired_state.cookie_keys, self.now_ms);
+            SimulationEvent::ReceiveServer(lb_index, server_index) => {
+                self.receive_server_update(lb_index, server_index)
+            }
+            SimulationEvent::ReceiveTable(lb_index) => self.receive_table(lb_index),
+            SimulationEvent::ReceiveKeys(lb_index) => self.receive_keys(lb_index),
+            SimulationEvent::ServerReceivesKeys(server_index) => {
+                self.servers[server_index].set_keys(self.desired_state.cookie_keys, self.now_ms);
                 Ok(())
             }
             SimulationEvent::DistributeNewKey => self.distribute_new_key(),
             SimulationEvent::SwitchKey => self.switch_key(),
-            SimulationEvent::RestartLoadBalancer(number) => self.restart_load_balancer_empty(number),
-            SimulationEvent::ReceiveOwner(number, other) => self.receive_owner_update(number, other),
-            SimulationEvent::FreeEndedConnections(number) => self.free_ended_connections(number),
+            SimulationEvent::RestartLoadBalancer(lb_index) => self.restart_load_balancer_empty(lb_index),
+            SimulationEvent::ReceiveOwner(lb_index, owner_index) => self.receive_owner_update(lb_index, owner_index),
+            SimulationEvent::FreeEndedConnections(lb_index) => self.free_ended_connections(lb_index),
         }
     }
 
-    /// Processes a frame in load balancer `number`. Returns the counter for its outcome, and the frame that the load
+    /// Processes a frame in load balancer `lb_index`. Returns the counter for its outcome, and the frame that the load
     /// balancer sends.
-    fn process_frame(&mut self, number: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
-        let harness = &mut self.load_balancers[number].harness;
+    fn process_frame(&mut self, lb_index: usize, frame: &[u8]) -> anyhow::Result<(intf::lb_counter, Vec<u8>)> {
+        let harness = &mut self.load_balancers[lb_index].harness;
         let (outcome, difference) = harness.process_packet(frame)?;
         if let Some(difference) = difference {
-            anyhow::bail!("load balancer {number}, BPF program and reference model differ in {difference}");
+            anyhow::bail!("load balancer {lb_index}, BPF program and reference model differ in {difference}");
         }
         self.report.packets_by_outcome[outcome.counter as usize] += 1;
-        Ok((outcome.counter, harness.frame_after().to_vec()))
+        Ok((outcome.counter, harness.model_frame().to_vec()))
     }
 }

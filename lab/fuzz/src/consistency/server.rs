@@ -38,8 +38,8 @@ pub(super) struct ServerSocket {
 }
 
 /// Returns the MAC address of a server, whose first bytes differ from those of a load balancer's address.
-pub(super) fn server_mac(server: usize) -> MacAddress {
-    let [index_high_byte, index_low_byte] = (server as u16).to_be_bytes();
+pub(super) fn server_mac(server_index: usize) -> MacAddress {
+    let [index_high_byte, index_low_byte] = (server_index as u16).to_be_bytes();
     [2, 0, 1, 0, index_high_byte, index_low_byte]
 }
 

@@ -38,16 +38,16 @@ fn connections_of_the_model_stay_with_their_server_through_all_changes() {
 fn connections_of_the_bpf_program_stay_with_their_server_through_all_changes() {
     skip_if!(missing_bpf_rights());
     for consistency in [Consistency::Stateless, Consistency::Stateful] {
-        for (forwarding, ipv6) in
+        for (forwarding, is_ipv6) in
             [(Forwarding::L2, false), (Forwarding::L2, true), (Forwarding::Gue, false), (Forwarding::Gue, true)]
         {
-            println!("{}, {}, IPv6: {ipv6}", consistency.name(), forwarding.name());
+            println!("{}, {}, IPv6: {is_ipv6}", consistency.name(), forwarding.name());
             run_and_check(Config {
                 connection_count: 5_000,
                 minutes: 2,
                 consistency,
                 forwarding,
-                has_ipv6_vip: ipv6,
+                has_ipv6_vip: is_ipv6,
                 ..Config::default()
             });
         }

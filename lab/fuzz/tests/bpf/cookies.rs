@@ -6,15 +6,22 @@ use coreward_fuzz::cookies::{BitFlipCounts, CookieTester};
 /// Maximum distance from the expected result in standard deviations. One seed in a million exceeds it.
 const MAX_Z_SCORE: f64 = 5.0;
 
-fn check_flip_counts(flips: &BitFlipCounts, servers: f64) {
+fn check_flip_counts(flip_counts: &BitFlipCounts, server_count: f64) {
     // A flip in the low 16 bits gives a random value, so the packet rarely reaches the same server.
-    assert!(flips.same_server_counts[..16].iter().all(|count| *count <= 3), "{flips:?}");
-    let expected_guesses = flips.cookie_count as f64 * servers / 32_768.0;
-    let is_near_expectation =
-        |found: &u64| (*found as f64 - expected_guesses).abs() < MAX_Z_SCORE * expected_guesses.sqrt() + 1.0;
-    assert!(flips.other_server_counts[..16].iter().all(is_near_expectation), "{expected_guesses} expected: {flips:?}");
+    assert!(flip_counts.same_server_counts[..16].iter().all(|count| *count <= 3), "{flip_counts:?}");
+    let expected_guesses = flip_counts.cookie_count as f64 * server_count / 32_768.0;
+    let is_near_expectation = |packet_count: &u64| {
+        (*packet_count as f64 - expected_guesses).abs() < MAX_Z_SCORE * expected_guesses.sqrt() + 1.0
+    };
+    assert!(
+        flip_counts.other_server_counts[..16].iter().all(is_near_expectation),
+        "{expected_guesses} expected: {flip_counts:?}"
+    );
     // The upper half is the time, so a flip in it does not change the server.
-    assert!(flips.same_server_counts[16..].iter().all(|count| *count == flips.cookie_count), "{flips:?}");
+    assert!(
+        flip_counts.same_server_counts[16..].iter().all(|count| *count == flip_counts.cookie_count),
+        "{flip_counts:?}"
+    );
 }
 
 #[test]

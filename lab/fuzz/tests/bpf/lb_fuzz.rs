@@ -42,11 +42,11 @@ fn fuzzer_finds_that_the_reference_model_has_other_keys() {
     skip_if!(missing_bpf_rights());
     // Returns the epoch of this seed if enough of its packets have cookies.
     let epoch_with_cookies = |seed| {
-        let (mut epoch, mut established) = (FuzzEpoch::new(seed, true).unwrap(), 0);
+        let (mut epoch, mut established_count) = (FuzzEpoch::new(seed, true).unwrap(), 0);
         let count_established =
-            |outcome: Outcome| established += usize::from(outcome.counter == intf::LB_COUNTER_ESTABLISHED);
+            |outcome: Outcome| established_count += usize::from(outcome.counter == intf::LB_COUNTER_ESTABLISHED);
         assert!(epoch.run_until_packet(2_000, count_established).unwrap().is_none());
-        (established > 200).then_some(epoch)
+        (established_count > 200).then_some(epoch)
     };
     let mut epoch = (0..).find_map(epoch_with_cookies).unwrap();
     let zero_key = CookieKey { k0: 0, k1: 0 };
@@ -62,7 +62,7 @@ fn differences_of_state_that_no_packet_shows_are_found() {
     let server_id = ServerId::try_from(7).unwrap();
     let keys = FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }; 2], current: KeyIndex::First };
     let mut harness = Harness::new(HarnessSetup::new(OWN_MAC, keys), true).unwrap();
-    let address = ServiceAddress { socket: service_address.into(), protocol: Protocol::Tcp };
+    let address = ServiceAddress { vip_and_port: service_address.into(), protocol: Protocol::Tcp };
     let service_slot =
         harness.apply_change(&StateChange::ReplaceServices(vec![(address, ServiceMode::default())])).unwrap()[0];
     let server = Server { mac: Some([2, 0, 0, 0, 0, 7]), is_eligible: true };
@@ -90,6 +90,6 @@ fn differences_of_state_that_no_packet_shows_are_found() {
     let (outcome, difference) = harness.process_packet(&syn_frame(1)).unwrap();
     assert_eq!((outcome.counter, difference.is_none()), (intf::LB_COUNTER_NEW_CONNECTION, true));
     assert!(harness.compare_state().is_none());
-    harness.model.receive(&mut syn_frame(2), 5);
+    harness.model.process_frame(&mut syn_frame(2), 5);
     assert_eq!(harness.compare_state().unwrap().subject, "the counter of round robin");
 }

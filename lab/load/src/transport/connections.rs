@@ -51,10 +51,10 @@ pub trait Protocol {
     const ALLOWS_PIPELINING: bool;
 
     /// Appends a request to `output`, the buffer of bytes to send.
-    fn write(&self, demand: &RequestParameters, id: u32, output: &mut Vec<u8>);
+    fn write(&self, parameters: &RequestParameters, id: u32, output: &mut Vec<u8>);
 
-    /// Parses received bytes, and calls `each` with every complete reply. Fails when the bytes are not a response.
-    fn read(reader: &mut Self::Reader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
+    /// Parses received bytes, and calls `on_reply` with every complete reply. Fails when the bytes are not a response.
+    fn read(reader: &mut Self::Reader, bytes: &[u8], on_reply: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse>;
 }
 
 #[derive(Debug)]
@@ -162,7 +162,7 @@ impl<P: Protocol> ConnectionPool<P> {
     /// Closes a connection, if it exists, and starts to open it again.
     fn reopen(&mut self, index: usize) {
         self.connections[index] = None;
-        self.free_connections.retain(|free| *free != index);
+        self.free_connections.retain(|free_index| *free_index != index);
         let start_connecting = || -> io::Result<Socket> {
             let socket = self.bind_flow_socket(index)?;
             socket.set_nonblocking(true)?;
@@ -184,21 +184,21 @@ impl<P: Protocol> ConnectionPool<P> {
             return;
         }
         let now_ns = now_ns();
-        while let Some(waiting) = self.waiting_requests.pop_front() {
+        while let Some(waiting_request) = self.waiting_requests.pop_front() {
             // A request whose deadline has passed counts as lost.
-            if waiting.deadline_ns > now_ns {
-                return self.send_on(index, &waiting.parameters, waiting.id);
+            if waiting_request.deadline_ns > now_ns {
+                return self.send_on(index, &waiting_request.parameters, waiting_request.id);
             }
         }
         self.free_connections.push(index);
     }
 
-    fn send_on(&mut self, index: usize, demand: &RequestParameters, id: u32) {
+    fn send_on(&mut self, index: usize, parameters: &RequestParameters, id: u32) {
         let Some(connection) = &mut self.connections[index] else {
             self.errors.not_sent += 1;
             return;
         };
-        self.protocol.write(demand, id, &mut connection.unsent_bytes);
+        self.protocol.write(parameters, id, &mut connection.unsent_bytes);
         connection.pending_ids.push_back(id);
         if connection.is_open && connection.flush().is_err() {
             self.count_and_retry_broken(index);
@@ -302,16 +302,16 @@ impl<R> Connection<R> {
         &mut self,
         bytes: &[u8],
         arrived_ns: u64,
-        failed: &mut u64,
+        failed_count: &mut u64,
         answers: &mut Vec<Answer>,
-        read: ParseReplies<R>,
+        parse_replies: ParseReplies<R>,
     ) -> Result<(), MalformedResponse> {
-        let (pending, is_closing, mut is_in_order) = (&mut self.pending_ids, &mut self.is_closing, true);
-        read(&mut self.reply_reader, bytes, &mut |reply| match pending.pop_front() {
-            Some(id) if reply.id.is_none_or(|of| of == id) => {
-                *failed += u64::from(reply.is_failure);
+        let (pending_ids, is_closing, mut is_in_order) = (&mut self.pending_ids, &mut self.is_closing, true);
+        parse_replies(&mut self.reply_reader, bytes, &mut |reply| match pending_ids.pop_front() {
+            Some(id) if reply.id.is_none_or(|reply_id| reply_id == id) => {
+                *failed_count += u64::from(reply.is_failure);
                 *is_closing |= reply.closes_connection;
-                answers.push(Answer { id, part: (0, 1), arrived_ns, worker: reply.worker });
+                answers.push(Answer { id, part_index_and_count: (0, 1), arrived_ns, worker: reply.worker });
             }
             _ => is_in_order = false,
         })?;
@@ -320,17 +320,17 @@ impl<R> Connection<R> {
 }
 
 impl<P: Protocol> Transport for ConnectionPool<P> {
-    fn send(&mut self, demand: &RequestParameters, id: u32, deadline_ns: u64) {
+    fn send(&mut self, parameters: &RequestParameters, id: u32, deadline_ns: u64) {
         if P::ALLOWS_PIPELINING {
             let index = uniform_below(&mut self.rng, self.connections.len() as u32) as usize;
-            return self.send_on(index, demand, id);
+            return self.send_on(index, parameters, id);
         }
         if self.free_connections.is_empty() {
-            return self.waiting_requests.push_back(WaitingRequest { parameters: *demand, id, deadline_ns });
+            return self.waiting_requests.push_back(WaitingRequest { parameters: *parameters, id, deadline_ns });
         }
         let free_index = uniform_below(&mut self.rng, self.free_connections.len() as u32) as usize;
         let index = self.free_connections.swap_remove(free_index);
-        self.send_on(index, demand, id);
+        self.send_on(index, parameters, id);
     }
 
     fn receive(&mut self, until_ns: u64, answers: &mut Vec<Answer>) -> io::Result<()> {

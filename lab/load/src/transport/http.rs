@@ -24,15 +24,19 @@ impl Protocol for HttpGetClient {
     type Reader = HttpReplyReader;
     const ALLOWS_PIPELINING: bool = false;
 
-    fn write(&self, _demand: &RequestParameters, _id: u32, output: &mut Vec<u8>) {
+    fn write(&self, _parameters: &RequestParameters, _id: u32, output: &mut Vec<u8>) {
         output.extend_from_slice(&self.request_bytes);
     }
 
-    fn read(reader: &mut HttpReplyReader, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse> {
+    fn read(
+        reader: &mut HttpReplyReader,
+        bytes: &[u8],
+        on_reply: &mut dyn FnMut(Reply),
+    ) -> Result<(), MalformedResponse> {
         reader.unread_bytes.extend_from_slice(bytes);
         let mut parsed_bytes = 0;
-        while let Some(consumed) = reader.parse_next_part(parsed_bytes, each)? {
-            parsed_bytes += consumed;
+        while let Some(part_bytes) = reader.parse_next_part(parsed_bytes, on_reply)? {
+            parsed_bytes += part_bytes;
         }
         reader.unread_bytes.drain(..parsed_bytes);
         Ok(())
@@ -65,42 +69,46 @@ impl HttpReplyReader {
     fn parse_next_part(
         &mut self,
         offset: usize,
-        each: &mut dyn FnMut(Reply),
+        on_reply: &mut dyn FnMut(Reply),
     ) -> Result<Option<usize>, MalformedResponse> {
-        let unparsed = &self.unread_bytes[offset..];
+        let unparsed_bytes = &self.unread_bytes[offset..];
         let parsed_bytes = match self.expected_part {
             ExpectedPart::Head => {
-                let Some((head_bytes, expected, reply)) = parse_head(unparsed)? else { return Ok(None) };
-                (self.expected_part, self.current_reply) = (expected, reply);
+                let Some((head_bytes, next_part, reply)) = parse_head(unparsed_bytes)? else { return Ok(None) };
+                (self.expected_part, self.current_reply) = (next_part, reply);
                 head_bytes
             }
-            ExpectedPart::BodyBytes(left) | ExpectedPart::ChunkBytes(left) => {
-                let available_bytes = left.min(unparsed.len() as u64);
-                if available_bytes == 0 && left > 0 {
+            ExpectedPart::BodyBytes(remaining_bytes) | ExpectedPart::ChunkBytes(remaining_bytes) => {
+                let available_bytes = remaining_bytes.min(unparsed_bytes.len() as u64);
+                if available_bytes == 0 && remaining_bytes > 0 {
                     return Ok(None);
                 }
                 let is_body = matches!(self.expected_part, ExpectedPart::BodyBytes(_));
-                self.expected_part = match left - available_bytes {
+                self.expected_part = match remaining_bytes - available_bytes {
                     0 if is_body => ExpectedPart::BodyBytes(0),
                     0 => ExpectedPart::ChunkSize,
-                    left if is_body => ExpectedPart::BodyBytes(left),
-                    left => ExpectedPart::ChunkBytes(left),
+                    remaining_bytes if is_body => ExpectedPart::BodyBytes(remaining_bytes),
+                    remaining_bytes => ExpectedPart::ChunkBytes(remaining_bytes),
                 };
                 available_bytes as usize
             }
-            ExpectedPart::ChunkSize => match httparse::parse_chunk_size(unparsed).map_err(|_| MalformedResponse)? {
-                httparse::Status::Partial => return Ok(None),
-                httparse::Status::Complete((length, size)) => {
-                    self.expected_part = if size == 0 {
-                        ExpectedPart::Trailer
-                    } else {
-                        ExpectedPart::ChunkBytes(size.checked_add(2).ok_or(MalformedResponse)?)
-                    };
-                    length
+            ExpectedPart::ChunkSize => {
+                match httparse::parse_chunk_size(unparsed_bytes).map_err(|_| MalformedResponse)? {
+                    httparse::Status::Partial => return Ok(None),
+                    httparse::Status::Complete((length, size)) => {
+                        self.expected_part = if size == 0 {
+                            ExpectedPart::Trailer
+                        } else {
+                            ExpectedPart::ChunkBytes(size.checked_add(2).ok_or(MalformedResponse)?)
+                        };
+                        length
+                    }
                 }
-            },
+            }
             ExpectedPart::Trailer => {
-                let Some(line_end) = unparsed.windows(2).position(|pair| pair == b"\r\n") else { return Ok(None) };
+                let Some(line_end) = unparsed_bytes.windows(2).position(|byte_pair| byte_pair == b"\r\n") else {
+                    return Ok(None);
+                };
                 if line_end == 0 {
                     self.expected_part = ExpectedPart::BodyBytes(0);
                 }
@@ -109,7 +117,7 @@ impl HttpReplyReader {
         };
         if self.expected_part == ExpectedPart::BodyBytes(0) {
             self.expected_part = ExpectedPart::Head;
-            each(self.current_reply);
+            on_reply(self.current_reply);
         }
         Ok(Some(parsed_bytes))
     }
@@ -127,8 +135,9 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart, Reply)>, Malf
         let matching_header = response.headers.iter().find(|header| header.name.eq_ignore_ascii_case(name));
         matching_header.and_then(|header| std::str::from_utf8(header.value).ok())
     };
-    let field_contains = |name: &str, word: &str| {
-        field_value(name).is_some_and(|value| value.split(',').any(|part| part.trim().eq_ignore_ascii_case(word)))
+    let field_contains = |name: &str, token: &str| {
+        field_value(name)
+            .is_some_and(|value| value.split(',').any(|list_item| list_item.trim().eq_ignore_ascii_case(token)))
     };
     let status_code = response.code.ok_or(MalformedResponse)?;
     let expected_part = if status_code == 204 || status_code == 304 {
@@ -156,16 +165,17 @@ mod tests {
 
     /// Returns the replies that these bytes contain, and checks that they do not depend on how the bytes are segmented.
     fn parse_in_all_segmentations(bytes: &[u8]) -> Result<Vec<Reply>, MalformedResponse> {
-        let parse_in_pieces = |piece: usize| {
+        let parse_in_pieces = |piece_bytes: usize| {
             let (mut reader, mut replies) = (HttpReplyReader::default(), Vec::new());
-            for bytes in bytes.chunks(piece) {
+            for bytes in bytes.chunks(piece_bytes) {
                 HttpGetClient::read(&mut reader, bytes, &mut |reply| replies.push(reply))?;
             }
             Ok(replies)
         };
         let whole_result = parse_in_pieces(bytes.len());
-        (1..bytes.len())
-            .for_each(|piece| assert_eq!(parse_in_pieces(piece), whole_result, "in pieces of {piece} bytes"));
+        (1..bytes.len()).for_each(|piece_bytes| {
+            assert_eq!(parse_in_pieces(piece_bytes), whole_result, "in pieces of {piece_bytes} bytes")
+        });
         whole_result
     }
 
@@ -173,18 +183,18 @@ mod tests {
 
     #[test]
     fn http_responses_with_length_chunks_or_closing_are_parsed() {
-        let with_length =
+        let responses_with_length =
             b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nHTTP/HTTP/1.1 404 Not Found\r\ncontent-length:0\r\n\r\n";
         assert_eq!(
-            parse_in_all_segmentations(with_length),
+            parse_in_all_segmentations(responses_with_length),
             Ok(vec![SUCCESSFUL_REPLY, Reply { is_failure: true, ..SUCCESSFUL_REPLY }])
         );
-        let chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: \
+        let chunked_response = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: \
                         chunked\r\n\r\n3\r\nabc\r\nA;x=y\r\n0123456789\r\n0\r\nX: y\r\n\r\n";
-        assert_eq!(parse_in_all_segmentations(chunked), Ok(vec![SUCCESSFUL_REPLY]));
-        let closing = b"HTTP/1.1 304 Not Modified\r\nConnection: Close\r\n\r\n";
+        assert_eq!(parse_in_all_segmentations(chunked_response), Ok(vec![SUCCESSFUL_REPLY]));
+        let closing_response = b"HTTP/1.1 304 Not Modified\r\nConnection: Close\r\n\r\n";
         assert_eq!(
-            parse_in_all_segmentations(closing),
+            parse_in_all_segmentations(closing_response),
             Ok(vec![Reply { closes_connection: true, ..SUCCESSFUL_REPLY }])
         );
         let http_1_0 = b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx";

@@ -37,7 +37,7 @@ impl FlowSources {
             .get(usize::from(index) % self.addresses.len().max(1))
             .copied()
             .unwrap_or(unspecified_address);
-        SocketAddr::new(address, self.first_port.map_or(0, |first| first + index))
+        SocketAddr::new(address, self.first_port.map_or(0, |first_port| first_port + index))
     }
 }
 
@@ -45,7 +45,7 @@ impl FlowSources {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
     pub id: u32,
-    pub part: (u8, u8),
+    pub part_index_and_count: (u8, u8),
     /// Time when the kernel received the response (CLOCK_MONOTONIC, ns).
     pub arrived_ns: u64,
     /// Worker that answered, or `None` if the protocol does not report it.
@@ -78,7 +78,7 @@ pub struct TransportErrorCounts {
 pub trait Transport {
     /// Sends a request, or queues it until a connection is free or `deadline_ns` has passed. A request that cannot be
     /// sent is counted as an error and stays unanswered.
-    fn send(&mut self, demand: &RequestParameters, id: u32, deadline_ns: u64);
+    fn send(&mut self, parameters: &RequestParameters, id: u32, deadline_ns: u64);
 
     /// Waits for responses until the time `until_ns` of [`crate::event_loop::now_ns`], and adds them to `answers`.
     /// Fails when the wait fails, or the transport fails permanently.
@@ -102,7 +102,7 @@ mod tests {
     #[test]
     fn udp_transport_exchanges_requests_with_an_ipv6_target() {
         let server = UdpSocket::bind("[::1]:0").unwrap();
-        let key_value_protocol = DatagramProtocol::KeyValue(KeyValueSettings { count: 1, value_bytes: 0 });
+        let key_value_protocol = DatagramProtocol::KeyValue(KeyValueSettings { key_count: 1, value_bytes: 0 });
         let mut transport =
             UdpTransport::open(server.local_addr().unwrap(), &TWO_FLOW_SOURCES, key_value_protocol, 1).unwrap();
         let parameters = RequestParameters { class_index: 0, request_type: RequestType::GET, service_ns: 0 };

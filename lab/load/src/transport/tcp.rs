@@ -15,15 +15,19 @@ impl Protocol for PacedProtocol {
     type Reader = MessageBuffer;
     const ALLOWS_PIPELINING: bool = true;
 
-    fn write(&self, demand: &RequestParameters, id: u32, output: &mut Vec<u8>) {
-        let request = PacedRequest { service_us: demand.service_ns.div_ceil(1_000).into(), id: id.into() };
+    fn write(&self, parameters: &RequestParameters, id: u32, output: &mut Vec<u8>) {
+        let request = PacedRequest { service_us: parameters.service_ns.div_ceil(1_000).into(), id: id.into() };
         output.extend_from_slice(request.as_bytes());
     }
 
-    fn read(reader: &mut MessageBuffer, bytes: &[u8], each: &mut dyn FnMut(Reply)) -> Result<(), MalformedResponse> {
+    fn read(
+        reader: &mut MessageBuffer,
+        bytes: &[u8],
+        on_reply: &mut dyn FnMut(Reply),
+    ) -> Result<(), MalformedResponse> {
         reader.for_each_message(bytes, |response: PacedResponse| {
-            let worker = Some(Worker { server: response.server, worker: response.core_number.into() });
-            each(Reply { id: Some(response.id.get()), worker, ..Reply::default() });
+            let worker = Some(Worker { server: response.server_number, worker: response.core_number.into() });
+            on_reply(Reply { id: Some(response.id.get()), worker, ..Reply::default() });
         });
         Ok(())
     }

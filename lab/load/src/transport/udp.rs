@@ -26,7 +26,7 @@ const RNG_STREAM_FLOWS: u64 = 0x6c6f_6102;
 #[derive(Debug, Clone, Copy)]
 pub struct KeyValueSettings {
     /// Number of different keys.
-    pub count: u32,
+    pub key_count: u32,
     /// Length of the values that PUT requests write (bytes).
     pub value_bytes: u16,
 }
@@ -58,7 +58,7 @@ impl UdpTransport {
     pub fn open(
         target: SocketAddr,
         sources: &FlowSources,
-        datagrams: DatagramProtocol,
+        protocol: DatagramProtocol,
         seed: u64,
     ) -> anyhow::Result<Self> {
         let epoll = Epoll::new()?;
@@ -74,11 +74,12 @@ impl UdpTransport {
             epoll.add(socket.as_fd(), index.into(), libc::EPOLLIN)?;
             sockets.push(socket);
         }
-        let value_bytes = if let DatagramProtocol::KeyValue(keys) = &datagrams { keys.value_bytes } else { 0 };
+        let value_bytes =
+            if let DatagramProtocol::KeyValue(key_settings) = &protocol { key_settings.value_bytes } else { 0 };
         Ok(Self {
             sockets,
             epoll,
-            protocol: datagrams,
+            protocol,
             last_request_id: 0,
             put_value: vec![b'v'; value_bytes.into()],
             key_rng: seeded_rng(seed, RNG_STREAM_KEYS),
@@ -90,27 +91,27 @@ impl UdpTransport {
         })
     }
 
-    fn write_request(&mut self, demand: &RequestParameters, id: u32) {
+    fn write_request(&mut self, parameters: &RequestParameters, id: u32) {
         self.last_request_id = id;
         let settings = match &self.protocol {
-            DatagramProtocol::KeyValue(keys) => *keys,
+            DatagramProtocol::KeyValue(key_settings) => *key_settings,
             DatagramProtocol::Dns(queries) => {
-                return queries[usize::from(demand.class_index)].write(id as u16, &mut self.send_buffer);
+                return queries[usize::from(parameters.class_index)].write_datagram(id as u16, &mut self.send_buffer);
             }
         };
-        let key_text = match demand.request_type.work_class() {
-            None => key_name(uniform_below(&mut self.key_rng, settings.count)),
+        let key_text = match parameters.request_type.work_class() {
+            None => key_name(uniform_below(&mut self.key_rng, settings.key_count)),
             Some(_) => String::new(),
         };
-        let value: &[u8] = if demand.request_type == RequestType::PUT { &self.put_value } else { &[] };
+        let value: &[u8] = if parameters.request_type == RequestType::PUT { &self.put_value } else { &[] };
         let request = Request {
-            request_type: demand.request_type,
+            request_type: parameters.request_type,
             id,
-            service_ns: demand.service_ns,
+            service_ns: parameters.service_ns,
             key: key_text.as_bytes(),
             value,
         };
-        request.write(&mut self.send_buffer);
+        request.write_datagram(&mut self.send_buffer);
     }
 
     /// Parses the datagram in the receive buffer as a response, or returns `None` for other datagrams.
@@ -119,11 +120,11 @@ impl UdpTransport {
         match &self.protocol {
             DatagramProtocol::KeyValue(_) => {
                 let (response_header, _) = ResponseHeader::read_from_prefix(datagram).ok()?;
-                self.errors.failed += u64::from(response_header.status == ResponseStatus::StoreFull as u8);
+                self.errors.failed += u64::from(response_header.status_code == ResponseStatus::StoreFull as u8);
                 let worker = Some(Worker { server: 0, worker: response_header.worker_index.get() });
                 Some(Answer {
                     id: response_header.id.get(),
-                    part: (response_header.part, response_header.part_count),
+                    part_index_and_count: (response_header.part_index, response_header.part_count),
                     arrived_ns,
                     worker,
                 })
@@ -136,7 +137,7 @@ impl UdpTransport {
                 let request_id = self
                     .last_request_id
                     .wrapping_sub(u32::from((self.last_request_id as u16).wrapping_sub(low_id_bits)));
-                Some(Answer { id: request_id, part: (0, 1), arrived_ns, worker: None })
+                Some(Answer { id: request_id, part_index_and_count: (0, 1), arrived_ns, worker: None })
             }
         }
     }
@@ -154,8 +155,8 @@ impl UdpTransport {
 }
 
 impl Transport for UdpTransport {
-    fn send(&mut self, demand: &RequestParameters, id: u32, _deadline_ns: u64) {
-        self.write_request(demand, id);
+    fn send(&mut self, parameters: &RequestParameters, id: u32, _deadline_ns: u64) {
+        self.write_request(parameters, id);
         let socket_index = uniform_below(&mut self.flow_rng, self.sockets.len() as u32) as usize;
         // send() may return the ICMP error of an earlier datagram (udp(7)), so it is tried twice.
         if let Err(error) = self.sockets[socket_index].send(&self.send_buffer)

@@ -123,9 +123,10 @@ impl Assertion {
         let seed_values = (0..table.seeds as usize)
             .filter_map(|seed| self.checked_values(table, CellValueSelector::Seed(seed)))
             .flatten();
-        let (low, high) = self.bounds();
-        let holds =
-            median_values.as_ref().is_some_and(|values| values.iter().all(|value| (low..=high).contains(value)));
+        let (lower_bound, upper_bound) = self.bounds();
+        let holds = median_values
+            .as_ref()
+            .is_some_and(|values| values.iter().all(|value| (lower_bound..=upper_bound).contains(value)));
         Verdict {
             statement: self.statement.get_ref().clone(),
             holds,
@@ -183,8 +184,8 @@ impl Ratio {
         };
         let quotients = match &self.than {
             None => quotients,
-            Some(than) => match than.quotients(table, selector)?[..] {
-                [than] => quotients.into_iter().map(|quotient| quotient / than).collect(),
+            Some(reference_ratio) => match reference_ratio.quotients(table, selector)?[..] {
+                [reference_quotient] => quotients.into_iter().map(|quotient| quotient / reference_quotient).collect(),
                 _ => return None,
             },
         };
@@ -204,8 +205,12 @@ impl Ascending {
         let curve_values: Option<Vec<Vec<f64>>> =
             self.series.iter().map(|label| self.series_quantity(label).values(table, selector)).collect();
         let curve_values = curve_values?;
-        let quotients =
-            curve_values.windows(2).flat_map(|pair| pair[1].iter().zip(&pair[0]).map(|(above, below)| above / below));
+        let quotients = curve_values.windows(2).flat_map(|adjacent_curves| {
+            adjacent_curves[1]
+                .iter()
+                .zip(&adjacent_curves[0])
+                .map(|(upper_value, lower_value)| upper_value / lower_value)
+        });
         Some(quotients.collect())
     }
 
@@ -251,7 +256,9 @@ impl Quantity {
         let better_of = if self.greatest_of.is_empty() { f64::min } else { f64::max };
         curve_values
             .into_iter()
-            .reduce(|best_yet, curve| best_yet.into_iter().zip(curve).map(|(a, b)| better_of(a, b)).collect())
+            .reduce(|best_values, series_values| {
+                best_values.into_iter().zip(series_values).map(|(a, b)| better_of(a, b)).collect()
+            })
             .or(Some(Vec::new()))
     }
 
@@ -266,10 +273,10 @@ impl Quantity {
     }
 
     fn uses_point(&self, x: f64) -> bool {
-        let is_at_point = self.at.as_ref().is_none_or(|at| is_same_point(*at.get_ref(), x));
+        let is_at_point = self.at.as_ref().is_none_or(|claimed_x| is_same_point(*claimed_x.get_ref(), x));
         is_at_point
-            && self.from.is_none_or(|from| x >= from || is_same_point(x, from))
-            && self.to.is_none_or(|to| x <= to || is_same_point(x, to))
+            && self.from.is_none_or(|min_x| x >= min_x || is_same_point(x, min_x))
+            && self.to.is_none_or(|max_x| x <= max_x || is_same_point(x, max_x))
     }
 }
 
@@ -292,9 +299,11 @@ fn min_and_max(values: &[f64]) -> Option<(f64, f64)> {
 
 /// Returns the first x at which a curve crosses `height` from below, interpolated between its points.
 fn first_crossing_x(points: &[(f64, f64)], height: f64) -> Option<f64> {
-    let (before, after) =
-        points.windows(2).map(|pair| (pair[0], pair[1])).find(|(a, b)| a.1 <= height && b.1 > height)?;
-    Some(before.0 + (after.0 - before.0) * (height - before.1) / (after.1 - before.1))
+    let (point_below, point_above) = points
+        .windows(2)
+        .map(|adjacent_points| (adjacent_points[0], adjacent_points[1]))
+        .find(|(a, b)| a.1 <= height && b.1 > height)?;
+    Some(point_below.0 + (point_above.0 - point_below.0) * (height - point_below.1) / (point_above.1 - point_below.1))
 }
 
 #[cfg(test)]

@@ -61,18 +61,18 @@ pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> 
     if args.list {
         return list_figures(args.format, live_figures);
     }
-    let requested = requested_figures(&args, live_figures)?;
+    let figures = requested_figures(&args, live_figures)?;
     let open_directory = |path| OutputDirectory::open(path, library::with_live_figures(live_figures));
     let output_directory = args.out.as_deref().map(open_directory).transpose()?;
     let session = Session::begin()?;
     let mut finished_figures: Vec<(FigureResult, Scenario)> = Vec::new();
-    for figure in requested {
+    for figure in figures {
         let result = session.run(&figure)?;
         finished_figures.push((result, figure.scenario));
         let (result, scenario) = finished_figures.last().expect("just pushed");
         match &output_directory {
             Some(directory) => {
-                session.without_interruption(|| directory.write(result, scenario, &finished_figures))?;
+                session.without_interruption(|| directory.write_figure(result, scenario, &finished_figures))?;
                 print(&format_claims(result, scenario))?;
             }
             None => print(&render_result(result, scenario, args.format))?,
@@ -86,7 +86,7 @@ pub fn run(args: FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<()> 
 
 /// Returns the requested figures with their scenarios. All scenarios are read first, so that an error appears at once.
 fn requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> anyhow::Result<Vec<RequestedFigure>> {
-    let mut requested = Vec::new();
+    let mut figures = Vec::new();
     let known_figures = library::with_live_figures(live_figures);
     let embedded_figures = if args.all {
         library::all_figures()
@@ -98,7 +98,7 @@ fn requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> anyhow::
         args.overrides.apply(&mut scenario).with_context(|| figure.name)?;
         provenance.command += &args.overrides.to_command_line_options();
         let live_figure = LiveFigure::find_by_name(live_figures, figure.name).copied();
-        requested.push(RequestedFigure { name: figure.name.to_owned(), scenario, provenance, live_figure });
+        figures.push(RequestedFigure { name: figure.name.to_owned(), scenario, provenance, live_figure });
     }
     for path in &args.scenario {
         let text =
@@ -113,16 +113,16 @@ fn requested_figures(args: &FigureArgs, live_figures: &[LiveFigure]) -> anyhow::
             path.file_stem().and_then(|stem| stem.to_str()).context("a scenario's file needs a name in UTF-8")?;
         let file_name = path.file_name().and_then(|file| file.to_str()).unwrap_or(name);
         let provenance = Provenance::new(format!("coreward-lab figure --scenario {file_name}"), &text);
-        requested.push(RequestedFigure { name: name.to_owned(), scenario, provenance, live_figure: None });
+        figures.push(RequestedFigure { name: name.to_owned(), scenario, provenance, live_figure: None });
     }
-    if let Some(name) = find_duplicate_name(&requested) {
+    if let Some(name) = find_duplicate_name(&figures) {
         anyhow::bail!("figure {name:?} is asked for twice: its files would overwrite each other");
     }
-    Ok(requested)
+    Ok(figures)
 }
 
-fn find_duplicate_name(requested: &[RequestedFigure]) -> Option<&str> {
-    let names: Vec<&str> = requested.iter().map(|figure| figure.name.as_str()).collect();
+fn find_duplicate_name(figures: &[RequestedFigure]) -> Option<&str> {
+    let names: Vec<&str> = figures.iter().map(|figure| figure.name.as_str()).collect();
     names.iter().enumerate().find(|(index, name)| names[..*index].contains(name)).map(|(_, name)| *name)
 }
 
@@ -177,6 +177,6 @@ fn print(text: &str) -> anyhow::Result<()> {
     let mut stdout = std::io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
-        written => Ok(written?),
+        write_result => Ok(write_result?),
     }
 }

@@ -50,9 +50,10 @@ impl Scenario {
             for series in self.panel_series(panel) {
                 let series_index = self.series.iter().position(|other| std::ptr::eq(other, series)).unwrap_or(0);
                 let expand_error = |cause| ExpandError { panel_index, series_index, cause };
-                for (x, swept) in sweep_points(panel) {
+                for (x, swept_parameter) in sweep_points(panel) {
                     for seed in 1..=*self.seeds.get_ref() {
-                        let Some((job, query)) = self.build_job(panel, series, swept, seed).map_err(expand_error)?
+                        let Some((job, query)) =
+                            self.build_job(panel, series, swept_parameter, seed).map_err(expand_error)?
                         else {
                             continue;
                         };
@@ -60,7 +61,7 @@ impl Scenario {
                             plan.jobs.push(job);
                             plan.jobs.len() - 1
                         });
-                        let is_time_series = matches!(swept, Some((SweepAxis::Time, _)));
+                        let is_time_series = matches!(swept_parameter, Some((SweepAxis::Time, _)));
                         let plot_point =
                             PlotPoint { panel_index, series_index, x, seed, job_index, query, is_time_series };
                         plan.plot_points.push(plot_point);
@@ -75,7 +76,7 @@ impl Scenario {
         &self,
         panel: &Panel,
         series: &Series,
-        swept: Option<(SweepAxis, f64)>,
+        swept_parameter: Option<(SweepAxis, f64)>,
         seed: u64,
     ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let measure = *panel.measure.get_ref();
@@ -85,7 +86,8 @@ impl Scenario {
             ($kind:ident) => {
                 self.$kind.as_ref().map(|common| {
                     let parameters = common.overridden_by(panel.$kind.as_ref()).overridden_by(series.$kind.as_ref());
-                    swept.map_or(Ok(parameters.clone()), |(swept, value)| parameters.with_parameter(swept, value))
+                    swept_parameter
+                        .map_or(Ok(parameters.clone()), |(axis, value)| parameters.with_parameter(axis, value))
                 })
             };
         }

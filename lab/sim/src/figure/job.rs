@@ -67,10 +67,10 @@ impl Outcome {
     pub fn value(&self, query: &ValueQuery) -> Option<f64> {
         match self {
             Self::Rpc(outcome) => request_metric(outcome, query.measure),
-            Self::Peak(peak, full) => {
+            Self::Peak(peak, full_load_throughput) => {
                 let max_throughput = query.throughput_limit.unwrap_or(f64::INFINITY);
-                let throughput = (peak.peak_load * full).min(max_throughput);
-                Some(if query.measure == Metric::PeakLoad { throughput / full } else { throughput })
+                let throughput = (peak.peak_load * full_load_throughput).min(max_throughput);
+                Some(if query.measure == Metric::PeakLoad { throughput / full_load_throughput } else { throughput })
             }
             Self::Lb(outcome, seeds) => {
                 let policy_outcome =
@@ -114,7 +114,7 @@ impl Outcome {
             Self::Pcc(outcome) => {
                 let metric_of_second: fn(&pcc::SecondCounts) -> f64 = match query.measure {
                     Metric::BrokenPct => pcc::SecondCounts::broken_pct,
-                    Metric::PoolServers => |second| second.servers as f64,
+                    Metric::PoolServers => |second| second.pool_servers as f64,
                     Metric::CompletedPerSecond => |second| second.completed_connections as f64,
                     _ => return None,
                 };

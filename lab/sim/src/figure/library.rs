@@ -15,22 +15,23 @@ pub fn all_figures() -> Vec<EmbeddedScenario> {
 pub fn with_live_figures(live_figures: &[LiveFigure]) -> Vec<EmbeddedScenario> {
     let simulated_scenarios = SCENARIOS.iter().map(|&(name, toml_text)| EmbeddedScenario { name, toml_text });
     let mut scenarios: Vec<EmbeddedScenario> =
-        simulated_scenarios.chain(live_figures.iter().map(|live| live.embedded_scenario)).collect();
-    scenarios.sort_by_key(|embedded| figure_sort_key(embedded.name));
+        simulated_scenarios.chain(live_figures.iter().map(|live_figure| live_figure.embedded_scenario)).collect();
+    scenarios.sort_by_key(|embedded_scenario| figure_sort_key(embedded_scenario.name));
     scenarios
 }
 
 /// Returns the scenario with this name. If `figures` has none, the error suggests the most similar names.
 pub fn find_figure(name: &str, figures: &[EmbeddedScenario]) -> Result<EmbeddedScenario, UnknownName> {
-    let found = figures.iter().copied().find(|embedded| embedded.name == name);
-    found.ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded| embedded.name)))
+    let figure = figures.iter().copied().find(|embedded_scenario| embedded_scenario.name == name);
+    figure
+        .ok_or_else(|| UnknownName::new("figure", name, figures.iter().map(|embedded_scenario| embedded_scenario.name)))
 }
 
 /// Returns a sort key that orders figures by paper and then by figure number, so that 2b precedes 11.
 fn figure_sort_key(name: &str) -> (usize, String, u64, String) {
     const PAPERS: [&str; 4] = ["crossrss", "cheetah", "turbo", "ringleader"];
     let (paper, figure) = name.split_once('-').unwrap_or((name, ""));
-    let paper_index = PAPERS.iter().position(|known| *known == paper).unwrap_or(PAPERS.len());
+    let paper_index = PAPERS.iter().position(|known_paper| *known_paper == paper).unwrap_or(PAPERS.len());
     let digit_count = figure.bytes().take_while(u8::is_ascii_digit).count();
     // Tables and sensitivity analyses have no number, so they follow the figures.
     let figure_number = figure[..digit_count].parse().unwrap_or(u64::MAX);
@@ -92,10 +93,10 @@ mod tests {
 
     #[test]
     fn every_scenario_is_valid() {
-        let names: Vec<&str> = all_figures().iter().map(|embedded| embedded.name).collect();
+        let names: Vec<&str> = all_figures().iter().map(|embedded_scenario| embedded_scenario.name).collect();
         assert_eq!(names, SIMULATED_FIGURE_NAMES);
-        for embedded in all_figures() {
-            embedded.parse_scenario().unwrap_or_else(|error| panic!("{error}"));
+        for embedded_scenario in all_figures() {
+            embedded_scenario.parse_scenario().unwrap_or_else(|error| panic!("{error}"));
         }
     }
 }

@@ -53,15 +53,19 @@ pub struct Sample {
 
 impl LiveFigure {
     pub fn find_by_name<'a>(live_figures: &'a [LiveFigure], name: &str) -> Option<&'a LiveFigure> {
-        live_figures.iter().find(|live| live.embedded_scenario.name == name)
+        live_figures.iter().find(|live_figure| live_figure.embedded_scenario.name == name)
     }
 
     /// Measures the figure, simulates its simulated series, and returns the table with both.
-    pub fn measure_table(&self, scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<FigureTable> {
-        let measured_part = Scenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
-        let samples = match measured_part.series[..] {
+    pub fn measure_table(
+        &self,
+        scenario: &Scenario,
+        report_progress: ProgressCallback<'_>,
+    ) -> anyhow::Result<FigureTable> {
+        let measured_scenario = Scenario { live: scenario.live.clone(), ..scenario.filter_simulated(false) };
+        let samples = match measured_scenario.series[..] {
             [] => Vec::new(),
-            _ => (self.measure)(&measured_part, progress).with_context(|| self.embedded_scenario.name)?,
+            _ => (self.measure)(&measured_scenario, report_progress).with_context(|| self.embedded_scenario.name)?,
         };
         let mut values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
         for sample in &samples {
@@ -72,21 +76,21 @@ impl LiveFigure {
             values.entry(curve_indices).or_default().push(SeedValue { x, seed: sample.run_number, y: sample.y });
         }
         let mut table = build_value_table(scenario, values);
-        let simulated_part = scenario.filter_simulated(true);
-        if !simulated_part.series.is_empty() {
-            insert_simulated_curves(&mut table, run::run(&simulated_part, &|_, _| {})?);
+        let simulated_scenario = scenario.filter_simulated(true);
+        if !simulated_scenario.series.is_empty() {
+            insert_simulated_curves(&mut table, run::run(&simulated_scenario, &|_, _| {})?);
         }
         Ok(table)
     }
 }
 
 fn insert_simulated_curves(table: &mut FigureTable, simulated_table: FigureTable) {
-    for simulated in simulated_table.panels {
-        let panel = table.panels.iter_mut().find(|panel| panel.title == simulated.title);
+    for simulated_panel in simulated_table.panels {
+        let panel = table.panels.iter_mut().find(|panel| panel.title == simulated_panel.title);
         let curves = panel.map_or(&mut [][..], |panel| &mut panel.curves[..]);
-        for curve in simulated.curves {
-            if let Some(place) = curves.iter_mut().find(|place| place.label == curve.label) {
-                place.cells = curve.cells;
+        for curve in simulated_panel.curves {
+            if let Some(measured_curve) = curves.iter_mut().find(|place| place.label == curve.label) {
+                measured_curve.cells = curve.cells;
             }
         }
     }

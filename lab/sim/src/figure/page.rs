@@ -26,7 +26,7 @@ nav table { font-size: 95%; }
 ";
 
 pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
-    let (holding, claims) = figures.iter().fold((0, 0), |(holding, claims), (result, _)| {
+    let (holding_count, claim_count) = figures.iter().fold((0, 0), |(holding, claims), (result, _)| {
         (holding + result.holding_claim_count(), claims + result.claims.len())
     });
     let contents_rows: String =
@@ -36,9 +36,9 @@ pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
          <style>{PAGE_CSS}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
-         <p>{holding} of {claims} statements hold here. {made} Published values are drawn in where the paper or its \
-         artifact gives numbers. Each \
-         statement is judged by a number of the table below it; one that does not hold is marked.</p>\n\
+         <p>{holding_count} of {claim_count} statements hold here. {made} Published values are drawn in where the paper \
+         or its artifact gives numbers. Each statement is judged by a number of the table below it; one that does not \
+         hold is marked.</p>\n\
          <nav><table>\n{contents_rows}</table></nav>\n{sections}</body>\n</html>\n",
         made = describe_number_source(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
     )
@@ -60,8 +60,10 @@ fn render_contents_row(result: &FigureResult, scenario: &Scenario) -> String {
     let failing_count = result.claims.len() - result.holding_claim_count();
     let claims_text = match (result.claims.len(), failing_count) {
         (0, _) => "no statement to judge".to_owned(),
-        (all, 0) => format!("{all} of {all} hold"),
-        (all, failing) => format!("{} of {all} hold, {failing} do not", all - failing),
+        (claim_count, 0) => format!("{claim_count} of {claim_count} hold"),
+        (claim_count, failing_claims) => {
+            format!("{} of {claim_count} hold, {failing_claims} do not", claim_count - failing_claims)
+        }
     };
     format!(
         "<tr><td><a href=\"#{name}\">{name}</a></td><td>{title}</td><td>{claims_text}</td></tr>\n",
@@ -107,8 +109,11 @@ fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
         command = escape_html(&result.provenance.command),
         version = escape_html(&result.provenance.version),
         digest = escape_html(&result.provenance.scenario),
-        machine =
-            result.provenance.measured_on.as_ref().map_or(String::new(), |on| format!(", on {}", escape_html(on))),
+        machine = result
+            .provenance
+            .measured_on
+            .as_ref()
+            .map_or(String::new(), |machine_text| format!(", on {}", escape_html(machine_text))),
     )
 }
 
@@ -123,7 +128,8 @@ pub fn describe_seeds(scenario: &Scenario) -> String {
 }
 
 fn render_sources(scenario: &Scenario) -> String {
-    let mut sources: Vec<&str> = scenario.published.iter().map(|published| published.source.as_str()).collect();
+    let mut sources: Vec<&str> =
+        scenario.published.iter().map(|published_curve| published_curve.source.as_str()).collect();
     sources.dedup();
     if sources.is_empty() {
         return String::new();
@@ -132,13 +138,14 @@ fn render_sources(scenario: &Scenario) -> String {
 }
 
 fn render_table(result: &FigureResult) -> String {
-    let render_row = |tag: &str, cells: &mut dyn Iterator<Item = &str>| {
-        let cells: String = cells.map(|cell| format!("<{tag}>{}</{tag}>", escape_html(cell))).collect();
-        format!("<tr>{cells}</tr>\n")
+    let render_row = |tag: &str, cell_texts: &mut dyn Iterator<Item = &str>| {
+        let cells_html: String =
+            cell_texts.map(|cell_text| format!("<{tag}>{}</{tag}>", escape_html(cell_text))).collect();
+        format!("<tr>{cells_html}</tr>\n")
     };
     let header_row = render_row("th", &mut CSV_COLUMNS.into_iter());
     let rows = result.table.rows();
-    let body_rows: String = rows.iter().map(|cells| render_row("td", &mut cells.iter().map(String::as_str))).collect();
+    let body_rows: String = rows.iter().map(|row| render_row("td", &mut row.iter().map(String::as_str))).collect();
     format!(
         "<details><summary>The numbers ({} rows)</summary>\n<table>\n{header_row}{body_rows}</table></details>\n",
         rows.len()
@@ -152,7 +159,7 @@ fn collapse_whitespace(text: &str) -> String {
 /// Renders `text` as HTML paragraphs, which are separated by empty lines in `text`.
 fn render_paragraphs(text: &str) -> String {
     let paragraphs: Vec<String> =
-        text.trim().split("\n\n").map(|part| escape_html(&collapse_whitespace(part))).collect();
+        text.trim().split("\n\n").map(|paragraph| escape_html(&collapse_whitespace(paragraph))).collect();
     paragraphs.join("<br>")
 }
 

@@ -83,11 +83,13 @@ impl Verdict {
     pub fn format_numbers(&self) -> String {
         let measured_text = match self.measured {
             None => "not reached here".to_owned(),
-            Some(extent) if self.points == 1 => format!("{} here", format_range(extent)),
-            Some(extent) => format!("{} here, {} values", format_range(extent), self.points),
+            Some(value_range) if self.points == 1 => format!("{} here", format_range(value_range)),
+            Some(value_range) => format!("{} here, {} values", format_range(value_range), self.points),
         };
         let seeds_text = match self.seeds {
-            Some(extent) if Some(extent) != self.measured => format!(" (single seeds {})", format_range(extent)),
+            Some(value_range) if Some(value_range) != self.measured => {
+                format!(" (single seeds {})", format_range(value_range))
+            }
             _ => String::new(),
         };
         let published_text =
@@ -98,12 +100,12 @@ impl Verdict {
 
 fn format_range((low, high): (f64, f64)) -> String {
     let format_value = |value: f64| match value.abs() {
-        zero if zero < 1e-9 => "0".to_owned(),
-        small if small < 0.01 => format!("{value:.1e}"),
-        small if small < 10.0 => format!("{value:.3}"),
-        middle if middle < 1000.0 => format!("{value:.1}"),
+        magnitude if magnitude < 1e-9 => "0".to_owned(),
+        magnitude if magnitude < 0.01 => format!("{value:.1e}"),
+        magnitude if magnitude < 10.0 => format!("{value:.3}"),
+        magnitude if magnitude < 1000.0 => format!("{value:.1}"),
         _ => format!("{value:.0}"),
     };
-    let (low, high) = (format_value(low), format_value(high));
-    if low == high { low } else { format!("{low} to {high}") }
+    let (low_text, high_text) = (format_value(low), format_value(high));
+    if low_text == high_text { low_text } else { format!("{low_text} to {high_text}") }
 }

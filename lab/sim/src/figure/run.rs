@@ -16,7 +16,7 @@ use crate::seed_summary::SeedSummary;
 ///
 /// The table does not depend on the number of threads, because runs are independent and ordered.
 pub fn run(scenario: &Scenario, report_progress: &(impl Fn(usize, usize) + Sync)) -> anyhow::Result<FigureTable> {
-    let plan = scenario.plan_runs().map_err(|failed| anyhow::anyhow!("{}", failed.cause))?;
+    let plan = scenario.plan_runs().map_err(|expand_error| anyhow::anyhow!("{}", expand_error.cause))?;
     let job_count = plan.jobs.len();
     let finished_count = std::sync::atomic::AtomicUsize::new(0);
     report_progress(0, job_count);
@@ -36,10 +36,10 @@ pub fn run(scenario: &Scenario, report_progress: &(impl Fn(usize, usize) + Sync)
 
 fn build_table(scenario: &Scenario, plan: &RunPlan, outcomes: &[Outcome]) -> FigureTable {
     let mut curve_values: HashMap<(usize, usize), Vec<SeedValue>> = HashMap::new();
-    for place in &plan.plot_points {
-        let x_scale = scenario.panel[place.panel_index].x.as_ref().map_or(1.0, |sweep| sweep.scale);
-        let values_of_curve = curve_values.entry((place.panel_index, place.series_index)).or_default();
-        values_of_curve.extend(plot_point_values(place, x_scale, &outcomes[place.job_index]));
+    for plot_point in &plan.plot_points {
+        let x_scale = scenario.panel[plot_point.panel_index].x.as_ref().map_or(1.0, |sweep| sweep.scale);
+        let values_of_curve = curve_values.entry((plot_point.panel_index, plot_point.series_index)).or_default();
+        values_of_curve.extend(plot_point_values(plot_point, x_scale, &outcomes[plot_point.job_index]));
     }
     build_value_table(scenario, curve_values)
 }

@@ -243,11 +243,11 @@ impl Scenario {
 
     /// Returns the published points of a series in a panel, by ascending x.
     pub fn published_points(&self, panel: &str, label: &str) -> Vec<PublishedCell> {
-        let published_values = self.published.iter().filter(|published| {
-            let is_in_panel = published.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
-            is_in_panel && published.series.get_ref() == label
+        let published_curves = self.published.iter().filter(|published_curve| {
+            let is_in_panel = published_curve.panel.as_ref().is_none_or(|title| title.get_ref() == panel);
+            is_in_panel && published_curve.series.get_ref() == label
         });
-        let points = published_values.flat_map(|published| &published.points);
+        let points = published_curves.flat_map(|published_curve| &published_curve.points);
         let mut cells: Vec<PublishedCell> =
             points.map(|point| PublishedCell { x: point.x, y: point.y, spread: point.spread }).collect();
         cells.sort_by(|a, b| a.x.total_cmp(&b.x));

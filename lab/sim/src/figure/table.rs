@@ -51,7 +51,7 @@ pub struct PublishedCell {
 
 impl Curve {
     fn published_at(&self, x: f64) -> Option<&PublishedCell> {
-        self.published.iter().find(|published| is_same_point(published.x, x))
+        self.published.iter().find(|published_cell| is_same_point(published_cell.x, x))
     }
 }
 
@@ -76,14 +76,14 @@ fn curve_rows(panel: &PanelTable, curve: &Curve) -> Vec<Vec<String>> {
     let mut rows: Vec<(f64, Vec<String>)> = Vec::new();
     for cell in &curve.cells {
         let SeedSummary { median, low, high, .. } = cell.spread;
-        let published = curve.published_at(cell.x).map_or(String::new(), |published| format_number(published.y));
-        let value_cells = [median, low, high].map(format_number).into_iter().chain([published]);
+        let published_cell = curve.published_at(cell.x).map_or(String::new(), |published| format_number(published.y));
+        let value_cells = [median, low, high].map(format_number).into_iter().chain([published_cell]);
         rows.push((cell.x, leading_cells(cell.x).into_iter().chain(value_cells).collect()));
     }
-    for published in &curve.published {
-        if !curve.cells.iter().any(|cell| is_same_point(cell.x, published.x)) {
-            let value_cells = [String::new(), String::new(), String::new(), format_number(published.y)];
-            rows.push((published.x, leading_cells(published.x).into_iter().chain(value_cells).collect()));
+    for published_cell in &curve.published {
+        if !curve.cells.iter().any(|cell| is_same_point(cell.x, published_cell.x)) {
+            let value_cells = [String::new(), String::new(), String::new(), format_number(published_cell.y)];
+            rows.push((published_cell.x, leading_cells(published_cell.x).into_iter().chain(value_cells).collect()));
         }
     }
     rows.sort_by(|(a, _), (b, _)| a.total_cmp(b));
@@ -125,9 +125,12 @@ mod tests {
     #[test]
     fn unsimulated_published_point_has_a_row() {
         let cell = Cell { x: 1.0, seeds: vec![2.0], spread: SeedSummary::from_values(&[2.0]).unwrap() };
-        let published = |x, y| PublishedCell { x, y, spread: None };
-        let curve =
-            Curve { label: "a".into(), cells: vec![cell], published: vec![published(0.5, 9.0), published(1.0, 2.5)] };
+        let build_published_cell = |x, y| PublishedCell { x, y, spread: None };
+        let curve = Curve {
+            label: "a".into(),
+            cells: vec![cell],
+            published: vec![build_published_cell(0.5, 9.0), build_published_cell(1.0, 2.5)],
+        };
         let table = FigureTable { seeds: 1, panels: vec![PanelTable { title: "p".into(), curves: vec![curve] }] };
         assert_eq!(table.to_csv(), "panel,series,x,median,low,high,published\np,a,0.5,,,,9\np,a,1,2,2,2,2.5\n");
     }

@@ -123,7 +123,7 @@ impl LbArgs {
             read_options: ReadOptions { idle_timeout_ns: self.idle_timeout * 1_000_000_000 },
             trace_copies: self.overlay,
             core_capacity: self.core_capacity,
-            tables: match self.indirection_tables {
+            indirection_table_draw: match self.indirection_tables {
                 IndirectionTables::Balanced => IndirectionTableDraw::Balanced,
                 IndirectionTables::Independent => IndirectionTableDraw::Independent,
             },

@@ -89,7 +89,7 @@ impl Cores {
     }
 
     /// Returns how many bytes were in the packets that the cores have accepted.
-    pub fn bytes(&self) -> u64 {
+    pub fn accepted_bytes(&self) -> u64 {
         self.accepted_bytes
     }
 
@@ -163,7 +163,7 @@ mod tests {
         }
         assert!(reference.dropped_packets > 1_000 && reference.served_packets > 10_000);
         let accepted_packets = reference.served_packets + reference.departure_times.len() as u64;
-        assert_eq!(cores.bytes(), accepted_packets * 100);
+        assert_eq!(cores.accepted_bytes(), accepted_packets * 100);
         assert_eq!(cores.busy_ns(now).next(), Some(accepted_packets * 50 - (reference.last_departure - now)));
     }
 
@@ -173,6 +173,6 @@ mod tests {
         (0..500).for_each(|_| cores.process_arrival(1, 7, 60));
         assert_eq!(cores.served_packets(7).collect::<Vec<_>>(), [0, 500]);
         assert_eq!(cores.busy_ns(7).collect::<Vec<_>>(), [0, 500_000]);
-        assert_eq!((cores.dropped_packets(), cores.bytes()), (0, 30_000));
+        assert_eq!((cores.dropped_packets(), cores.accepted_bytes()), (0, 30_000));
     }
 }

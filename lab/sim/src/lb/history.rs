@@ -41,7 +41,7 @@ impl HistoryLoad {
     }
 
     /// Starts a flow that sends `rate_pps` packets per second to a core.
-    pub fn begin(&mut self, flow: u32, core: usize, rate_pps: f64, now_ns: u64) {
+    pub fn begin_flow(&mut self, flow: u32, core: usize, rate_pps: f64, now_ns: u64) {
         let flow = flow as usize;
         if self.flow_packets_per_ns.len() <= flow {
             self.flow_packets_per_ns.resize(flow + 1, 0.0);
@@ -50,7 +50,7 @@ impl HistoryLoad {
         self.add_rate(core, rate_pps / 1e9, now_ns);
     }
 
-    pub fn end(&mut self, flow: u32, core: usize, now_ns: u64) {
+    pub fn end_flow(&mut self, flow: u32, core: usize, now_ns: u64) {
         self.add_rate(core, -self.flow_packets_per_ns[flow as usize], now_ns);
     }
 
@@ -84,11 +84,11 @@ mod tests {
     #[test]
     fn busy_time_is_rate_times_time_and_ends_with_the_history() {
         let mut history = HistoryLoad::new(2, CoreCapacity::Unlimited { cost_ns: 1_000.0 }, 3_000_000_000);
-        history.begin(0, 1, 500.0, 0);
-        history.begin(7, 1, 100.0, 500_000_000);
+        history.begin_flow(0, 1, 500.0, 0);
+        history.begin_flow(7, 1, 100.0, 500_000_000);
         // One flow sends 500 packets of 1 us, the other 50.
         assert!((history.busy_ns(1_000_000_000)[1] - 550_000.0).abs() < 1.0);
-        history.end(0, 1, 1_500_000_000);
+        history.end_flow(0, 1, 1_500_000_000);
         // By 2 s the flows have sent another 250 and 100 packets. The second sends 100 more until the history ends.
         assert!((history.busy_ns(2_000_000_000)[1] - 900_000.0).abs() < 1.0);
         assert!((history.busy_ns(9_000_000_000)[1] - 1_000_000.0).abs() < 1.0);
@@ -100,7 +100,7 @@ mod tests {
     fn core_of_limited_capacity_is_busy_at_most_all_the_time() {
         let mut history =
             HistoryLoad::new(1, CoreCapacity::Limited { cost_ns: 10_000.0, queue_limit: None }, 2_000_000_000);
-        history.begin(0, 0, 150_000.0, 0);
+        history.begin_flow(0, 0, 150_000.0, 0);
         assert_eq!(history.busy_ns(1_000_000_000)[0], 1e9);
     }
 }

@@ -60,7 +60,7 @@ pub struct Config {
     /// further ones are dropped.
     pub core_capacity: Option<f64>,
     /// How each server's indirection table assigns its entries to cores.
-    pub tables: IndirectionTableDraw,
+    pub indirection_table_draw: IndirectionTableDraw,
     /// Duration of the windows in which variance is measured (ms), from 1 to 3,600,000. The paper's windows last 1 s.
     pub window_ms: u32,
     /// Speed of the replay relative to the recording, above 0. With 1.1 the replay is 10 % faster.
@@ -89,7 +89,7 @@ impl Default for Config {
             read_options: ReadOptions::default(),
             trace_copies: 1,
             core_capacity: None,
-            tables: IndirectionTableDraw::Balanced,
+            indirection_table_draw: IndirectionTableDraw::Balanced,
             window_ms: 1_000,
             replay_speed: 1.0,
             racks: None,
@@ -130,8 +130,8 @@ pub enum Error {
     OracleNeedsRates,
 }
 
-fn format_skipped(skipped: &crate::trace::SkipCounts) -> String {
-    let reasons: Vec<String> = skipped.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
+fn format_skipped(skip_counts: &crate::trace::SkipCounts) -> String {
+    let reasons: Vec<String> = skip_counts.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
     if reasons.is_empty() { String::new() } else { format!(" (left out: {})", reasons.join(", ")) }
 }
 
@@ -192,7 +192,7 @@ impl Config {
             (!self.seeds.is_empty(), ("seeds", "0".to_owned(), "at least 1".to_owned())),
             (!self.policies.is_empty(), ("policies", "0".to_owned(), "at least 1".to_owned())),
         ];
-        match range_checks.into_iter().find(|(holds, _)| !holds) {
+        match range_checks.into_iter().find(|(is_in_range, _)| !is_in_range) {
             Some((_, (name, value, expected))) => Err(OutOfRange { name, value, expected }.into()),
             None => Ok(()),
         }

@@ -30,10 +30,10 @@ impl Oracle {
         &mut self,
         flow: u32,
         first_packet: &FirstPacket,
-        reachable: impl Iterator<Item = usize>,
+        reachable_cores: impl Iterator<Item = usize>,
     ) -> Option<usize> {
         let rate_units = (first_packet.rate_pps? * RATE_UNITS_PER_PACKET) as u64;
-        let core = reachable.min_by_key(|core| self.core_rates[*core])?;
+        let core = reachable_cores.min_by_key(|core| self.core_rates[*core])?;
         if self.flow_rates.len() <= flow as usize {
             self.flow_rates.resize(flow as usize + 1, 0);
         }
@@ -42,7 +42,7 @@ impl Oracle {
         Some(core)
     }
 
-    pub fn close(&mut self, flow: u32, core: usize) {
+    pub fn remove_flow(&mut self, flow: u32, core: usize) {
         self.core_rates[core] -= self.flow_rates[flow as usize];
     }
 }
@@ -63,7 +63,7 @@ mod tests {
         assert_eq!(oracle.place_flow(0, &first_packet(10.0), [0, 2].into_iter()), Some(0));
         assert_eq!(oracle.place_flow(1, &first_packet(3.0), [0, 2].into_iter()), Some(2));
         assert_eq!(oracle.place_flow(2, &first_packet(3.0), [0, 2].into_iter()), Some(2));
-        oracle.close(0, 0);
+        oracle.remove_flow(0, 0);
         assert_eq!(oracle.place_flow(3, &first_packet(1.0), [0, 2].into_iter()), Some(0));
         assert_eq!(oracle.place_flow(4, &FirstPacket { tuple, rate_pps: None }, [0].into_iter()), None);
     }

@@ -40,8 +40,9 @@ pub struct PolicyOutcome {
 impl PolicyOutcome {
     /// Summarizes the results of all seeds, or returns `None` if there are none.
     pub fn new(policy: &str, seeds: Vec<SeedResult>) -> Option<Self> {
-        let summarize =
-            |of: fn(&SeedResult) -> f64| SeedSummary::from_values(&seeds.iter().map(of).collect::<Vec<_>>());
+        let summarize = |to_value: fn(&SeedResult) -> f64| {
+            SeedSummary::from_values(&seeds.iter().map(to_value).collect::<Vec<_>>())
+        };
         Some(Self {
             policy: policy.to_owned(),
             server_variance_pct: summarize(|seed| seed.server_variance_pct)?,

@@ -17,7 +17,7 @@ const UNLIMITED_CORE_PACKET_COST_NS: f64 = 1_000.0;
 /// Simulates every policy with every seed. Fails with an [`Error`] when the configuration or the trace is invalid.
 pub fn run(config: &Config) -> Result<Outcome, Error> {
     config.check()?;
-    let known_policies = coreward_model::policy::names();
+    let known_policies = coreward_model::policy::policy_names();
     if let Some(name) = config.policies.iter().find(|name| *name != ORACLE && !known_policies.contains(&name.as_str()))
     {
         return Err(unknown_policy_error(name).into());
@@ -38,7 +38,7 @@ struct TracePass {
     packets: u64,
     flows: u64,
     duration_ns: u64,
-    skipped: SkipCounts,
+    skip_counts: SkipCounts,
     reordered_packet_count: u64,
 }
 
@@ -64,53 +64,50 @@ impl TracePass {
                 batch
                     .first_packets
                     .iter_mut()
-                    .for_each(|opening| opening.rate_pps = opening.rate_pps.map(|rate| rate * speed));
+                    .for_each(|first_packet| first_packet.rate_pps = first_packet.rate_pps.map(|rate| rate * speed));
             }
-            let Some(last) = batch.packets.last() else { break };
-            last_ns = last.time_ns;
+            let Some(last_packet) = batch.packets.last() else { break };
+            last_ns = last_packet.time_ns;
             packets += batch.packets.iter().filter(|packet| packet.event.is_packet()).count() as u64;
             flows +=
                 batch.packets.iter().filter(|packet| packet.event.opens() && packet.event.is_packet()).count() as u64;
             simulations.par_iter_mut().map(|simulation| simulation.process_batch(&batch)).collect::<Result<(), _>>()?;
         }
-        let (skipped, reordered) = (trace.skip_counts(), trace.reordered_packet_count());
+        let (skip_counts, reordered_packet_count) = (trace.skip_counts(), trace.reordered_packet_count());
         if packets == 0 {
-            return Err(Error::NoPackets(skipped));
+            return Err(Error::NoPackets(skip_counts));
         }
         let end_ns = trace.end_ns().map_or(last_ns, replay_time_ns);
         let seed_results: Option<Vec<SeedResult>> =
             simulations.into_par_iter().map(|simulation| simulation.finish(end_ns)).collect();
-        let too_short = Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
-        let seed_results = seed_results.ok_or(too_short)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
-        Ok(Self {
-            seed_results,
-            packets,
-            flows,
-            duration_ns: end_ns - history_ns,
-            skipped,
-            reordered_packet_count: reordered,
-        })
+        let too_short_error =
+            Error::TooShort { seconds: (end_ns - history_ns) as f64 / 1e9, window_ms: config.window_ms };
+        let seed_results =
+            seed_results.ok_or(too_short_error)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
+        Ok(Self { seed_results, packets, flows, duration_ns: end_ns - history_ns, skip_counts, reordered_packet_count })
     }
 }
 
 /// Returns the capacity of a core. Requests of an arrival log wait without limit, but packets are dropped at full
 /// queues.
 fn derive_capacity(config: &Config, trace: &dyn Trace) -> CoreCapacity {
-    match (config.core_capacity, trace.service()) {
+    match (config.core_capacity, trace.core_service_rate()) {
         (Some(packets_per_s), None) => {
             CoreCapacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: Some(MAX_QUEUED_PACKETS) }
         }
         (Some(packets_per_s), Some(_)) => CoreCapacity::Limited { cost_ns: 1e9 / packets_per_s, queue_limit: None },
-        (None, Some(service)) => CoreCapacity::Limited { cost_ns: 1e9 / service.packets_per_s, queue_limit: None },
+        (None, Some(service_rate)) => {
+            CoreCapacity::Limited { cost_ns: 1e9 / service_rate.packets_per_s, queue_limit: None }
+        }
         (None, None) => CoreCapacity::Unlimited { cost_ns: UNLIMITED_CORE_PACKET_COST_NS },
     }
 }
 
 fn merge_runs(config: &Config, runs: Vec<TracePass>) -> Outcome {
     let run_count = runs.len() as u64;
-    let mean_over_runs = |of: fn(&TracePass) -> u64| runs.iter().map(of).sum::<u64>() / run_count;
+    let mean_over_runs = |to_value: fn(&TracePass) -> u64| runs.iter().map(to_value).sum::<u64>() / run_count;
     let mut skipped = SkipCounts::new();
-    for (reason, packets) in runs.iter().flat_map(|run| &run.skipped) {
+    for (reason, packets) in runs.iter().flat_map(|run| &run.skip_counts) {
         *skipped.entry(*reason).or_default() += packets / run_count;
     }
     let policy_outcome = |(position, name): (usize, &String)| {

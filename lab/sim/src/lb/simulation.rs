@@ -22,7 +22,7 @@ const RNG_STREAM_SERVERS: u64 = 21;
 const MAX_REPORTS_PER_GAP: u64 = 1_000;
 
 /// Policy or oracle that places new connections.
-enum Placer {
+enum PlacementMethod {
     Policy(Box<dyn Policy>),
     Oracle(Oracle),
 }
@@ -46,7 +46,7 @@ struct CounterSnapshot {
 
 /// Simulated fleet and load balancer under one policy and seed.
 pub struct Simulation {
-    placer: Placer,
+    placement_method: PlacementMethod,
     fleet: SimulatedCluster,
     cores_per_server: usize,
     cores: Cores,
@@ -77,19 +77,29 @@ impl Simulation {
         history_ns: u64,
     ) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
-        let Config { servers, cores, buckets, alpha, tables, .. } = *config;
-        let plan = FleetShape { server_count: servers, cores_per_server: cores, bucket_count: buckets, alpha, tables }
-            .draw_plan(&mut rng);
+        let Config { servers, cores, buckets, alpha, indirection_table_draw, .. } = *config;
+        let plan = FleetShape {
+            server_count: servers,
+            cores_per_server: cores,
+            bucket_count: buckets,
+            alpha,
+            indirection_table_draw,
+        }
+        .draw_plan(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         let core_count = fleet.core_count();
-        let placer = match policy {
-            ORACLE => Placer::Oracle(Oracle::new(core_count)),
-            name => Placer::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy_error(name))?),
+        let placement_method = match policy {
+            ORACLE => PlacementMethod::Oracle(Oracle::new(core_count)),
+            name => {
+                PlacementMethod::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy_error(name))?)
+            }
         };
-        if let (Some(racks), Placer::Policy(_)) = (config.racks, &placer) {
+        if let (Some(racks), PlacementMethod::Policy(_)) = (config.racks, &placement_method) {
             let policies = (0..racks).map(|_| policy::policy_by_name(policy, seed).expect("the controller has one"));
-            fleet
-                .set_racks(RackControllers { policies: policies.collect(), candidates: config.rack_candidates.into() });
+            fleet.set_racks(RackControllers {
+                policies: policies.collect(),
+                max_candidates_per_bucket: config.rack_candidates.into(),
+            });
         }
         let last_counters = CounterSnapshot {
             arrived_packets: vec![0; core_count],
@@ -99,7 +109,7 @@ impl Simulation {
             time_ns: 0,
         };
         Ok(Self {
-            placer,
+            placement_method,
             fleet,
             cores_per_server: usize::from(config.cores),
             cores: Cores::new(core_count, capacity),
@@ -130,9 +140,9 @@ impl Simulation {
             if packet.event.opens() {
                 self.open_flow(packet, first_packets.next().expect("one for each flow that opens"))?;
             }
-            let core = usize::from(self.core_of_flow[packet.flow as usize]);
+            let core = usize::from(self.core_of_flow[packet.flow_number as usize]);
             if packet.event.is_packet() {
-                self.cores.process_arrival(core, packet.time_ns, packet.bytes);
+                self.cores.process_arrival(core, packet.time_ns, packet.wire_bytes);
             }
             if packet.event.closes() {
                 self.close_flow(packet, core);
@@ -142,14 +152,14 @@ impl Simulation {
     }
 
     fn open_flow(&mut self, packet: &Packet, first_packet: &crate::trace::FirstPacket) -> Result<(), Error> {
-        let core = match &mut self.placer {
-            Placer::Policy(_) => self.fleet.place(&first_packet.tuple),
-            Placer::Oracle(oracle) => {
-                let reachable = self.fleet.reachable_cores(&first_packet.tuple);
-                oracle.place_flow(packet.flow, first_packet, reachable).ok_or(Error::OracleNeedsRates)?
+        let core = match &mut self.placement_method {
+            PlacementMethod::Policy(_) => self.fleet.place_connection(&first_packet.tuple),
+            PlacementMethod::Oracle(oracle) => {
+                let reachable_cores = self.fleet.reachable_cores(&first_packet.tuple);
+                oracle.place_flow(packet.flow_number, first_packet, reachable_cores).ok_or(Error::OracleNeedsRates)?
             }
         };
-        let flow = packet.flow as usize;
+        let flow = packet.flow_number as usize;
         if self.core_of_flow.len() <= flow {
             self.core_of_flow.resize(flow + 1, 0);
         }
@@ -157,30 +167,30 @@ impl Simulation {
         self.open_connections[core / self.cores_per_server] += 1;
         if packet.time_ns < self.history_ns {
             let rate = first_packet.rate_pps.expect("a history knows rates");
-            self.history.begin(packet.flow, core, rate, packet.time_ns);
+            self.history.begin_flow(packet.flow_number, core, rate, packet.time_ns);
         }
         Ok(())
     }
 
     fn close_flow(&mut self, packet: &Packet, core: usize) {
         self.open_connections[core / self.cores_per_server] -= 1;
-        if let Placer::Oracle(oracle) = &mut self.placer {
-            oracle.close(packet.flow, core);
+        if let PlacementMethod::Oracle(oracle) = &mut self.placement_method {
+            oracle.remove_flow(packet.flow_number, core);
         }
         if packet.time_ns < self.history_ns {
-            self.history.end(packet.flow, core, packet.time_ns);
+            self.history.end_flow(packet.flow_number, core, packet.time_ns);
         }
     }
 
     /// Processes all reports and window ends that are due by `now_ns`.
     fn advance_to(&mut self, now_ns: u64) {
-        let mut reports_left = MAX_REPORTS_PER_GAP;
+        let mut remaining_reports = MAX_REPORTS_PER_GAP;
         while self.next_report_ns.min(self.next_window_ns) <= now_ns {
             if self.next_report_ns <= self.next_window_ns {
                 self.process_reports(self.next_report_ns);
                 self.next_report_ns += self.report_interval_ns;
-                reports_left = reports_left.saturating_sub(1);
-                if reports_left == 0 {
+                remaining_reports = remaining_reports.saturating_sub(1);
+                if remaining_reports == 0 {
                     // The remaining reports have no effect, so this skips to the last one that is due.
                     self.next_report_ns +=
                         now_ns.saturating_sub(self.next_report_ns) / self.report_interval_ns * self.report_interval_ns;
@@ -200,19 +210,23 @@ impl Simulation {
     fn process_reports(&mut self, now_ns: u64) {
         // Connections assigned until now count for the previous table, so a due table is installed before new reports.
         self.install_due_table(now_ns);
-        let Placer::Policy(policy) = &mut self.placer else { return };
+        let PlacementMethod::Policy(policy) = &mut self.placement_method else { return };
         let history_busy_ns = self.history.busy_ns(now_ns).iter();
-        let busy_ns: Vec<u64> =
-            self.cores.busy_ns(now_ns).zip(history_busy_ns).map(|(new, old)| new + *old as u64).collect();
+        let busy_ns: Vec<u64> = self
+            .cores
+            .busy_ns(now_ns)
+            .zip(history_busy_ns)
+            .map(|(trace_ns, history_ns)| trace_ns + *history_ns as u64)
+            .collect();
         let table = self.fleet.prepare_table(now_ns, &busy_ns, &self.open_connections, policy.as_mut());
         // The first table is used at once, because there is no earlier one.
-        let in_force_at_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
-        self.pending_table = Some((in_force_at_ns, table));
+        let active_from_ns = if now_ns == 0 { 0 } else { now_ns + self.table_delay_ns };
+        self.pending_table = Some((active_from_ns, table));
         self.install_due_table(now_ns);
     }
 
     fn install_due_table(&mut self, now_ns: u64) {
-        if let Some((_, table)) = self.pending_table.take_if(|(in_force_ns, _)| *in_force_ns <= now_ns) {
+        if let Some((_, table)) = self.pending_table.take_if(|(active_from_ns, _)| *active_from_ns <= now_ns) {
             self.fleet.install_table(table);
         }
     }
@@ -222,7 +236,7 @@ impl Simulation {
             arrived_packets: self.cores.arrived_packets().to_vec(),
             served_packets: self.cores.served_packets(now_ns).collect(),
             dropped_packets: self.cores.dropped_packets(),
-            accepted_bytes: self.cores.bytes(),
+            accepted_bytes: self.cores.accepted_bytes(),
             time_ns: now_ns,
         };
         let differences = |new: &[u64], old: &[u64]| -> Vec<f64> {
@@ -235,10 +249,10 @@ impl Simulation {
                 arrived_packets.chunks(self.cores_per_server).map(|cores| cores.iter().sum()).collect();
             self.window_results.server_variance_pct.extend(variance_pct(&server_packets));
             self.window_results.core_variance_pct.extend(variance_pct(&served_packets));
-            let max_served = served_packets.iter().copied().fold(0.0, f64::max);
+            let max_served_packets = served_packets.iter().copied().fold(0.0, f64::max);
             self.window_results
                 .max_over_mean
-                .extend(mean(&served_packets).filter(|mean| *mean > 0.0).map(|mean| max_served / mean));
+                .extend(mean(&served_packets).filter(|mean| *mean > 0.0).map(|mean| max_served_packets / mean));
         } else {
             self.first_counters = Some(counters.clone());
         }
@@ -274,5 +288,5 @@ impl Simulation {
 }
 
 pub fn unknown_policy_error(name: &str) -> UnknownName {
-    UnknownName::new("policy", name, policy::names().into_iter().chain([ORACLE]))
+    UnknownName::new("policy", name, policy::policy_names().into_iter().chain([ORACLE]))
 }

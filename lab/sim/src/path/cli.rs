@@ -90,7 +90,7 @@ impl PathArgs {
             request_gap: self.request_gap,
             rate_sigma: self.rate_sigma,
             buckets: self.buckets,
-            tables: IndirectionTableDraw::Balanced,
+            indirection_table_draw: IndirectionTableDraw::Balanced,
             report_ms: self.report_ms,
             alpha: self.alpha,
             report_phase: self.report_phase,

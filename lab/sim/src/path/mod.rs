@@ -59,7 +59,7 @@ pub struct Config {
     /// Number of buckets in the placement table, and also of entries in each server's indirection table.
     pub buckets: BucketCount,
     /// How each server's indirection table assigns its entries to cores.
-    pub tables: IndirectionTableDraw,
+    pub indirection_table_draw: IndirectionTableDraw,
     /// Interval between two reports, and between two placement tables (ms), from 0.001 to 10,000.
     pub report_ms: f64,
     /// Weight of the newest report in a core's smoothed load.
@@ -100,7 +100,7 @@ impl Default for Config {
             request_gap: 50.0,
             rate_sigma: 1.0,
             buckets: BucketCount::PUBLISHED,
-            tables: IndirectionTableDraw::Balanced,
+            indirection_table_draw: IndirectionTableDraw::Balanced,
             report_ms: 100.0,
             alpha: SmoothingWeight::PUBLISHED,
             report_phase: ReportPhase::Aligned,
@@ -125,10 +125,10 @@ pub enum Error {
     Server(#[from] rpc::Error),
     /// The run is too short to measure anything after the warm-up.
     #[error(
-        "{seconds} s: expected at least {needed:.3}, twice the warm-up (which is two mean lives of a connection) and \
-         two windows after it"
+        "{seconds} s: expected at least {min_seconds:.3}, twice the warm-up (which is two mean lives of a connection) \
+         and two windows after it"
     )]
-    TooShort { seconds: f64, needed: f64 },
+    TooShort { seconds: f64, min_seconds: f64 },
 }
 
 impl Config {
@@ -159,21 +159,21 @@ impl Config {
             ("dispatch policies", self.dispatch_policies.len() as f64, 1.0, 1e3),
             ("seeds", self.seeds.len() as f64, 1.0, 1e4),
         ];
-        if let Some((name, value, low, high)) =
-            allowed_ranges.into_iter().find(|(_, value, low, high)| !(low..=high).contains(&value))
+        if let Some((name, value, min, max)) =
+            allowed_ranges.into_iter().find(|(_, value, min, max)| !(min..=max).contains(&value))
         {
-            return Err(OutOfRange { name, value: value.to_string(), expected: format!("{low} to {high}") }.into());
+            return Err(OutOfRange { name, value: value.to_string(), expected: format!("{min} to {max}") }.into());
         }
         for dispatch in &self.dispatch_policies {
             self.check_server_config(dispatch)?;
         }
-        let known_policies = policy::names();
-        if let Some(unknown) = self.policies.iter().find(|name| !known_policies.contains(&name.as_str())) {
-            return Err(UnknownName::new("policy", unknown, known_policies).into());
+        let known_policies = policy::policy_names();
+        if let Some(unknown_policy) = self.policies.iter().find(|name| !known_policies.contains(&name.as_str())) {
+            return Err(UnknownName::new("policy", unknown_policy, known_policies).into());
         }
-        let needed = (2.0 * self.warm_up_seconds()).max(self.warm_up_seconds() + 2.0 * self.window_ms / 1e3);
-        if self.seconds < needed {
-            return Err(Error::TooShort { seconds: self.seconds, needed });
+        let min_seconds = (2.0 * self.warm_up_seconds()).max(self.warm_up_seconds() + 2.0 * self.window_ms / 1e3);
+        if self.seconds < min_seconds {
+            return Err(Error::TooShort { seconds: self.seconds, min_seconds });
         }
         Ok(())
     }
@@ -192,7 +192,7 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     let combinations: Vec<(&String, &Policy)> = config
         .policies
         .iter()
-        .flat_map(|policy| config.dispatch_policies.iter().map(move |inside| (policy, inside)))
+        .flat_map(|policy| config.dispatch_policies.iter().map(move |dispatch| (policy, dispatch)))
         .collect();
     let runs: Vec<(&String, &Policy, u64)> = combinations
         .iter()

@@ -41,8 +41,9 @@ pub struct CombinationOutcome {
 impl CombinationOutcome {
     /// Summarizes the results of all seeds, or returns `None` if there are none.
     pub fn new(policy: &str, dispatch: &str, seed_results: &[SeedResult]) -> Option<Self> {
-        let summarize =
-            |of: fn(&SeedResult) -> f64| SeedSummary::from_values(&seed_results.iter().map(of).collect::<Vec<_>>());
+        let summarize = |to_value: fn(&SeedResult) -> f64| {
+            SeedSummary::from_values(&seed_results.iter().map(to_value).collect::<Vec<_>>())
+        };
         Some(Self {
             policy: policy.to_owned(),
             dispatch: dispatch.to_owned(),
@@ -78,7 +79,7 @@ impl Printable for Outcome {
                 combination;
             let statistics = [mean, p50, p90, p99, p999, server_variance_pct, core_variance_pct];
             let names = [combination.policy.clone(), combination.dispatch.clone()];
-            names.into_iter().chain(statistics.map(|figure| format!("{:.3}", figure.median))).collect()
+            names.into_iter().chain(statistics.map(|statistic| format!("{:.3}", statistic.median))).collect()
         };
         self.combinations.iter().map(combination_row).collect()
     }

@@ -61,9 +61,9 @@ struct Connection {
     server: u16,
     flow_hash: u32,
     /// Number of requests that have arrived but are not answered yet.
-    unanswered: u32,
+    unanswered_requests: u32,
     /// Whether the connection's last request has arrived.
-    has_last_arrived: bool,
+    has_last_request_arrived: bool,
 }
 
 impl ResponseSink for ResponseTracker {
@@ -71,8 +71,8 @@ impl ResponseSink for ResponseTracker {
         self.recorder.handle_response(response);
         let id = ConnectionId(response.request.connection);
         let connection = &mut self.connections[id.0 as usize];
-        connection.unanswered -= 1;
-        if connection.has_last_arrived && connection.unanswered == 0 {
+        connection.unanswered_requests -= 1;
+        if connection.has_last_request_arrived && connection.unanswered_requests == 0 {
             self.open_connections[usize::from(connection.server)] -= 1;
             self.free_ids.push(id);
         }
@@ -82,7 +82,7 @@ impl ResponseSink for ResponseTracker {
 impl ResponseTracker {
     fn open_connection(&mut self, server: u16, flow_hash: u32) -> ConnectionId {
         self.open_connections[usize::from(server)] += 1;
-        let connection = Connection { server, flow_hash, unanswered: 0, has_last_arrived: false };
+        let connection = Connection { server, flow_hash, unanswered_requests: 0, has_last_request_arrived: false };
         let Some(id) = self.free_ids.pop() else {
             self.connections.push(connection);
             return ConnectionId(self.connections.len() as u32 - 1);
@@ -115,14 +115,20 @@ impl<'a> Simulation<'a> {
     /// Creates a simulation in which the load balancer uses `policy` and the servers use `dispatch_policy`.
     pub fn new(config: &'a Config, policy: &str, dispatch_policy: &'a Policy, seed: u64) -> Result<Self, Error> {
         let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
-        let Config { servers, cores, buckets, alpha, tables, .. } = *config;
-        let plan = FleetShape { server_count: servers, cores_per_server: cores, bucket_count: buckets, alpha, tables }
-            .draw_plan(&mut rng);
+        let Config { servers, cores, buckets, alpha, indirection_table_draw, .. } = *config;
+        let plan = FleetShape {
+            server_count: servers,
+            cores_per_server: cores,
+            bucket_count: buckets,
+            alpha,
+            indirection_table_draw,
+        }
+        .draw_plan(&mut rng);
         let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
         if config.requests_per_connection == 1.0 {
             fleet.count_placements_as_requests();
         }
-        let unknown_policy_error = |_| UnknownName::new("policy", policy, policy::names());
+        let unknown_policy_error = |_| UnknownName::new("policy", policy, policy::policy_names());
         let class_count = config.service.class_times().len();
         let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
         let report_interval = config.seconds_to_ticks(config.report_ms / 1e3);
@@ -171,10 +177,11 @@ impl<'a> Simulation<'a> {
 
     pub fn run(mut self) -> SeedResult {
         let seconds_to_ticks = |seconds: f64| self.config.seconds_to_ticks(seconds);
-        let [end, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(seconds_to_ticks);
-        let [report, window] = [self.config.report_ms / 1e3, self.config.window_ms / 1e3].map(seconds_to_ticks);
-        let report_interval = report.max(1);
-        let (mut next_report, mut next_window, mut measuring) = (0, warm_up, false);
+        let [end_time, warm_up] = [self.config.seconds, self.config.warm_up_seconds()].map(seconds_to_ticks);
+        let [report_ticks, window_ticks] =
+            [self.config.report_ms / 1e3, self.config.window_ms / 1e3].map(seconds_to_ticks);
+        let report_interval = report_ticks.max(1);
+        let (mut next_report, mut next_window, mut is_measuring) = (0, warm_up, false);
         let mut server_to_read = self.next_server_to_read();
         loop {
             let now = self
@@ -183,16 +190,16 @@ impl<'a> Simulation<'a> {
                 .min(next_report)
                 .min(next_window)
                 .min(self.core_readings[server_to_read].next_read_at);
-            if now > end {
+            if now > end_time {
                 break;
             }
             if now == next_window {
-                self.close_window(now, measuring);
-                if !measuring {
+                self.close_window(now, is_measuring);
+                if !is_measuring {
                     self.response_tracker.recorder.measure_from(now);
-                    measuring = true;
+                    is_measuring = true;
                 }
-                next_window += window.max(1);
+                next_window += window_ticks.max(1);
             } else if now == self.core_readings[server_to_read].next_read_at {
                 self.read_core_busy_times(server_to_read, now);
                 self.core_readings[server_to_read].next_read_at += report_interval;
@@ -208,7 +215,7 @@ impl<'a> Simulation<'a> {
             server.advance(NEVER - 1, &mut self.response_tracker);
         }
         SeedResult {
-            latency: self.response_tracker.recorder.all().expect("requests come after the warm-up"),
+            latency: self.response_tracker.recorder.all_latencies().expect("requests come after the warm-up"),
             server_variance_pct: mean(&self.window_results.server_variance_pct).unwrap_or(0.0),
             core_variance_pct: mean(&self.window_results.core_variance_pct).unwrap_or(0.0),
             request_count: self.request_count,
@@ -219,7 +226,7 @@ impl<'a> Simulation<'a> {
         let id = match self.traffic.pop_event() {
             TrafficEvent::NextRequest(id) => id,
             TrafficEvent::ConnectionOpened(tuple) => {
-                let server = self.fleet.place(&tuple) / usize::from(self.config.cores);
+                let server = self.fleet.place_connection(&tuple) / usize::from(self.config.cores);
                 // This also closes the connections that have ended by now.
                 self.servers[server].advance(now, &mut self.response_tracker);
                 let id = self.response_tracker.open_connection(server as u16, self.fleet.rss_hash(&tuple));
@@ -229,8 +236,8 @@ impl<'a> Simulation<'a> {
         };
         let (class, work) = self.service_time_sampler.sample(&mut self.service_rng);
         let connection = &mut self.response_tracker.connections[id.0 as usize];
-        connection.unanswered += 1;
-        connection.has_last_arrived = !self.traffic.has_more_requests(id);
+        connection.unanswered_requests += 1;
+        connection.has_last_request_arrived = !self.traffic.has_more_requests(id);
         let server = &mut self.servers[usize::from(connection.server)];
         let request = Request {
             arrived_at: now,
@@ -283,8 +290,12 @@ impl<'a> Simulation<'a> {
         }
         let ns_per_unit = self.config.unit_us * 1e3;
         let to_ns = |time: Tick| (crate::rpc::ticks::to_units(time) * ns_per_unit) as u64;
-        let busy_ns: Vec<u64> =
-            self.core_readings.iter().flat_map(|reading| &reading.core_busy_times).map(|busy| to_ns(*busy)).collect();
+        let busy_ns: Vec<u64> = self
+            .core_readings
+            .iter()
+            .flat_map(|reading| &reading.core_busy_times)
+            .map(|busy_time| to_ns(*busy_time))
+            .collect();
         let measured_ns: Vec<Option<u64>> =
             self.core_readings.iter().map(|reading| reading.last_read_at.map(to_ns)).collect();
         self.fleet.report_measured_at(
@@ -297,7 +308,7 @@ impl<'a> Simulation<'a> {
 
     fn close_window(&mut self, now: Tick, is_measured: bool) {
         let busy_times = self.busy_times(now);
-        let increase = |(busy, before): (&Tick, &Tick)| (busy - before) as f64;
+        let increase = |(busy_time, previous_busy_time): (&Tick, &Tick)| (busy_time - previous_busy_time) as f64;
         let core_busy_times: Vec<f64> =
             busy_times.iter().zip(&self.window_results.busy_at_window_start).map(increase).collect();
         self.window_results.busy_at_window_start = busy_times;
@@ -319,14 +330,14 @@ mod tests {
         let config = Config { requests_per_connection: 3.0, seconds: 1.0, ..Config::default() };
         let new_simulation = || Simulation::new(&config, "hash", &Policy::Rss, 7).unwrap();
         let (mut simulation, mut reference) = (new_simulation(), new_simulation());
-        let end = simulation.traffic.next_event_time() + 300 * to_ticks(1.0);
+        let end_time = simulation.traffic.next_event_time() + 300 * to_ticks(1.0);
         let mut expected_busy_times = vec![0; simulation.fleet.core_count()];
         let mut predicted_cores = Vec::new();
         for simulation in [&mut simulation, &mut reference] {
             simulation.read_core_busy_times(0, 0);
             simulation.rebuild_table(0);
         }
-        while simulation.traffic.next_event_time() < end {
+        while simulation.traffic.next_event_time() < end_time {
             let now = simulation.traffic.next_event_time();
             simulation.handle_event(now);
             let id = match reference.traffic.pop_event() {
@@ -334,7 +345,7 @@ mod tests {
                 TrafficEvent::ConnectionOpened(tuple) => {
                     // The reference simulation never reuses ids.
                     let id = ConnectionId(predicted_cores.len() as u32);
-                    predicted_cores.push(reference.fleet.place(&tuple));
+                    predicted_cores.push(reference.fleet.place_connection(&tuple));
                     reference.traffic.open_connection(id);
                     id
                 }

@@ -80,16 +80,19 @@ impl Traffic {
     }
 
     pub fn next_event_time(&self) -> Tick {
-        self.scheduled_requests.peek().map_or(NEVER, |Reverse((at, _))| *at).min(self.next_connection_at)
+        self.scheduled_requests
+            .peek()
+            .map_or(NEVER, |Reverse((request_at, _))| *request_at)
+            .min(self.next_connection_at)
     }
 
     pub fn pop_event(&mut self) -> TrafficEvent {
-        if let Some(Reverse((at, id))) = self.scheduled_requests.peek().copied()
-            && at <= self.next_connection_at
+        if let Some(Reverse((request_at, id))) = self.scheduled_requests.peek().copied()
+            && request_at <= self.next_connection_at
         {
             self.scheduled_requests.pop();
             self.pending_requests[id.0 as usize].request_count -= 1;
-            self.schedule_next_request(id, at);
+            self.schedule_next_request(id, request_at);
             return TrafficEvent::NextRequest(id);
         }
         TrafficEvent::ConnectionOpened(self.draw_tuple())
@@ -121,13 +124,13 @@ impl Traffic {
 
     /// Draws the geometric number of requests that follow the first, which the configured mean includes.
     fn draw_request_count(&mut self) -> u64 {
-        let mean = self.requests_per_connection;
-        if mean <= 1.0 {
+        let mean_request_count = self.requests_per_connection;
+        if mean_request_count <= 1.0 {
             return 0;
         }
         // By inversion, this is the number of failures before a success whose probability is 1/mean.
         let u = 1.0 - uniform_unit(&mut self.connection_rng);
-        (libm::log(u) / libm::log(1.0 - 1.0 / mean)) as u64
+        (libm::log(u) / libm::log(1.0 - 1.0 / mean_request_count)) as u64
     }
 
     /// Draws a connection's mean gap between requests (ticks). Averaged over all connections, it is the configured gap.
@@ -144,8 +147,8 @@ impl Traffic {
     fn schedule_next_request(&mut self, id: ConnectionId, last_request_at: Tick) {
         let pending_requests = self.pending_requests[id.0 as usize];
         if pending_requests.request_count > 0 {
-            let gap = (exponential(&mut self.request_rng) * pending_requests.mean_gap + 0.5) as Tick;
-            self.scheduled_requests.push(Reverse((last_request_at + gap, id)));
+            let request_gap = (exponential(&mut self.request_rng) * pending_requests.mean_gap + 0.5) as Tick;
+            self.scheduled_requests.push(Reverse((last_request_at + request_gap, id)));
         }
     }
 }
@@ -159,10 +162,10 @@ mod tests {
     fn connection_and_request_rates_are_as_configured() {
         let config = Config { load: 0.5, requests_per_connection: 8.0, rate_sigma: 1.0, ..Config::default() };
         let mut traffic = Traffic::new(&config, 1);
-        let (mut connections, mut requests, mut last) = (0u32, 0u32, 0);
+        let (mut connections, mut requests, mut last_event_time) = (0u32, 0u32, 0);
         while connections < 50_000 {
-            assert!(traffic.next_event_time() >= last, "time goes on");
-            last = traffic.next_event_time();
+            assert!(traffic.next_event_time() >= last_event_time, "time goes on");
+            last_event_time = traffic.next_event_time();
             requests += 1;
             if let TrafficEvent::ConnectionOpened(_) = traffic.pop_event() {
                 traffic.open_connection(ConnectionId(connections));
@@ -170,7 +173,7 @@ mod tests {
             }
         }
         // The load is 0.5 of 16 cores, with 8 requests of mean 1 per connection. The last connections are incomplete.
-        let connections_per_unit = f64::from(connections) / to_units(last);
+        let connections_per_unit = f64::from(connections) / to_units(last_event_time);
         assert!((connections_per_unit - 1.0).abs() < 0.02, "{connections_per_unit} connections per unit");
         let requests_per_connection = f64::from(requests) / f64::from(connections);
         assert!((7.6..8.1).contains(&requests_per_connection), "{requests_per_connection} requests per connection");

@@ -80,7 +80,7 @@ impl ConnectionSource {
     }
 
     /// Returns the time at which the next connection starts.
-    pub fn next(&self) -> Nanoseconds {
+    pub fn next_start(&self) -> Nanoseconds {
         self.next_start
     }
 
@@ -105,8 +105,8 @@ impl ConnectionSource {
         let unit_gap = exponential(&mut self.rng);
         let mean_gap = match self.arrivals {
             ArrivalProcess::OpenLoop { mean_open_connections: connections } => self.mix.mean_duration() / connections,
-            ArrivalProcess::ClosedLoop { request_rate: per_second, .. } => {
-                1e9 / per_second.rate_at(to_seconds(self.next_start) - to_seconds(self.warm_up))
+            ArrivalProcess::ClosedLoop { request_rate, .. } => {
+                1e9 / request_rate.rate_at(to_seconds(self.next_start) - to_seconds(self.warm_up))
             }
         };
         self.next_start += (unit_gap * mean_gap).round() as Nanoseconds;
@@ -136,7 +136,7 @@ mod tests {
             1,
         );
         let mut count = 0;
-        while source.next() < from_seconds(1_000.0) {
+        while source.next_start() < from_seconds(1_000.0) {
             source.pop_connection().unwrap();
             count += 1;
         }

@@ -56,7 +56,7 @@ pub struct ThresholdControl {
     pub threshold: f64,
     /// Time from which servers may be suspended. While the system fills, servers have only one or two connections, so
     /// their loads are not significant.
-    pub start: Nanoseconds,
+    pub suspends_from: Nanoseconds,
 }
 
 impl Beamer {
@@ -83,9 +83,9 @@ impl Beamer {
         self.server_states[usize::from(server)] == state
     }
 
-    fn servers_with_state(&self, matches: impl Fn(ServerState) -> bool) -> Vec<u16> {
+    fn servers_with_state(&self, is_wanted_state: impl Fn(ServerState) -> bool) -> Vec<u16> {
         (0..self.server_states.len() as u16)
-            .filter(|server| matches(self.server_states[usize::from(*server)]))
+            .filter(|server| is_wanted_state(self.server_states[usize::from(*server)]))
             .collect()
     }
 
@@ -105,10 +105,11 @@ impl Beamer {
             .map(|server| Reverse(self.bucket_sort_key(used_bucket_count(self, server), server)))
             .collect();
         for bucket in buckets {
-            let Reverse((had, _, taker)) = fewest_buckets_first.pop().expect("one server always serves");
-            self.borrowed_buckets[usize::from(taker)].push(bucket);
-            self.table.assign(bucket as usize, taker);
-            fewest_buckets_first.push(Reverse(self.bucket_sort_key(had + 1, taker)));
+            let Reverse((bucket_count, _, borrowing_server)) =
+                fewest_buckets_first.pop().expect("one server always serves");
+            self.borrowed_buckets[usize::from(borrowing_server)].push(bucket);
+            self.table.assign(bucket as usize, borrowing_server);
+            fewest_buckets_first.push(Reverse(self.bucket_sort_key(bucket_count + 1, borrowing_server)));
         }
     }
 
@@ -130,8 +131,8 @@ impl Beamer {
 
     /// Returns a borrowed bucket to the server that owns it.
     fn return_bucket(&mut self, bucket: u32) {
-        let borrower = self.table.server(bucket as usize);
-        let borrowed_buckets = &mut self.borrowed_buckets[usize::from(borrower)];
+        let borrowing_server = self.table.current_server(bucket as usize);
+        let borrowed_buckets = &mut self.borrowed_buckets[usize::from(borrowing_server)];
         let position =
             borrowed_buckets.iter().position(|other| *other == bucket).expect("a suspended server's buckets are lent");
         borrowed_buckets.swap_remove(position);
@@ -154,20 +155,23 @@ impl Beamer {
         let pool_servers = self.servers_with_state(|state| state != ServerState::NotInPool);
         let mut fewest_buckets_first: BinaryHeap<_> = pool_servers
             .into_iter()
-            .map(|heir| Reverse(self.bucket_sort_key(self.own_buckets[usize::from(heir)].len(), heir)))
+            .map(|pool_server| {
+                Reverse(self.bucket_sort_key(self.own_buckets[usize::from(pool_server)].len(), pool_server))
+            })
             .collect();
         for bucket in std::mem::take(&mut self.own_buckets[usize::from(server)]) {
-            let Reverse((had, _, heir)) = fewest_buckets_first.pop().expect("the last server never leaves");
-            if was_suspended && self.has_state(heir, ServerState::Serving) {
+            let Reverse((bucket_count, _, new_owner)) =
+                fewest_buckets_first.pop().expect("the last server never leaves");
+            if was_suspended && self.has_state(new_owner, ServerState::Serving) {
                 self.return_bucket(bucket);
             }
-            self.own_buckets[usize::from(heir)].push(bucket);
-            match self.has_state(heir, ServerState::Serving) {
-                true => self.table.assign(bucket as usize, heir),
+            self.own_buckets[usize::from(new_owner)].push(bucket);
+            match self.has_state(new_owner, ServerState::Serving) {
+                true => self.table.assign(bucket as usize, new_owner),
                 false if was_suspended => (),
                 false => self.lend_buckets(vec![bucket]),
             }
-            fewest_buckets_first.push(Reverse(self.bucket_sort_key(had + 1, heir)));
+            fewest_buckets_first.push(Reverse(self.bucket_sort_key(bucket_count + 1, new_owner)));
         }
     }
 
@@ -181,15 +185,15 @@ impl Beamer {
             .map(|other| self.bucket_sort_key(self.own_buckets[usize::from(other)].len(), other))
             .collect();
         for _ in 0..bucket_share {
-            let (had, _, giver) = most_buckets_first.pop().expect("there are other servers");
-            let position = uniform_below(&mut self.rng, had as u32) as usize;
-            let bucket = self.own_buckets[usize::from(giver)].swap_remove(position);
-            if self.has_state(giver, ServerState::Suspended) {
+            let (bucket_count, _, previous_owner) = most_buckets_first.pop().expect("there are other servers");
+            let position = uniform_below(&mut self.rng, bucket_count as u32) as usize;
+            let bucket = self.own_buckets[usize::from(previous_owner)].swap_remove(position);
+            if self.has_state(previous_owner, ServerState::Suspended) {
                 self.return_bucket(bucket);
             }
             self.own_buckets[usize::from(server)].push(bucket);
             self.table.assign(bucket as usize, server);
-            most_buckets_first.push(self.bucket_sort_key(had - 1, giver));
+            most_buckets_first.push(self.bucket_sort_key(bucket_count - 1, previous_owner));
         }
     }
 
@@ -211,7 +215,7 @@ impl Beamer {
 impl Balancer for Beamer {
     fn place_connection(&mut self, identity: u64, _cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
-            server: self.table.server(self.table.bucket_of_connection(identity)),
+            server: self.table.current_server(self.table.bucket_of_connection(identity)),
             core: 0,
             stored_state: self.table.last_change_number(),
         }
@@ -232,7 +236,8 @@ impl Balancer for Beamer {
     }
 
     fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
-        let Some(threshold_control) = self.threshold_control.filter(|control| cluster.now >= control.start) else {
+        let Some(threshold_control) = self.threshold_control.filter(|control| cluster.now >= control.suspends_from)
+        else {
             return;
         };
         let server = connection.server;

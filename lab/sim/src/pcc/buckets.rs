@@ -67,7 +67,7 @@ impl BucketTable {
         hash_to_bucket(identity, self.buckets.len())
     }
 
-    pub fn server(&self, bucket: usize) -> u16 {
+    pub fn current_server(&self, bucket: usize) -> u16 {
         self.buckets[bucket].current.server
     }
 

@@ -137,7 +137,7 @@ impl Cheetah {
         } else if self.table.rule == PlacementRule::PowerOfTwo {
             for (position, member) in self.table.members.iter_mut().enumerate() {
                 self.table_positions[usize::from(member.server.get())] = position;
-                member.load = cluster.open_connections(member.server.get());
+                member.fixed_point_load = cluster.open_connections(member.server.get());
             }
         }
     }
@@ -149,7 +149,9 @@ impl Cheetah {
             return;
         }
         match self.table.rule {
-            PlacementRule::PowerOfTwo => self.table.members[position].load = cluster.open_connections(server),
+            PlacementRule::PowerOfTwo => {
+                self.table.members[position].fixed_point_load = cluster.open_connections(server)
+            }
             _ => self.placement_states[0].assigned_counts[position] = cluster.open_connections(server),
         }
     }
@@ -197,7 +199,7 @@ impl Balancer for Cheetah {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         let tuple = identity_to_tuple(identity);
         // With current counts, all load balancers have the same information, so one placement state serves all.
-        let load_balancer = if self.has_current_counts() { 0 } else { cluster.load_balancer(identity).into() };
+        let load_balancer = if self.has_current_counts() { 0 } else { cluster.select_load_balancer(identity).into() };
         let server = self
             .table
             .select_server(&mut self.placement_states[load_balancer], &tuple)

@@ -85,7 +85,7 @@ impl Cluster {
 
     /// Returns the load balancer that an equal-cost multi-path router selects for a connection, by hash modulo their
     /// number. Of the methods in RFC 2992, this one moves the most connections when the number changes.
-    pub fn load_balancer(&self, identity: u64) -> u8 {
+    pub fn select_load_balancer(&self, identity: u64) -> u8 {
         self.load_balancers[(identity >> 32) as usize % self.load_balancers.len()]
     }
 
@@ -118,16 +118,17 @@ impl Cluster {
             ClusterChange::AddServer => self.add_server(),
             ClusterChange::RemoveServer => self.remove_server(rng),
             ClusterChange::AddLoadBalancer => {
-                let added = self.idle_load_balancers.pop_front();
-                self.load_balancers.extend(added);
-                added.is_some()
+                let added_load_balancer = self.idle_load_balancers.pop_front();
+                self.load_balancers.extend(added_load_balancer);
+                added_load_balancer.is_some()
             }
             ClusterChange::RemoveLoadBalancer => {
                 let count = self.load_balancers.len();
                 if count > 1 {
-                    let removed = self.load_balancers.swap_remove(uniform_below(rng, count as u32) as usize);
+                    let removed_load_balancer =
+                        self.load_balancers.swap_remove(uniform_below(rng, count as u32) as usize);
                     // It is the first to start again, like a load balancer that reboots.
-                    self.idle_load_balancers.push_front(removed);
+                    self.idle_load_balancers.push_front(removed_load_balancer);
                 }
                 count > 1
             }
@@ -196,7 +197,7 @@ mod tests {
         assert!(!cluster.apply_change(ClusterChange::RemoveLoadBalancer, &mut rng));
         assert!(cluster.apply_change(ClusterChange::AddLoadBalancer, &mut rng));
         let selected_load_balancers: std::collections::BTreeSet<u8> =
-            (0..100u64).map(|identity| cluster.load_balancer(identity << 32)).collect();
+            (0..100u64).map(|identity| cluster.select_load_balancer(identity << 32)).collect();
         assert_eq!(selected_load_balancers.into_iter().collect::<Vec<_>>(), [0, 1]);
         assert!(cluster.apply_change(ClusterChange::RemoveLoadBalancer, &mut rng));
         assert_eq!(cluster.load_balancers().len(), 1);

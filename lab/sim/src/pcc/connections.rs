@@ -117,27 +117,27 @@ mod tests {
         let mix = ConnectionMix::web_server();
         let mut connections = Connections::new(&mix);
         let mut rng = seeded_rng(1, 0);
-        let (mut expected, mut found) = (Vec::new(), Vec::new());
+        let (mut expected, mut closed_connections) = (Vec::new(), Vec::new());
         for start in 0..5_000 {
             let kind = mix.draw_kind(&mut rng);
             let start = start * 100_000;
             while connections.next_end().is_some_and(|end| end <= start) {
-                found.push((connections.next_end().unwrap(), connections.close_next().unwrap().identity));
+                closed_connections.push((connections.next_end().unwrap(), connections.close_next().unwrap().identity));
             }
             expected.push((start + mix.kinds()[usize::from(kind)].duration, start));
             let connection =
                 Connection { identity: start, stored_state: 0, start, rerouted_at: None, server: 0, core: 0, kind };
             connections.open(connection);
-            assert_eq!(connections.len() + found.len(), expected.len());
+            assert_eq!(connections.len() + closed_connections.len(), expected.len());
         }
         while let Some(end) = connections.next_end() {
-            found.push((end, connections.close_next().unwrap().identity));
+            closed_connections.push((end, connections.close_next().unwrap().identity));
         }
-        let end_times = |list: &[(u64, u64)]| list.iter().map(|(end, _)| *end).collect::<Vec<_>>();
-        assert!(end_times(&found).is_sorted());
+        let end_times = |entries: &[(u64, u64)]| entries.iter().map(|(end, _)| *end).collect::<Vec<_>>();
+        assert!(end_times(&closed_connections).is_sorted());
         expected.sort_unstable();
-        found.sort_unstable();
-        assert_eq!(found, expected);
+        closed_connections.sort_unstable();
+        assert_eq!(closed_connections, expected);
         assert_eq!(connections.close_next(), None);
     }
 }

@@ -14,8 +14,8 @@ use super::{ClusterUpdates, Config};
 fn spare_server_count(config: &Config) -> usize {
     match &config.updates {
         ClusterUpdates::PerMinute { .. } => max_deviation(config.servers),
-        ClusterUpdates::Scheduled(list) => {
-            list.iter().filter(|(_, change)| *change == ClusterChange::AddServer).count()
+        ClusterUpdates::Scheduled(changes) => {
+            changes.iter().filter(|(_, change)| *change == ClusterChange::AddServer).count()
         }
     }
 }
@@ -51,7 +51,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         balancer.servers_changed(&cluster);
         let report_interval = config.report_ms * 1_000_000;
         let second_count = (config.minutes * 60.0).ceil() as usize;
-        let second_counts = vec![SecondCounts { servers: config.servers, ..SecondCounts::default() }; second_count];
+        let second_counts =
+            vec![SecondCounts { pool_servers: config.servers, ..SecondCounts::default() }; second_count];
         Self {
             mix,
             next_report_at: balancer.uses_reports().then_some(report_interval),
@@ -74,8 +75,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         loop {
             // If several events are simultaneous, connections end first, because an ended connection cannot be broken.
             let next_end = self.connections.next_end().unwrap_or(Nanoseconds::MAX);
-            let next_start = self.connection_source.next();
-            let next_change = self.change_schedule.next().unwrap_or(Nanoseconds::MAX);
+            let next_start = self.connection_source.next_start();
+            let next_change = self.change_schedule.next_change_at().unwrap_or(Nanoseconds::MAX);
             let next_report = self.next_report_at.unwrap_or(Nanoseconds::MAX);
             let now = next_end.min(next_start).min(next_change).min(next_report);
             if now >= self.end_time {
@@ -123,12 +124,12 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         if self.cluster.now < self.warm_up {
             return;
         }
-        self.outcome.ended += 1;
+        self.outcome.ended_connections += 1;
         match first_break {
-            Some(at) => {
+            Some(broken_at) => {
                 self.outcome.broken_connections += 1;
                 if !self.outcome.second_counts.is_empty() {
-                    let noticed_at = self.notice_time(&connection, at);
+                    let noticed_at = self.notice_time(&connection, broken_at);
                     self.update_second_counts(noticed_at, |second| second.broken_connections += 1);
                 }
             }
@@ -153,7 +154,11 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         }
         if server_count != previous_server_count {
             let first_second = (self.cluster.now.saturating_sub(self.warm_up) / SECOND) as usize;
-            self.outcome.second_counts.iter_mut().skip(first_second).for_each(|second| second.servers = server_count);
+            self.outcome
+                .second_counts
+                .iter_mut()
+                .skip(first_second)
+                .for_each(|second| second.pool_servers = server_count);
         }
     }
 
@@ -167,8 +172,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         connection.start + (next_packet * u128::from(kind.duration) / packet_count) as Nanoseconds
     }
 
-    fn update_second_counts(&mut self, at: Nanoseconds, update: impl FnOnce(&mut SecondCounts)) {
-        let Some(since_warm_up) = at.checked_sub(self.warm_up) else { return };
+    fn update_second_counts(&mut self, time: Nanoseconds, update: impl FnOnce(&mut SecondCounts)) {
+        let Some(since_warm_up) = time.checked_sub(self.warm_up) else { return };
         if let Some(second) = self.outcome.second_counts.get_mut((since_warm_up / SECOND) as usize) {
             update(second);
         }
@@ -180,8 +185,8 @@ impl<'a, B: Balancer> Simulation<'a, B> {
         if !self.outcome.second_counts.is_empty() {
             // Connections that are still open may have been broken within a reported second.
             while let Some(connection) = self.connections.close_next() {
-                if let Some(at) = self.balancer.first_break_time(&connection, &self.cluster) {
-                    let noticed_at = self.notice_time(&connection, at);
+                if let Some(broken_at) = self.balancer.first_break_time(&connection, &self.cluster) {
+                    let noticed_at = self.notice_time(&connection, broken_at);
                     self.update_second_counts(noticed_at, |second| second.broken_connections += 1);
                 }
             }

@@ -59,7 +59,7 @@ impl StatelessHashing {
 
     /// Returns the server to which the connection's packets currently go.
     pub fn server_of(&self, identity: u64) -> u16 {
-        self.table.server(self.table.bucket_of_connection(identity))
+        self.table.current_server(self.table.bucket_of_connection(identity))
     }
 }
 
@@ -109,7 +109,7 @@ fn load_balancer_bits(load_balancers: &[u8]) -> u64 {
 impl Balancer for StatefulHashing {
     fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
         PlacedConnection {
-            stored_state: 1 << cluster.load_balancer(identity),
+            stored_state: 1 << cluster.select_load_balancer(identity),
             ..self.fallback.place_connection(identity, cluster)
         }
     }
@@ -127,7 +127,7 @@ impl Balancer for StatefulHashing {
         let fallback = &self.fallback;
         for connection in connections.iter_mut().filter(|connection| connection.rerouted_at.is_none()) {
             connection.stored_state &= surviving_mask;
-            let current_bit = 1 << cluster.load_balancer(connection.identity);
+            let current_bit = 1 << cluster.select_load_balancer(connection.identity);
             if connection.stored_state & current_bit == 0 {
                 connection.stored_state |= current_bit;
                 if fallback.server_of(connection.identity) != connection.server {

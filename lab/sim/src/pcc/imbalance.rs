@@ -67,18 +67,18 @@ impl ImbalanceTracker {
         self.remove_from_histogram(connections as usize);
     }
 
-    /// Counts a new connection on a server that had `before` connections.
-    pub fn connection_opened(&mut self, before: u32) {
+    /// Counts a new connection on a server that had `previous_connections` connections.
+    pub fn connection_opened(&mut self, previous_connections: u32) {
         self.connection_count += 1;
-        self.add_to_histogram(before as usize + 1);
-        self.remove_from_histogram(before as usize);
+        self.add_to_histogram(previous_connections as usize + 1);
+        self.remove_from_histogram(previous_connections as usize);
     }
 
-    /// Removes a closed connection from a server that had `before` connections.
-    pub fn connection_closed(&mut self, before: u32) {
+    /// Removes a closed connection from a server that had `previous_connections` connections.
+    pub fn connection_closed(&mut self, previous_connections: u32) {
         self.connection_count -= 1;
-        self.add_to_histogram(before as usize - 1);
-        self.remove_from_histogram(before as usize);
+        self.add_to_histogram(previous_connections as usize - 1);
+        self.remove_from_histogram(previous_connections as usize);
     }
 
     fn add_to_histogram(&mut self, connections: usize) {
@@ -108,14 +108,14 @@ mod tests {
         let mut rng = seeded_rng(1, 0);
         let mut imbalance = ImbalanceTracker::starting_at(1_000);
         let mut counts: Vec<Option<u32>> = vec![None; 8];
-        let (mut area, mut measured) = (0.0, 0.0);
+        let (mut imbalance_integral, mut measured_time) = (0.0, 0.0);
         for step in 1..5_000u64 {
             let now = step * 10;
             let pool_counts: Vec<u32> = counts.iter().flatten().copied().collect();
             if now > 1_000 && pool_counts.iter().sum::<u32>() > 0 {
                 let mean = f64::from(pool_counts.iter().sum::<u32>()) / pool_counts.len() as f64;
-                area += f64::from(*pool_counts.iter().max().unwrap()) / mean * 10.0;
-                measured += 10.0;
+                imbalance_integral += f64::from(*pool_counts.iter().max().unwrap()) / mean * 10.0;
+                measured_time += 10.0;
             }
             imbalance.advance_to(now);
             let server = uniform_below(&mut rng, 8) as usize;
@@ -136,7 +136,12 @@ mod tests {
                 _ => (),
             }
         }
-        assert!((imbalance.average() - area / measured).abs() < 1e-9, "{} {}", imbalance.average(), area / measured);
+        assert!(
+            (imbalance.average() - imbalance_integral / measured_time).abs() < 1e-9,
+            "{} {}",
+            imbalance.average(),
+            imbalance_integral / measured_time
+        );
         assert!(imbalance.average() > 1.2);
     }
 

@@ -92,8 +92,10 @@ pub enum MethodError {
     #[error(transparent)]
     Unknown(#[from] UnknownName),
     /// The method `cheetah` was given without a policy.
-    #[error("method \"cheetah\": expected cheetah:POLICY with a policy out of {list}", list = policy::names().join(", \
-     "))]
+    #[error(
+        "method \"cheetah\": expected cheetah:POLICY with a policy out of {list}",
+        list = policy::policy_names().join(", ")
+    )]
     NoPolicy,
     /// The parameter of `beamer` is not a threshold.
     #[error("method \"beamer:{0}\": expected a threshold above 0, at most 100, as 0.1 for 10 % above the mean")]
@@ -144,8 +146,10 @@ fn parse_bits(max_bits: u8, text: &str) -> Option<u8> {
 impl FromStr for Method {
     type Err = MethodError;
 
-    fn from_str(given: &str) -> Result<Self, MethodError> {
-        let (name, parameter) = given.split_once(':').map_or((given, None), |(name, rest)| (name, Some(rest)));
+    fn from_str(method_text: &str) -> Result<Self, MethodError> {
+        let (name, parameter) = method_text
+            .split_once(':')
+            .map_or((method_text, None), |(name, parameter_text)| (name, Some(parameter_text)));
         match (name, parameter) {
             ("beamer", None) => Ok(Method::Beamer { threshold: None }),
             ("beamer", Some(text)) => {
@@ -157,26 +161,27 @@ impl FromStr for Method {
             ("stateful-hash", Some(layout)) => Ok(Method::Stateful(HashLayout::parse_name(layout)?)),
             (HISTORY_TAG | HISTORY_TAG_KEPT, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
-                let bits = parse_bits(MAX_TAG_BITS, bits).ok_or_else(|| MethodError::Bits(given.to_owned()))?;
+                let bits = parse_bits(MAX_TAG_BITS, bits).ok_or_else(|| MethodError::Bits(method_text.to_owned()))?;
                 Ok(Method::HistoryTag { tag_bits: bits, renews_tags: name == HISTORY_TAG, layout })
             }
             (HASH_INDEX, parameter) => {
                 let (bits, layout) = parse_bits_and_layout(parameter.unwrap_or_default())?;
                 let (bits, tag_bits) = bits.split_once('+').unwrap_or((bits, "0"));
                 let parsed_bits = parse_bits(MAX_INDEX_BITS, bits).zip(parse_bits(MAX_TAG_BITS, tag_bits));
-                let (bits, tag_bits) = parsed_bits.ok_or_else(|| MethodError::Bits(given.to_owned()))?;
+                let (bits, tag_bits) = parsed_bits.ok_or_else(|| MethodError::Bits(method_text.to_owned()))?;
                 Ok(Method::HashIndex { index_bits: bits, tag_bits, layout })
             }
             ("cheetah", None) => Err(MethodError::NoPolicy),
-            ("cheetah", Some(requested)) => {
-                let known_policy = policy::names().into_iter().find(|name| *name == requested);
-                let policy = known_policy.ok_or_else(|| UnknownName::new("policy", requested, policy::names()))?;
+            ("cheetah", Some(requested_policy)) => {
+                let known_policy = policy::policy_names().into_iter().find(|name| *name == requested_policy);
+                let policy =
+                    known_policy.ok_or_else(|| UnknownName::new("policy", requested_policy, policy::policy_names()))?;
                 Ok(Method::Cheetah { policy })
             }
             (name, parameter) => match (HashLayout::from_name(name), parameter) {
                 (Some(layout), None) => Ok(Method::Hashed(layout)),
-                (Some(_), Some(_)) => Err(MethodError::Parameter(given.to_owned())),
-                (None, _) => Err(UnknownName::new("method", given, METHOD_SYNTAX).into()),
+                (Some(_), Some(_)) => Err(MethodError::Parameter(method_text.to_owned())),
+                (None, _) => Err(UnknownName::new("method", method_text, METHOD_SYNTAX).into()),
             },
         }
     }
@@ -229,7 +234,7 @@ mod tests {
             "hash-index:1",
             "hash-index:2+4:consistent-hash",
         ];
-        let cheetah_methods = policy::names().into_iter().map(|name| format!("cheetah:{name}"));
+        let cheetah_methods = policy::policy_names().into_iter().map(|name| format!("cheetah:{name}"));
         for name in names.map(String::from).into_iter().chain(cheetah_methods) {
             assert_eq!(name.parse::<Method>().unwrap().to_string(), name);
         }
@@ -237,7 +242,7 @@ mod tests {
 
     #[test]
     fn unknown_method_is_rejected() {
-        for (given, expected) in [
+        for (method_text, expected) in [
             ("beemer", "method \"beemer\" does not exist: did you mean beamer? expected one of hash"),
             ("cheeta:rr", "method \"cheeta:rr\" does not exist: did you mean cheetah:POLICY?"),
             ("cheetah", "expected cheetah:POLICY with a policy out of hash, consistent-hash"),
@@ -252,8 +257,8 @@ mod tests {
             ("hash-index:1+13", "expected hash-index:BITS"),
             ("maglev:3", "method \"maglev:3\": it takes no parameter"),
         ] {
-            let error = given.parse::<Method>().unwrap_err().to_string();
-            assert!(error.contains(expected), "{given}: {error}");
+            let error = method_text.parse::<Method>().unwrap_err().to_string();
+            assert!(error.contains(expected), "{method_text}: {error}");
         }
     }
 }

@@ -159,7 +159,7 @@ pub enum Error {
     #[error("{0} seeds: expected 1 to 1000")]
     Seeds(u64),
     #[error("reports every {0} ms: expected 10 to 60000")]
-    Report(u64),
+    ReportInterval(u64),
     #[error("{0} buckets per server: expected 1 to 1000")]
     BucketsPerServer(u32),
     /// The number of cores is out of range. It is limited by the size of an indirection table.
@@ -189,7 +189,8 @@ fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -
         Method::Hashed(layout) => engine::simulate(config, mix, seed, StatelessHashing::new(layout, config)),
         Method::Beamer { threshold } => {
             let suspensions_start = arrivals::settling_time(&config.arrivals, mix) / 2;
-            let threshold_control = threshold.map(|threshold| ThresholdControl { threshold, start: suspensions_start });
+            let threshold_control =
+                threshold.map(|threshold| ThresholdControl { threshold, suspends_from: suspensions_start });
             let beamer = Beamer::new(threshold_control, config, seed);
             engine::simulate(config, mix, seed, beamer)
         }
@@ -211,7 +212,7 @@ fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -
 }
 
 fn check_config(config: &Config) -> Result<(), Error> {
-    let is_within = |value: f64, low: f64, high: f64| value >= low && value <= high;
+    let is_within = |value: f64, min: f64, max: f64| value >= min && value <= max;
     if config.servers == 0 || config.servers > SERVERS_MAX {
         return Err(Error::Servers(config.servers));
     }
@@ -224,8 +225,8 @@ fn check_config(config: &Config) -> Result<(), Error> {
         ArrivalProcess::ClosedLoop { clients, .. } if clients == 0 || clients > 1_000 => {
             return Err(Error::Clients(clients));
         }
-        ArrivalProcess::ClosedLoop { request_rate: per_second, .. } => {
-            let rates = [per_second.base_per_s, per_second.peak_per_s];
+        ArrivalProcess::ClosedLoop { request_rate, .. } => {
+            let rates = [request_rate.base_per_s, request_rate.peak_per_s];
             rates
                 .map(|rate| if is_within(rate, 1.0, 1e6) { Ok(()) } else { Err(Error::Requests(rate)) })
                 .into_iter()
@@ -241,9 +242,9 @@ fn check_config(config: &Config) -> Result<(), Error> {
                 }
             }
         }
-        ClusterUpdates::Scheduled(list) => {
+        ClusterUpdates::Scheduled(changes) => {
             let mut previous_at = 0.0;
-            for (at, _) in list {
+            for (at, _) in changes {
                 if !is_within(*at, previous_at, 86_400.0) {
                     return Err(Error::ChangeAt(*at));
                 }
@@ -264,7 +265,7 @@ fn check_config(config: &Config) -> Result<(), Error> {
         return Err(Error::Seeds(config.seeds));
     }
     if !(10..=60_000).contains(&config.report_ms) {
-        return Err(Error::Report(config.report_ms));
+        return Err(Error::ReportInterval(config.report_ms));
     }
     if !(1..=1_000).contains(&config.buckets_per_server) {
         return Err(Error::BucketsPerServer(config.buckets_per_server));

@@ -10,7 +10,7 @@ use crate::seed_summary::SeedSummary;
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SeedOutcome {
     /// Number of connections that ended after the warm-up.
-    pub ended: u64,
+    pub ended_connections: u64,
     /// Number of connections that ended after the warm-up and had been broken.
     pub broken_connections: u64,
     /// Imbalance (max/mean) between the servers' connection counts, averaged over time.
@@ -30,13 +30,17 @@ pub struct SecondCounts {
     /// Number of connections whose clients noticed in this second that they were broken.
     pub broken_connections: u64,
     /// Number of servers in the pool at the end of the second.
-    pub servers: usize,
+    pub pool_servers: usize,
 }
 
 impl SeedOutcome {
     /// Returns the percentage of the ended connections that were broken.
     pub fn broken_pct(&self) -> f64 {
-        if self.ended == 0 { 0.0 } else { 100.0 * self.broken_connections as f64 / self.ended as f64 }
+        if self.ended_connections == 0 {
+            0.0
+        } else {
+            100.0 * self.broken_connections as f64 / self.ended_connections as f64
+        }
     }
 }
 
@@ -67,14 +71,14 @@ pub struct MethodOutcome {
 impl MethodOutcome {
     /// Summarizes the results of all seeds. There must be at least one.
     pub(super) fn new(method: Method, runs: Vec<SeedOutcome>) -> Self {
-        let summarize = |value: fn(&SeedOutcome) -> f64| {
-            SeedSummary::from_values(&runs.iter().map(value).collect::<Vec<_>>()).expect("at least one seed")
+        let summarize = |to_value: fn(&SeedOutcome) -> f64| {
+            SeedSummary::from_values(&runs.iter().map(to_value).collect::<Vec<_>>()).expect("at least one seed")
         };
         Self {
             method,
             broken_pct: summarize(SeedOutcome::broken_pct),
             imbalance: summarize(|run| run.imbalance),
-            connections: runs.iter().map(|run| run.ended).sum(),
+            connections: runs.iter().map(|run| run.ended_connections).sum(),
             updates: runs.iter().map(|run| run.updates).sum(),
             runs,
         }

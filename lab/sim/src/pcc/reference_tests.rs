@@ -45,9 +45,9 @@ impl<B: Balancer, N: ReferenceNetwork<B>> CheckedBalancer<B, N> {
 
     fn send_on_all_connections(&mut self, cluster: &Cluster) {
         self.network.update(&self.balancer, cluster);
-        for (connection, broken) in self.open_connections.values_mut().filter(|(_, broken)| broken.is_none()) {
+        for (connection, broken_at) in self.open_connections.values_mut().filter(|(_, broken)| broken.is_none()) {
             if self.network.send_packet(connection, &self.balancer, cluster) != connection.server {
-                *broken = Some(cluster.now);
+                *broken_at = Some(cluster.now);
             }
         }
     }
@@ -127,9 +127,9 @@ impl ReferenceNetwork<Beamer> for DaisyChainingNetwork {
             self.previous_servers = self.current_servers.clone();
         }
         for bucket in 0..table.len() {
-            if self.current_servers[bucket] != table.server(bucket) {
+            if self.current_servers[bucket] != table.current_server(bucket) {
                 self.previous_servers[bucket] =
-                    std::mem::replace(&mut self.current_servers[bucket], table.server(bucket));
+                    std::mem::replace(&mut self.current_servers[bucket], table.current_server(bucket));
             }
         }
     }
@@ -160,12 +160,12 @@ impl ReferenceNetwork<StatefulHashing> for ConnectionTableNetwork {
     }
 
     fn begin_connection(&mut self, connection: &Connection, cluster: &Cluster) {
-        let load_balancer = cluster.load_balancer(connection.identity);
+        let load_balancer = cluster.select_load_balancer(connection.identity);
         self.tables.entry(load_balancer).or_default().insert(connection.identity, connection.server);
     }
 
     fn send_packet(&mut self, connection: &Connection, balancer: &StatefulHashing, cluster: &Cluster) -> u16 {
-        let table = self.tables.entry(cluster.load_balancer(connection.identity)).or_default();
+        let table = self.tables.entry(cluster.select_load_balancer(connection.identity)).or_default();
         *table.entry(connection.identity).or_insert_with(|| balancer.server_of(connection.identity))
     }
 }
@@ -240,9 +240,9 @@ fn check_against_reference<B: Balancer, N: ReferenceNetwork<B>>(
     network: N,
 ) -> SeedOutcome {
     let outcome = simulate(config, &ConnectionMix::web_server(), seed, CheckedBalancer::new(balancer, network));
-    assert!(outcome.ended > 50 && outcome.updates > 30, "{outcome:?}");
+    assert!(outcome.ended_connections > 50 && outcome.updates > 30, "{outcome:?}");
     let completed_in_seconds: u64 = outcome.second_counts.iter().map(|second| second.completed_connections).sum();
-    assert_eq!(completed_in_seconds, outcome.ended - outcome.broken_connections);
+    assert_eq!(completed_in_seconds, outcome.ended_connections - outcome.broken_connections);
     outcome
 }
 
@@ -262,8 +262,10 @@ proptest! {
         seed: u64, servers in 2usize..12, threshold in proptest::option::of(0.05f64..1.0)
     ) {
         let config = churning_cluster(servers, 2);
-        let control = threshold.map(|threshold| ThresholdControl { threshold, start: 20_000_000_000 });
-        check_against_reference(&config, seed, Beamer::new(control, &config, seed), DaisyChainingNetwork::default());
+        let suspends_from = 20_000_000_000;
+        let threshold_control = threshold.map(|threshold| ThresholdControl { threshold, suspends_from });
+        let beamer = Beamer::new(threshold_control, &config, seed);
+        check_against_reference(&config, seed, beamer, DaisyChainingNetwork::default());
     }
 
     #[test]
@@ -287,7 +289,7 @@ proptest! {
 
     #[test]
     fn cookies_equal_the_reference(
-        seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::names())
+        seed: u64, servers in 2usize..12, policy in proptest::sample::select(coreward_model::policy::policy_names())
     ) {
         let config = Config { cores: 3, report_ms: 500, ..churning_cluster(servers, 3) };
         let run = check_against_reference(&config, seed, Cheetah::new(policy, &config, server_count(&config), seed),
@@ -304,17 +306,17 @@ fn least_and_pow2_use_current_counts() {
     impl Balancer for CheckedCheetah {
         fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
             let placement = self.0.place_connection(identity, cluster);
-            let (chosen, least) = (
+            let (server_connections, min_connections) = (
                 cluster.open_connections(placement.server),
-                cluster.members().iter().map(|m| cluster.open_connections(*m)).min(),
+                cluster.members().iter().map(|member| cluster.open_connections(*member)).min(),
             );
             if self.1 == "least" {
-                assert_eq!(Some(chosen), least);
+                assert_eq!(Some(server_connections), min_connections);
             } else {
                 let compared_servers: [ServerId; 2] = self.0.compared_servers(identity);
                 assert!(compared_servers.contains(&server_id(placement.server)));
                 assert_eq!(
-                    Some(chosen),
+                    Some(server_connections),
                     compared_servers.iter().map(|server| cluster.open_connections(server.get())).min()
                 );
             }
@@ -344,6 +346,6 @@ fn least_and_pow2_use_current_counts() {
     for policy in ["least", "pow2"] {
         let balancer = CheckedCheetah(Cheetah::new(policy, &config, server_count(&config), 1), policy);
         let run = simulate(&config, &ConnectionMix::web_server(), 1, balancer);
-        assert!(run.ended > 2_000 && run.broken_connections == 0);
+        assert!(run.ended_connections > 2_000 && run.broken_connections == 0);
     }
 }

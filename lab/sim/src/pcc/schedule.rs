@@ -52,14 +52,14 @@ impl ChangeSchedule {
         schedule
     }
 
-    pub fn next(&self) -> Option<Nanoseconds> {
+    pub fn next_change_at(&self) -> Option<Nanoseconds> {
         self.next_change_at
     }
 
     /// Applies the next change and returns it, or `None` if it is impossible, like an addition without a spare server.
     pub fn apply_next_change(&mut self, cluster: &mut Cluster) -> Option<ClusterChange> {
         let change = match &self.updates {
-            ClusterUpdates::Scheduled(list) => list[self.next_index].1,
+            ClusterUpdates::Scheduled(changes) => changes[self.next_index].1,
             ClusterUpdates::PerMinute { servers, load_balancers } => {
                 let total = servers + load_balancers;
                 let changes_servers = load_balancers == &0.0 || uniform_unit(&mut self.rng) * total < *servers;
@@ -74,8 +74,8 @@ impl ChangeSchedule {
 
     fn schedule_next(&mut self, now: Nanoseconds) {
         self.next_change_at = match &self.updates {
-            ClusterUpdates::Scheduled(list) => {
-                list.get(self.next_index).map(|(at, _)| self.warm_up + from_seconds(*at))
+            ClusterUpdates::Scheduled(changes) => {
+                changes.get(self.next_index).map(|(at, _)| self.warm_up + from_seconds(*at))
             }
             ClusterUpdates::PerMinute { servers, load_balancers } => {
                 let changes_per_second = (servers + load_balancers) / 60.0;
@@ -116,19 +116,19 @@ mod tests {
         let mut cluster = Cluster::new(40, max_deviation(40), 4, 0);
         let updates = ClusterUpdates::PerMinute { servers: 60.0, load_balancers: 20.0 };
         let mut schedule = ChangeSchedule::new(&updates, &cluster, 0, 1);
-        let (mut of_servers, mut of_load_balancers) = (0, 0);
-        while schedule.next().unwrap() < from_seconds(6_000.0) {
-            cluster.advance_to(schedule.next().unwrap());
+        let (mut server_changes, mut load_balancer_changes) = (0, 0);
+        while schedule.next_change_at().unwrap() < from_seconds(6_000.0) {
+            cluster.advance_to(schedule.next_change_at().unwrap());
             match schedule.apply_next_change(&mut cluster) {
-                Some(ClusterChange::AddServer | ClusterChange::RemoveServer) => of_servers += 1,
-                Some(_) => of_load_balancers += 1,
+                Some(ClusterChange::AddServer | ClusterChange::RemoveServer) => server_changes += 1,
+                Some(_) => load_balancer_changes += 1,
                 None => panic!("a random change can be made"),
             }
             assert!((36..=44).contains(&cluster.members().len()) && (3..=5).contains(&cluster.load_balancers().len()));
         }
         // The expected counts are 6,000 and 2,000, with standard deviations of 77 and 45.
-        assert!((5_700..6_300).contains(&of_servers), "{of_servers}");
-        assert!((1_800..2_200).contains(&of_load_balancers), "{of_load_balancers}");
+        assert!((5_700..6_300).contains(&server_changes), "{server_changes}");
+        assert!((1_800..2_200).contains(&load_balancer_changes), "{load_balancer_changes}");
     }
 
     #[test]
@@ -140,11 +140,11 @@ mod tests {
             (2.5, ClusterChange::RemoveServer),
         ]);
         let mut schedule = ChangeSchedule::new(&updates, &cluster, from_seconds(10.0), 1);
-        assert_eq!(schedule.next(), Some(11_000_000_000));
+        assert_eq!(schedule.next_change_at(), Some(11_000_000_000));
         assert_eq!(schedule.apply_next_change(&mut cluster), Some(ClusterChange::AddServer));
         assert_eq!(schedule.apply_next_change(&mut cluster), None);
-        assert_eq!(schedule.next(), Some(12_500_000_000));
+        assert_eq!(schedule.next_change_at(), Some(12_500_000_000));
         assert_eq!(schedule.apply_next_change(&mut cluster), Some(ClusterChange::RemoveServer));
-        assert_eq!(schedule.next(), None);
+        assert_eq!(schedule.next_change_at(), None);
     }
 }

@@ -37,7 +37,7 @@ pub struct CookieFields {
 #[derive(Debug)]
 struct PoolConfiguration {
     /// Time from which the configuration applies.
-    start: Nanoseconds,
+    applies_from: Nanoseconds,
     /// Server of each bucket. The sequence repeats, because `hash` is periodic and therefore needs no large table.
     servers: Vec<u16>,
 }
@@ -105,9 +105,10 @@ impl SmallCookies {
     }
 
     fn connection_count(&self, server: u16, cluster: &Cluster) -> u32 {
-        self.reported_connections
-            .as_ref()
-            .map_or_else(|| cluster.open_connections(server), |reported| reported[usize::from(server)])
+        self.reported_connections.as_ref().map_or_else(
+            || cluster.open_connections(server),
+            |reported_connections| reported_connections[usize::from(server)],
+        )
     }
 
     /// Returns the connection's tag in configuration `number`, or `None` if its tag no longer leads to its server.
@@ -139,9 +140,13 @@ impl Balancer for SmallCookies {
         let table_size = if self.layout == HashLayout::Striped { ids.len() } else { self.bucket_count };
         let server_indices = self.layout.server_indices(&ids, table_size);
         let servers = server_indices.into_iter().map(|position| cluster.members()[position]).collect();
-        self.configurations.push_back(PoolConfiguration { start: cluster.now, servers });
+        self.configurations.push_back(PoolConfiguration { applies_from: cluster.now, servers });
         // A configuration is stored until the last connection that began in it must have ended.
-        while self.configurations.get(1).is_some_and(|next| next.start + self.longest_duration < cluster.now) {
+        while self
+            .configurations
+            .get(1)
+            .is_some_and(|next_configuration| next_configuration.applies_from + self.longest_duration < cluster.now)
+        {
             self.configurations.pop_front();
             self.first_configuration_number += 1;
         }
@@ -152,8 +157,8 @@ impl Balancer for SmallCookies {
     }
 
     fn process_reports(&mut self, cluster: &Cluster) {
-        if let Some(reported) = &mut self.reported_connections {
-            reported
+        if let Some(reported_connections) = &mut self.reported_connections {
+            reported_connections
                 .iter_mut()
                 .enumerate()
                 .for_each(|(server, count)| *count = cluster.open_connections(server as u16));
@@ -165,7 +170,7 @@ impl Balancer for SmallCookies {
         for number in last_tag + 1..=self.current_configuration_number() {
             match self.surviving_tag(connection, last_tag, number) {
                 Some(tag) => last_tag = tag,
-                None => return Some(self.configuration(number).start),
+                None => return Some(self.configuration(number).applies_from),
             }
         }
         None
@@ -191,10 +196,12 @@ mod tests {
 
     #[test]
     fn cookie_of_zero_bits_equals_hashing() {
-        for (small, layout) in [("history-tag:0", "hash"), ("hash-index:0:maglev", "maglev")] {
-            let [small, hashed] = &run_methods(&[small, layout], 40.0)[..] else { panic!("two methods") };
-            assert_eq!(small.runs, hashed.runs);
-            assert!(hashed.broken_pct.median > 1.0);
+        for (cookie_method, layout) in [("history-tag:0", "hash"), ("hash-index:0:maglev", "maglev")] {
+            let [cookie_outcome, hashing_outcome] = &run_methods(&[cookie_method, layout], 40.0)[..] else {
+                panic!("two methods")
+            };
+            assert_eq!(cookie_outcome.runs, hashing_outcome.runs);
+            assert!(hashing_outcome.broken_pct.median > 1.0);
         }
     }
 

@@ -50,7 +50,7 @@ impl ServerArgs {
             service: self.service.clone(),
             latency: self.latency,
             requests: self.requests,
-            connection_sampler: self.connections,
+            connection_count: self.connections,
             skew: self.skew,
             ..Config::default()
         }
@@ -155,10 +155,10 @@ impl Printable for RpcResult {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let latency_row = |of: String, service: String, quantiles: &LatencySummary| {
+        let latency_row = |row_label: String, service: String, quantiles: &LatencySummary| {
             let LatencySummary { mean, p50, p90, p99, p999 } = *quantiles;
             let latencies = [mean, p50, p90, p99, p999].map(|latency| format!("{latency:.4}"));
-            [of, service].into_iter().chain(latencies).collect()
+            [row_label, service].into_iter().chain(latencies).collect()
         };
         let class_rows = self
             .classes

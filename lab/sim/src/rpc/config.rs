@@ -23,7 +23,7 @@ pub struct Config {
     /// Seed of the random numbers. Equal seeds yield equal results.
     pub seed: u64,
     /// Number of connections over which the requests are distributed, or `None` if every request has its own.
-    pub connection_sampler: Option<NonZeroU32>,
+    pub connection_count: Option<NonZeroU32>,
     /// Skew of the connections. The i-th most frequent has a share proportional to 1 / i^skew, so 0 makes all shares
     /// equal.
     pub skew: f64,
@@ -43,7 +43,7 @@ impl Default for Config {
             load: 0.8,
             requests: 1_000_000,
             seed: 1,
-            connection_sampler: None,
+            connection_count: None,
             skew: 0.0,
             queue_limit: None,
             window: None,
@@ -84,8 +84,8 @@ pub enum Error {
     #[error("no request after the warm-up was answered: expected more requests, or a longer queue")]
     NothingMeasured,
     /// The policy's groups have more or fewer cores in total than the server.
-    #[error("policy {policy}: its groups have {grouped} cores, the server has {cores}")]
-    Groups { policy: Policy, grouped: u32, cores: u16 },
+    #[error("policy {policy}: its groups have {grouped_cores} cores, the server has {cores}")]
+    Groups { policy: Policy, grouped_cores: u32, cores: u16 },
     /// Cores cannot be divided, because the number of services is not two or there are fewer than two cores.
     #[error(
         "policy {policy}: {services} services on {cores} cores: expected two services (bimodal) and at least 2 cores"
@@ -133,7 +133,7 @@ impl Config {
 
     /// Checks that all values are in range, but allows a load above the policy's capacity.
     pub(super) fn check_ranges(&self) -> Result<(), Error> {
-        let is_within = |value: f64, low: f64, high: f64| (low..=high).contains(&value);
+        let is_within = |value: f64, min: f64, max: f64| (min..=max).contains(&value);
         if self.cores == 0 {
             return Err(Error::NoCores);
         }
@@ -161,10 +161,10 @@ impl Config {
         if let Policy::RankedQueue(options) = &self.policy {
             self.check_assignment(options)?;
         }
-        if let Policy::GroupedFcfs { groups, cores_per_group: cores_each } = self.policy {
-            let grouped = u32::from(groups.get()) * u32::from(cores_each.get());
-            if grouped != u32::from(self.cores) {
-                return Err(Error::Groups { policy: self.policy.clone(), grouped, cores: self.cores });
+        if let Policy::GroupedFcfs { groups, cores_per_group } = self.policy {
+            let grouped_cores = u32::from(groups.get()) * u32::from(cores_per_group.get());
+            if grouped_cores != u32::from(self.cores) {
+                return Err(Error::Groups { policy: self.policy.clone(), grouped_cores, cores: self.cores });
             }
         }
         Ok(())

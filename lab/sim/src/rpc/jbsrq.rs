@@ -30,8 +30,8 @@ pub struct JbsrqOptions {
     pub switch_cost: f64,
     /// How the cores are divided between two services (option `assignment`).
     pub assignment: CoreAssignmentMode,
-    /// Interval at which load monitors poll the NIC's queues, in units of service time (option `interval`).
-    pub interval: f64,
+    /// Interval at which load monitors poll the NIC's queues, in units of service time (option `monitor_interval`).
+    pub monitor_interval: f64,
     /// Cores that each service always keeps, unless all services share all cores (option `reserved`).
     pub reserved_cores: ReservedCores,
     /// Place where the core allocator's load monitor runs (option `allocator`).
@@ -96,7 +96,7 @@ impl Default for JbsrqOptions {
             priorities: Priorities::Classes,
             switch_cost: 0.0,
             assignment: CoreAssignmentMode::CompleteShare,
-            interval: 5.0 / 3.0,
+            monitor_interval: 5.0 / 3.0,
             reserved_cores: ReservedCores([1, 1]),
             allocator: AllocatorLocation::Nic,
         }
@@ -144,7 +144,7 @@ impl FromStr for JbsrqOptions {
                         parse_time(value, MIN_OPTION_TIME).ok_or_else(|| invalid_option(EXPECTED_INTERVAL))?
                 }
                 "interval" => {
-                    options.interval =
+                    options.monitor_interval =
                         parse_time(value, MIN_OPTION_TIME).ok_or_else(|| invalid_option(EXPECTED_INTERVAL))?
                 }
                 "switch" => {
@@ -185,11 +185,11 @@ const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), (
 const ALLOCATORS: [(&str, AllocatorLocation); 2] = [("nic", AllocatorLocation::Nic), ("core", AllocatorLocation::Core)];
 
 fn find_by_name<T: Copy>(names: &[(&str, T)], name: &str) -> Option<T> {
-    names.iter().find(|(known, _)| *known == name).map(|(_, value)| *value)
+    names.iter().find(|(known_name, _)| *known_name == name).map(|(_, value)| *value)
 }
 
 fn name_of<T: PartialEq>(names: &[(&'static str, T)], value: T) -> String {
-    names.iter().find(|(_, known)| *known == value).map_or("", |(name, _)| *name).to_owned()
+    names.iter().find(|(_, known_value)| *known_value == value).map_or("", |(name, _)| *name).to_owned()
 }
 
 /// Shortest interval to which an option can be set, in units of service time.
@@ -214,7 +214,7 @@ impl fmt::Display for JbsrqOptions {
             ("priorities", self.priorities.to_string(), default.priorities.to_string()),
             ("switch", self.switch_cost.to_string(), default.switch_cost.to_string()),
             ("assignment", self.assignment.to_string(), default.assignment.to_string()),
-            ("interval", self.interval.to_string(), default.interval.to_string()),
+            ("interval", self.monitor_interval.to_string(), default.monitor_interval.to_string()),
             ("reserved", self.reserved_cores.to_string(), default.reserved_cores.to_string()),
             ("allocator", name_of(&ALLOCATORS, self.allocator), name_of(&ALLOCATORS, default.allocator)),
         ];

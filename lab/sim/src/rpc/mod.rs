@@ -54,7 +54,7 @@ pub fn run(config: &Config) -> Result<Outcome, Error> {
     let class_latency =
         |(service, quantiles): (f64, Option<LatencySummary>)| Some(ClassLatency { service, quantiles: quantiles? });
     Ok(Outcome {
-        all: recorder.all().ok_or(Error::NothingMeasured)?,
+        all: recorder.all_latencies().ok_or(Error::NothingMeasured)?,
         classes: class_times.into_iter().zip(recorder.class_latencies()).filter_map(class_latency).collect(),
         requests: config.requests,
         dropped_pct: dropped_requests as f64 / config.requests as f64 * 100.0,

@@ -116,7 +116,7 @@ impl LatencyRecorder {
     }
 
     /// Returns the latencies of all classes together, or `None` if there were no responses.
-    pub fn all(&self) -> Option<LatencySummary> {
+    pub fn all_latencies(&self) -> Option<LatencySummary> {
         let mut all_classes = LatencyHistogram::new();
         self.class_histograms.iter().for_each(|class| all_classes.add(class));
         all_classes.quantiles()
@@ -159,8 +159,8 @@ impl LatencyWindows {
 
 /// Observer that measures the responses of a simulation.
 pub trait Observer: ResponseSink {
-    /// Ends the warm-up, so that requests which arrive at `from` or later are measured.
-    fn measure_from(&mut self, from: Tick);
+    /// Ends the warm-up, so that requests which arrive at `start_time` or later are measured.
+    fn measure_from(&mut self, start_time: Tick);
 
     /// Returns whether the result is already certain, so that the simulation can end early.
     fn is_decided(&self) -> bool {
@@ -183,10 +183,10 @@ impl ResponseSink for LatencyRecorder {
 }
 
 impl Observer for LatencyRecorder {
-    fn measure_from(&mut self, from: Tick) {
-        self.measured_from = from;
+    fn measure_from(&mut self, start_time: Tick) {
+        self.measured_from = start_time;
         if let Some(windows) = &mut self.windows {
-            windows.window_start = from / windows.window_length * windows.window_length;
+            windows.window_start = start_time / windows.window_length * windows.window_length;
         }
     }
 }

@@ -95,16 +95,16 @@ pub fn find_peak_load(search: &PeakConfig) -> Result<PeakLoadEstimate, Error> {
 }
 
 fn bisect_peak_load(search: &PeakConfig, config: &Config) -> f64 {
-    let (mut met, mut missed) = (0.0, 1.0);
+    let (mut met_load, mut missed_load) = (0.0, 1.0);
     for _ in 0..search.steps {
-        let load = (met + missed) / 2.0;
+        let load = (met_load + missed_load) / 2.0;
         if meets_slo(search, config, load) {
-            met = load;
+            met_load = load;
         } else {
-            missed = load;
+            missed_load = load;
         }
     }
-    met
+    met_load
 }
 
 /// Returns whether the 99th percentile of latency is within the SLO at `load`.
@@ -115,13 +115,13 @@ fn meets_slo(search: &PeakConfig, config: &Config, load: f64) -> bool {
         measured_from: NEVER,
         latency_bound: to_ticks(search.slo * slo_unit),
         class_limit: if search.slo_metric == SloMetric::Short { 1 } else { u8::MAX },
-        max_late: measured_requests / 100,
+        max_late_response_count: measured_requests / 100,
         response_count: 0,
-        late_count: 0,
+        late_response_count: 0,
     };
     simulate(config, load, &mut observer);
     // The 99th percentile is within the bound if at most 1 % of the responses are late.
-    observer.late_count * 100 <= observer.response_count
+    observer.late_response_count * 100 <= observer.response_count
 }
 
 /// Counter of responses that exceed the SLO. It needs no histogram, and ends a run as soon as the SLO is missed.
@@ -131,9 +131,9 @@ struct SloObserver {
     /// Class from which on requests are not counted.
     class_limit: u8,
     /// Number of late responses above which the SLO is missed, which is 1 % of all counted requests.
-    max_late: u64,
+    max_late_response_count: u64,
     response_count: u64,
-    late_count: u64,
+    late_response_count: u64,
 }
 
 impl ResponseSink for SloObserver {
@@ -141,19 +141,20 @@ impl ResponseSink for SloObserver {
     fn handle_response(&mut self, response: &Response) {
         if response.request.arrived_at >= self.measured_from && response.request.class < self.class_limit {
             self.response_count += 1;
-            self.late_count += u64::from(response.departed_at - response.request.arrived_at > self.latency_bound);
+            self.late_response_count +=
+                u64::from(response.departed_at - response.request.arrived_at > self.latency_bound);
         }
     }
 }
 
 impl Observer for SloObserver {
-    fn measure_from(&mut self, from: Tick) {
-        self.measured_from = from;
+    fn measure_from(&mut self, start_time: Tick) {
+        self.measured_from = start_time;
     }
 
     #[inline]
     fn is_decided(&self) -> bool {
-        self.late_count > self.max_late
+        self.late_response_count > self.max_late_response_count
     }
 }
 

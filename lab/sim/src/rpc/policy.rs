@@ -81,12 +81,18 @@ const DEFAULT_STEALING_COST: f64 = 0.5;
 impl FromStr for Policy {
     type Err = PolicyError;
 
-    fn from_str(given: &str) -> Result<Self, PolicyError> {
-        let (name, parameters) = given.split_once(':').map_or((given, None), |(name, rest)| (name, Some(rest)));
-        let syntax = POLICY_SYNTAX.iter().find(|form| form.split([':', '[']).next() == Some(name));
-        let Some(form) = syntax else { return Err(UnknownName::new("policy", given, POLICY_SYNTAX).into()) };
-        let parameter_error =
-            |detail: &str| PolicyError::Parameters { given: given.to_owned(), expected: form.to_string() + detail };
+    fn from_str(policy_text: &str) -> Result<Self, PolicyError> {
+        let (name, parameters) = policy_text
+            .split_once(':')
+            .map_or((policy_text, None), |(name, parameter_text)| (name, Some(parameter_text)));
+        let syntax = POLICY_SYNTAX.iter().find(|policy_syntax| policy_syntax.split([':', '[']).next() == Some(name));
+        let Some(policy_syntax) = syntax else {
+            return Err(UnknownName::new("policy", policy_text, POLICY_SYNTAX).into());
+        };
+        let parameter_error = |detail: &str| PolicyError::Parameters {
+            given: policy_text.to_owned(),
+            expected: policy_syntax.to_string() + detail,
+        };
         let parse_time =
             |text: &str| text.parse().ok().filter(|time: &f64| *time >= 0.0 && *time <= MAX_PARAMETER_TIME);
         match (name, parameters) {
@@ -95,9 +101,9 @@ impl FromStr for Policy {
             ("rr", None) => Ok(Self::RoundRobin),
             ("jsq", None) => Ok(Self::ShortestQueue),
             ("jlq", None) => Ok(Self::LightestQueue),
-            ("jbsq", Some(bound)) => {
-                let bound = bound.parse().map_err(|_| parameter_error(" with N from 1 to 65535"))?;
-                Ok(Self::BoundedShortestQueue(bound))
+            ("jbsq", Some(bound_text)) => {
+                let queue_bound = bound_text.parse().map_err(|_| parameter_error(" with N from 1 to 65535"))?;
+                Ok(Self::BoundedShortestQueue(queue_bound))
             }
             ("jbsrq", options) => {
                 let options = options.unwrap_or_default().parse();
@@ -108,10 +114,10 @@ impl FromStr for Policy {
                 Ok(Self::ClassBoundedQueue(options.map_err(|detail| parameter_error(&format!(": {detail}")))?))
             }
             ("rss", None) => Ok(Self::Rss),
-            ("rss-rebalanced", Some(every)) => {
-                let every = parse_time(every).filter(|every| *every >= MIN_REGROUP_INTERVAL);
+            ("rss-rebalanced", Some(interval_text)) => {
+                let regroup_interval = parse_time(interval_text).filter(|every| *every >= MIN_REGROUP_INTERVAL);
                 Ok(Self::RssRebalanced(
-                    every.ok_or_else(|| parameter_error(" with T from 0.01 to 1000000 service times"))?,
+                    regroup_interval.ok_or_else(|| parameter_error(" with T from 0.01 to 1000000 service times"))?,
                 ))
             }
             ("work-stealing", None) => Ok(Self::WorkStealing(DEFAULT_STEALING_COST)),
@@ -121,10 +127,11 @@ impl FromStr for Policy {
                 Ok(Self::WorkStealing(cost))
             }
             ("ps", None) => Ok(Self::ProcessorSharing),
-            ("dfcfs", Some(pair)) => {
-                let parsed_pair = pair.split_once(',').and_then(|(x, y)| Some((x.parse().ok()?, y.parse().ok()?)));
-                let (groups, cores_each) = parsed_pair.ok_or_else(|| parameter_error(" with X and Y from 1 on"))?;
-                Ok(Self::GroupedFcfs { groups, cores_per_group: cores_each })
+            ("dfcfs", Some(pair_text)) => {
+                let parsed_pair = pair_text.split_once(',').and_then(|(x, y)| Some((x.parse().ok()?, y.parse().ok()?)));
+                let (groups, cores_per_group) =
+                    parsed_pair.ok_or_else(|| parameter_error(" with X and Y from 1 on"))?;
+                Ok(Self::GroupedFcfs { groups, cores_per_group })
             }
             _ => Err(parameter_error("")),
         }
@@ -150,10 +157,10 @@ impl fmt::Display for Policy {
             Self::ClassBoundedQueue(options) if *options == ClassBoundOptions::default() => f.write_str("jbsrq-fifo"),
             Self::ClassBoundedQueue(options) => write!(f, "jbsrq-fifo:{options}"),
             Self::Rss => f.write_str("rss"),
-            Self::RssRebalanced(every) => write!(f, "rss-rebalanced:{every}"),
+            Self::RssRebalanced(regroup_interval) => write!(f, "rss-rebalanced:{regroup_interval}"),
             Self::WorkStealing(cost) => write!(f, "work-stealing:{cost}"),
             Self::ProcessorSharing => f.write_str("ps"),
-            Self::GroupedFcfs { groups, cores_per_group: cores_each } => write!(f, "dfcfs:{groups},{cores_each}"),
+            Self::GroupedFcfs { groups, cores_per_group } => write!(f, "dfcfs:{groups},{cores_per_group}"),
         }
     }
 }
@@ -180,7 +187,7 @@ impl Policy {
     /// and an upper bound for bounded queues with several slots.
     pub fn capacity(&self, mean_service_time: f64, latency: f64) -> f64 {
         let capacity_with_slots =
-            |places: f64| (places * mean_service_time / (mean_service_time + 2.0 * latency)).min(1.0);
+            |slots: f64| (slots * mean_service_time / (mean_service_time + 2.0 * latency)).min(1.0);
         match self {
             Self::CentralFcfs => capacity_with_slots(1.0),
             Self::BoundedShortestQueue(bound) => capacity_with_slots(f64::from(bound.get())),

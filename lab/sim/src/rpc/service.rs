@@ -45,8 +45,8 @@ pub enum ServiceTimeError {
     Parameters { given: String, expected: &'static str },
     #[error("service {given:?}: fraction {fraction}: expected a number from 0 to 1")]
     Fraction { given: String, fraction: f64 },
-    #[error("service {given:?}: the fractions add up to {sum}: expected at most 1")]
-    Sum { given: String, sum: f64 },
+    #[error("service {given:?}: the fractions add up to {fraction_sum}: expected at most 1")]
+    Sum { given: String, fraction_sum: f64 },
     /// The service time of a long class is out of range, or is not a number.
     #[error("service {given:?}: factor {factor}: expected a number from 1 to 1000000 (the unit is the shortest class)")]
     Factor { given: String, factor: f64 },
@@ -65,17 +65,20 @@ const MAX_SIGMA: f64 = 4.0;
 impl FromStr for ServiceTimeDistribution {
     type Err = ServiceTimeError;
 
-    fn from_str(given: &str) -> Result<Self, ServiceTimeError> {
-        let (name, parameters) = given.split_once(':').map_or((given, None), |(name, rest)| (name, Some(rest)));
-        let numbers: Option<Vec<f64>> =
-            parameters.map_or(Some(Vec::new()), |rest| rest.split(':').map(|number| number.parse().ok()).collect());
-        let parameter_error = |expected| ServiceTimeError::Parameters { given: given.to_owned(), expected };
+    fn from_str(service_text: &str) -> Result<Self, ServiceTimeError> {
+        let (name, parameters) = service_text
+            .split_once(':')
+            .map_or((service_text, None), |(name, parameter_text)| (name, Some(parameter_text)));
+        let numbers: Option<Vec<f64>> = parameters.map_or(Some(Vec::new()), |parameter_text| {
+            parameter_text.split(':').map(|number| number.parse().ok()).collect()
+        });
+        let parameter_error = |expected| ServiceTimeError::Parameters { given: service_text.to_owned(), expected };
         match (name, numbers.as_deref()) {
             ("fixed", Some([])) => Ok(Self::Fixed),
             ("exp", Some([])) => Ok(Self::Exponential),
             ("lognormal", Some(&[sigma])) if sigma > 0.0 && sigma <= MAX_SIGMA => Ok(Self::LogNormal(sigma)),
-            ("bimodal", Some(numbers)) if numbers.len() == 2 => Self::parse_classes(given, numbers),
-            ("trimodal", Some(numbers)) if numbers.len() == 4 => Self::parse_classes(given, numbers),
+            ("bimodal", Some(numbers)) if numbers.len() == 2 => Self::parse_classes(service_text, numbers),
+            ("trimodal", Some(numbers)) if numbers.len() == 4 => Self::parse_classes(service_text, numbers),
             ("fixed", _) => Err(parameter_error(FIXED)),
             ("exp", _) => Err(parameter_error(EXPONENTIAL)),
             ("lognormal", _) => Err(parameter_error("lognormal:SIGMA with SIGMA above 0, at most 4")),
@@ -83,7 +86,7 @@ impl FromStr for ServiceTimeDistribution {
             ("trimodal", _) => Err(parameter_error(TRIMODAL)),
             _ => {
                 let known_forms = [FIXED, EXPONENTIAL, LOG_NORMAL, BIMODAL, TRIMODAL];
-                Err(UnknownName::new("service", given, known_forms).into())
+                Err(UnknownName::new("service", service_text, known_forms).into())
             }
         }
     }
@@ -104,22 +107,22 @@ impl fmt::Display for ServiceTimeDistribution {
 }
 
 impl ServiceTimeDistribution {
-    fn parse_classes(given: &str, numbers: &[f64]) -> Result<Self, ServiceTimeError> {
-        let given = || given.to_owned();
-        let parse_class = |pair: &[f64]| {
-            let [fraction, factor] = [pair[0], pair[1]];
+    fn parse_classes(service_text: &str, numbers: &[f64]) -> Result<Self, ServiceTimeError> {
+        let to_owned_text = || service_text.to_owned();
+        let parse_class = |fraction_and_factor: &[f64]| {
+            let [fraction, factor] = [fraction_and_factor[0], fraction_and_factor[1]];
             if !(0.0..=1.0).contains(&fraction) {
-                return Err(ServiceTimeError::Fraction { given: given(), fraction });
+                return Err(ServiceTimeError::Fraction { given: to_owned_text(), fraction });
             }
             if !(1.0..=MAX_CLASS_SERVICE_TIME).contains(&factor) {
-                return Err(ServiceTimeError::Factor { given: given(), factor });
+                return Err(ServiceTimeError::Factor { given: to_owned_text(), factor });
             }
             Ok(LongClass { fraction, factor })
         };
         let classes: Vec<LongClass> = numbers.chunks(2).map(parse_class).collect::<Result<_, _>>()?;
-        let sum: f64 = classes.iter().map(|class| class.fraction).sum();
-        if sum > 1.0 {
-            return Err(ServiceTimeError::Sum { given: given(), sum });
+        let fraction_sum: f64 = classes.iter().map(|class| class.fraction).sum();
+        if fraction_sum > 1.0 {
+            return Err(ServiceTimeError::Sum { given: to_owned_text(), fraction_sum });
         }
         Ok(Self::Classes(classes))
     }
@@ -188,11 +191,11 @@ impl ServiceTimeSampler {
             Self::Exponential => (0, to_ticks(exponential(rng))),
             // The mean of a lognormal distribution is exp(mu + sigma^2 / 2), which this mu makes 1.
             Self::LogNormal(sigma) => (0, to_ticks(log_normal(rng, -sigma * sigma / 2.0, *sigma))),
-            Self::Classes(draw) => {
+            Self::Classes(class_sampler) => {
                 let random_number = u64::from(rng.next_u32());
-                let class_index =
-                    usize::from(random_number >= draw.thresholds[0]) + usize::from(random_number >= draw.thresholds[1]);
-                (class_index as u8, draw.service_times[class_index])
+                let class_index = usize::from(random_number >= class_sampler.thresholds[0])
+                    + usize::from(random_number >= class_sampler.thresholds[1]);
+                (class_index as u8, class_sampler.service_times[class_index])
             }
         }
     }

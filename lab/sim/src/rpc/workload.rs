@@ -33,7 +33,7 @@ const RNG_STREAM_CONNECTIONS: u64 = 0x7270_6304;
 impl Workload {
     /// Creates a generator whose requests offer `load` times the capacity of the cores in `config`.
     pub fn new(config: &Config, load: f64) -> Self {
-        let connection_sampler = config.connection_sampler.map(|count| {
+        let connection_sampler = config.connection_count.map(|count| {
             ConnectionSampler::new(count.get(), config.skew, &mut seeded_rng(config.seed, RNG_STREAM_CONNECTIONS))
         });
         Self {
@@ -60,7 +60,7 @@ impl Workload {
             flow_hash: self
                 .connection_sampler
                 .as_ref()
-                .map_or(hash, |connections| connections.draw_connection_hash(&mut self.hash_rng)),
+                .map_or(hash, |sampler| sampler.draw_connection_hash(&mut self.hash_rng)),
             connection: 0,
             class,
             service: self.priorities.service_of_class(class),
@@ -94,13 +94,13 @@ impl ConnectionSampler {
         let mut entries: Vec<AliasEntry> = hashes.iter().map(own_entry).collect();
         let (mut small, mut large): (Vec<usize>, Vec<usize>) =
             (0..scaled_weights.len()).partition(|i| scaled_weights[*i] < 1.0);
-        while let (Some(less), Some(more)) = (small.pop(), large.last().copied()) {
-            entries[less].threshold = (scaled_weights[less] * f64::from(1u32 << 31) * 2.0) as u64;
-            entries[less].alias_hash = hashes[more];
-            scaled_weights[more] -= 1.0 - scaled_weights[less];
-            if scaled_weights[more] < 1.0 {
+        while let (Some(small_index), Some(large_index)) = (small.pop(), large.last().copied()) {
+            entries[small_index].threshold = (scaled_weights[small_index] * f64::from(1u32 << 31) * 2.0) as u64;
+            entries[small_index].alias_hash = hashes[large_index];
+            scaled_weights[large_index] -= 1.0 - scaled_weights[small_index];
+            if scaled_weights[large_index] < 1.0 {
                 large.pop();
-                small.push(more);
+                small.push(large_index);
             }
         }
         Self { entries }

@@ -35,59 +35,59 @@ impl TraceSlice {
         Self { trace, from_ns, until_ns, unsent_flows: HashMap::new(), open_flows: HashMap::new(), has_ended: false }
     }
 
-    /// Copies the packets of `whole` that are within the slice, with shifted times.
-    fn copy_packets_in_part(&mut self, whole: &Batch, part: &mut Batch) {
-        let mut first_packets = whole.first_packets.iter();
-        for packet in &whole.packets {
+    /// Copies the packets of `source_batch` that are within the slice, with shifted times.
+    fn copy_packets_in_slice(&mut self, source_batch: &Batch, slice_batch: &mut Batch) {
+        let mut first_packets = source_batch.first_packets.iter();
+        for packet in &source_batch.packets {
             let first_packet = if packet.event.opens() { first_packets.next().copied() } else { None };
             if packet.time_ns >= self.until_ns {
                 self.has_ended = true;
                 return;
             }
             if packet.time_ns < self.from_ns {
-                self.process_packet_before_part(packet, first_packet);
+                self.track_packet_before_slice(packet, first_packet);
             } else {
-                self.process_packet_in_part(packet, first_packet, part);
+                self.process_packet_in_slice(packet, first_packet, slice_batch);
             }
         }
     }
 
-    fn process_packet_before_part(&mut self, packet: &Packet, first_packet: Option<FirstPacket>) {
-        if let Some(opening) = first_packet {
-            self.unsent_flows.insert(packet.flow, opening);
+    fn track_packet_before_slice(&mut self, packet: &Packet, first_packet: Option<FirstPacket>) {
+        if let Some(first_packet) = first_packet {
+            self.unsent_flows.insert(packet.flow_number, first_packet);
         }
         if packet.event.closes() {
-            self.unsent_flows.remove(&packet.flow);
+            self.unsent_flows.remove(&packet.flow_number);
         }
     }
 
-    fn process_packet_in_part(&mut self, packet: &Packet, first_packet: Option<FirstPacket>, part: &mut Batch) {
-        let unsent_first_packet = self.unsent_flows.remove(&packet.flow);
+    fn process_packet_in_slice(&mut self, packet: &Packet, first_packet: Option<FirstPacket>, slice_batch: &mut Batch) {
+        let unsent_first_packet = self.unsent_flows.remove(&packet.flow_number);
         if unsent_first_packet.is_some() && !packet.event.is_packet() {
             return;
         }
         let mut event = packet.event;
-        if let Some(opening) = first_packet.or(unsent_first_packet) {
-            part.first_packets.push(opening);
+        if let Some(first_packet) = first_packet.or(unsent_first_packet) {
+            slice_batch.first_packets.push(first_packet);
             event = if event.closes() { FlowEvent::OPENS_AND_CLOSES } else { FlowEvent::OPENS };
         }
         if event.closes() {
-            self.open_flows.remove(&packet.flow);
+            self.open_flows.remove(&packet.flow_number);
         } else if event.opens() {
-            self.open_flows.insert(packet.flow, ());
+            self.open_flows.insert(packet.flow_number, ());
         }
-        part.packets.push(Packet { time_ns: packet.time_ns - self.from_ns, event, ..*packet });
+        slice_batch.packets.push(Packet { time_ns: packet.time_ns - self.from_ns, event, ..*packet });
     }
 }
 
 impl Trace for TraceSlice {
     fn read(&mut self, batch: &mut Batch) -> Result<(), TraceError> {
         batch.clear();
-        let mut whole = Batch::default();
+        let mut source_batch = Batch::default();
         while batch.packets.is_empty() && !self.has_ended {
-            self.trace.read(&mut whole)?;
-            self.has_ended |= whole.packets.is_empty();
-            self.copy_packets_in_part(&whole, batch);
+            self.trace.read(&mut source_batch)?;
+            self.has_ended |= source_batch.packets.is_empty();
+            self.copy_packets_in_slice(&source_batch, batch);
         }
         if self.has_ended {
             // Flows that are still open when the slice ends send nothing more.
@@ -96,8 +96,8 @@ impl Trace for TraceSlice {
             let time_ns = self.until_ns - self.from_ns;
             batch.packets.extend(open_flows.into_iter().map(|flow| Packet {
                 time_ns,
-                flow,
-                bytes: 0,
+                flow_number: flow,
+                wire_bytes: 0,
                 event: FlowEvent::EXPIRES,
             }));
         }
@@ -116,8 +116,8 @@ impl Trace for TraceSlice {
         Some(self.until_ns - self.from_ns)
     }
 
-    fn service(&self) -> Option<CoreServiceRate> {
-        self.trace.service()
+    fn core_service_rate(&self) -> Option<CoreServiceRate> {
+        self.trace.core_service_rate()
     }
 }
 
@@ -153,10 +153,10 @@ pub struct TraceOverlay {
 impl TraceOverlay {
     /// Creates an overlay of the given traces. Each is given with its start time (ns) and its copy number.
     pub fn new(traces: Vec<(Box<dyn Trace>, u64, u32)>) -> Self {
-        let to_copy = |(trace, start_ns, copy)| TraceCopy {
+        let to_copy = |(trace, start_ns, copy_number)| TraceCopy {
             trace,
             start_ns,
-            copy_number: copy,
+            copy_number,
             batch: Batch::default(),
             next_packet_index: 0,
             next_first_packet_index: 0,
@@ -181,14 +181,14 @@ impl Trace for TraceOverlay {
         batch.clear();
         if !self.is_started {
             self.is_started = true;
-            for part in 0..self.copies.len() {
-                self.schedule_next_packet(part)?;
+            for copy_index in 0..self.copies.len() {
+                self.schedule_next_packet(copy_index)?;
             }
         }
         let copy_count = self.copies.len() as u32;
         while batch.packets.len() < MAX_BATCH_PACKETS {
-            let Some(Reverse((time_ns, position))) = self.next_packet_times.pop() else { break };
-            let copy = &mut self.copies[position];
+            let Some(Reverse((time_ns, copy_index))) = self.next_packet_times.pop() else { break };
+            let copy = &mut self.copies[copy_index];
             let packet = copy.batch.packets[copy.next_packet_index];
             copy.next_packet_index += 1;
             if packet.event.opens() {
@@ -198,22 +198,26 @@ impl Trace for TraceOverlay {
                     .first_packets
                     .push(FirstPacket { tuple: tuple_in_copy(&first_packet.tuple, copy.copy_number), ..first_packet });
             }
-            batch.packets.push(Packet { time_ns, flow: packet.flow * copy_count + position as u32, ..packet });
-            self.schedule_next_packet(position)?;
+            batch.packets.push(Packet {
+                time_ns,
+                flow_number: packet.flow_number * copy_count + copy_index as u32,
+                ..packet
+            });
+            self.schedule_next_packet(copy_index)?;
         }
         Ok(())
     }
 
     fn skip_counts(&self) -> SkipCounts {
         let mut skip_counts = SkipCounts::new();
-        for (reason, packets) in self.copies.iter().flat_map(|part| part.trace.skip_counts()) {
+        for (reason, packets) in self.copies.iter().flat_map(|trace_copy| trace_copy.trace.skip_counts()) {
             *skip_counts.entry(reason).or_default() += packets;
         }
         skip_counts
     }
 
     fn reordered_packet_count(&self) -> u64 {
-        self.copies.iter().map(|part| part.trace.reordered_packet_count()).sum()
+        self.copies.iter().map(|trace_copy| trace_copy.trace.reordered_packet_count()).sum()
     }
 
     fn history_ns(&self) -> u64 {
@@ -221,11 +225,11 @@ impl Trace for TraceOverlay {
     }
 
     fn end_ns(&self) -> Option<u64> {
-        self.copies.iter().map(|part| Some(part.start_ns + part.trace.end_ns()?)).max()?
+        self.copies.iter().map(|trace_copy| Some(trace_copy.start_ns + trace_copy.trace.end_ns()?)).max()?
     }
 
-    fn service(&self) -> Option<CoreServiceRate> {
-        self.copies[0].trace.service()
+    fn core_service_rate(&self) -> Option<CoreServiceRate> {
+        self.copies[0].trace.core_service_rate()
     }
 }
 
@@ -271,7 +275,7 @@ mod tests {
     fn small_trace() -> Box<dyn Trace> {
         let tuple = |port| FourTuple::ipv4((Ipv4Addr::new(10, 0, 0, 1), port), (Ipv4Addr::new(10, 9, 0, 1), 80));
         let first_packet = |port| FirstPacket { tuple: tuple(port), rate_pps: None };
-        let packet = |time_ns, flow, event| Packet { time_ns, flow, bytes: 60, event };
+        let packet = |time_ns, flow, event| Packet { time_ns, flow_number: flow, wire_bytes: 60, event };
         let mut packets: Vec<Packet> = (0..10u64).map(|n| packet(n * 10, 5, FlowEvent::NONE)).collect();
         packets[0].event = FlowEvent::OPENS;
         packets.push(packet(35, 6, FlowEvent::OPENS));
@@ -293,20 +297,20 @@ mod tests {
     }
 
     fn read_all_packets(mut trace: impl Trace) -> (Vec<(u64, u32, FlowEvent)>, Vec<FirstPacket>) {
-        let (mut batch, mut packets, mut openings) = (Batch::default(), Vec::new(), Vec::new());
+        let (mut batch, mut packets, mut first_packets) = (Batch::default(), Vec::new(), Vec::new());
         loop {
             trace.read(&mut batch).unwrap();
             if batch.packets.is_empty() {
-                return (packets, openings);
+                return (packets, first_packets);
             }
-            packets.extend(batch.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)));
-            openings.extend(&batch.first_packets);
+            packets.extend(batch.packets.iter().map(|packet| (packet.time_ns, packet.flow_number, packet.event)));
+            first_packets.extend(&batch.first_packets);
         }
     }
 
     #[test]
     fn trace_slice_opens_and_closes_its_flows() {
-        let (packets, openings) = read_all_packets(TraceSlice::new(small_trace(), 55, 75));
+        let (packets, first_packets) = read_all_packets(TraceSlice::new(small_trace(), 55, 75));
         assert_eq!(
             packets,
             [
@@ -316,7 +320,10 @@ mod tests {
                 (20, 5, FlowEvent::EXPIRES)
             ]
         );
-        assert_eq!(openings.iter().map(|opening| opening.tuple.client().port()).collect::<Vec<_>>(), [1, 2]);
+        assert_eq!(
+            first_packets.iter().map(|first_packet| first_packet.tuple.client().port()).collect::<Vec<_>>(),
+            [1, 2]
+        );
         // From the beginning, the slice equals the trace, except that it also has the ends of flows.
         let (packets, _) = read_all_packets(TraceSlice::new(small_trace(), 0, 100));
         assert_eq!((packets.len(), packets[12]), (13, (100, 5, FlowEvent::EXPIRES)));
@@ -325,11 +332,12 @@ mod tests {
     #[test]
     fn overlay_merges_copies_by_time_and_gives_them_different_flows() {
         let traces = vec![(small_trace(), 0, 0), (small_trace(), 3, 1)];
-        let (packets, openings) = read_all_packets(TraceOverlay::new(traces));
+        let (packets, first_packets) = read_all_packets(TraceOverlay::new(traces));
         assert_eq!(packets.len(), 24);
         assert!(packets.is_sorted_by_key(|(time_ns, ..)| *time_ns));
         assert_eq!((packets[0], packets[1]), ((0, 10, FlowEvent::OPENS), (3, 11, FlowEvent::OPENS)));
-        let clients: std::collections::HashSet<_> = openings.iter().map(|opening| opening.tuple.client()).collect();
+        let clients: std::collections::HashSet<_> =
+            first_packets.iter().map(|first_packet| first_packet.tuple.client()).collect();
         assert_eq!(clients.len(), 4);
     }
 
@@ -338,7 +346,7 @@ mod tests {
         let addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"].map(|text| text.parse::<Ipv4Addr>().unwrap());
         let differences: std::collections::HashSet<u32> = addresses
             .map(|address| match address_in_copy(address.into(), 3) {
-                IpAddr::V4(fresh) => fresh.to_bits() ^ address.to_bits(),
+                IpAddr::V4(copied_address) => copied_address.to_bits() ^ address.to_bits(),
                 IpAddr::V6(_) => unreachable!("stays IPv4"),
             })
             .into();

@@ -19,8 +19,8 @@ impl ArrivalTrace {
     pub fn new(log: ArrivalLog, path: &str) -> Result<Self, TraceError> {
         let first_service_us = log.arrivals.first().map_or(1, |arrival| arrival.service_us);
         if let Some(arrival) = log.arrivals.iter().find(|arrival| arrival.service_us != first_service_us) {
-            let other = arrival.service_us;
-            return Err(TraceError::MixedServiceTimes { path: path.to_owned(), first: first_service_us, other });
+            let other_service_us = arrival.service_us;
+            return Err(TraceError::MixedServiceTimes { path: path.to_owned(), first_service_us, other_service_us });
         }
         let mut requests = Vec::new();
         for (connection, arrival) in log.arrivals.iter().enumerate() {
@@ -54,7 +54,7 @@ impl Trace for ArrivalTrace {
                 let rate_pps = Some(1e6 / f64::from(arrival.interval_us.max(1)));
                 batch.first_packets.push(FirstPacket { tuple: arrival.four_tuple(), rate_pps });
             }
-            batch.packets.push(Packet { time_ns: due_us * 1_000, flow: *connection, bytes: 0, event });
+            batch.packets.push(Packet { time_ns: due_us * 1_000, flow_number: *connection, wire_bytes: 0, event });
         }
         self.next_request_index = end_index;
         Ok(())
@@ -64,7 +64,7 @@ impl Trace for ArrivalTrace {
         Some(self.log.duration_us * 1_000)
     }
 
-    fn service(&self) -> Option<CoreServiceRate> {
+    fn core_service_rate(&self) -> Option<CoreServiceRate> {
         Some(self.service_rate)
     }
 }

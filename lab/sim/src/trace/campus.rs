@@ -284,9 +284,9 @@ impl Trace for CampusTrace {
 /// Sorts the packets of a batch by time, and appends the first packets of its flows in the same order.
 pub(super) fn sort_batch(batch: &mut Batch, mut first_packets: Vec<KeyedFirstPacket>) {
     // If a flow begins and ends in the same nanosecond, its begin comes first.
-    batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow, packet.event.closes()));
+    batch.packets.sort_unstable_by_key(|packet| (packet.time_ns, packet.flow_number, packet.event.closes()));
     first_packets.sort_unstable_by_key(|(key, _)| *key);
-    batch.first_packets.extend(first_packets.into_iter().map(|(_, opening)| opening));
+    batch.first_packets.extend(first_packets.into_iter().map(|(_, first_packet)| first_packet));
 }
 
 /// Appends the begin and the end of a flow to the batch, if they are in the history and before `until_ns`.
@@ -296,7 +296,7 @@ fn append_history_events(
     events: &mut Vec<Packet>,
     first_packets: &mut Vec<KeyedFirstPacket>,
 ) {
-    let event = |time_ns, event| Packet { time_ns, flow: flow.flow_number, bytes: 0, event };
+    let event = |time_ns, event| Packet { time_ns, flow_number: flow.flow_number, wire_bytes: 0, event };
     if flow.is_new {
         let time_ns = flow.next_packet_ns as u64;
         first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
@@ -336,7 +336,7 @@ pub(super) fn append_packets(
             first_packets.push(((time_ns, flow.flow_number), flow.first_packet()));
             flow.is_new = false;
         }
-        packets.push(Packet { time_ns, flow: flow.flow_number, bytes: MEAN_PACKET_BYTES, event });
+        packets.push(Packet { time_ns, flow_number: flow.flow_number, wire_bytes: MEAN_PACKET_BYTES, event });
         flow.next_packet_ns += flow.interval_ns;
         flow.remaining_packets -= 1;
     }
@@ -358,9 +358,9 @@ enum FlowLengthSampler {
 impl FlowGenerator {
     pub fn new(seed: u64) -> Self {
         let mut cumulative_weight = 0.0;
-        let mixture_components = FLOW_LENGTH_MIXTURE.iter().map(|part| {
-            cumulative_weight += part.weight;
-            let sampler = match part.length {
+        let mixture_components = FLOW_LENGTH_MIXTURE.iter().map(|component| {
+            cumulative_weight += component.weight;
+            let sampler = match component.length {
                 LengthDistribution::Uniform(high) => FlowLengthSampler::Uniform(high),
                 LengthDistribution::Lognormal { s, scale } => {
                     FlowLengthSampler::Lognormal(scale, LogNormal::new(0.0, s).expect("a constant above 0"))
@@ -376,11 +376,11 @@ impl FlowGenerator {
     /// Draws a flow's number of packets, which is an integer from 1 to [`MAX_FLOW_PACKETS`].
     fn draw_packet_count(&mut self) -> f64 {
         loop {
-            let (whole, _) = self.mixture_components[self.mixture_components.len() - 1];
-            let drawn_weight = self.rng.random::<f64>() * whole;
+            let (total_weight, _) = self.mixture_components[self.mixture_components.len() - 1];
+            let drawn_weight = self.rng.random::<f64>() * total_weight;
             let component_index = self
                 .mixture_components
-                .partition_point(|(below, _)| *below <= drawn_weight)
+                .partition_point(|(cumulative_weight, _)| *cumulative_weight <= drawn_weight)
                 .min(self.mixture_components.len() - 1);
             let length = match &self.mixture_components[component_index].1 {
                 FlowLengthSampler::Uniform(high) => self.rng.random::<f64>() * high,
@@ -459,47 +459,59 @@ mod tests {
     /// highest flow number.
     fn check_trace(campus: CampusSettings) -> (u64, usize, usize, u32) {
         let mut trace = CampusTrace::new(&campus, 1);
-        let (mut batch, mut last_ns, mut open) = (Batch::default(), 0, std::collections::HashSet::new());
-        let (mut packets, mut begun, mut under_way, mut highest) = (0, 0, 0, 0);
+        let (mut batch, mut last_ns, mut open_flows) = (Batch::default(), 0, std::collections::HashSet::new());
+        let (mut packets, mut opened_flow_count, mut ongoing_flow_count, mut max_flow_number) = (0, 0, 0, 0);
         loop {
             trace.read(&mut batch).unwrap();
             if batch.packets.is_empty() {
                 break;
             }
-            let mut openings = batch.first_packets.iter();
+            let mut first_packets = batch.first_packets.iter();
             for packet in &batch.packets {
                 assert!(packet.time_ns >= last_ns);
                 assert_eq!(packet.event.is_packet(), packet.time_ns >= trace.history_ns());
                 last_ns = packet.time_ns;
                 if packet.event.is_packet() && packets == 0 {
-                    under_way = open.len();
+                    ongoing_flow_count = open_flows.len();
                 }
                 if packet.event.opens() {
-                    assert!(open.insert(packet.flow) && openings.next().is_some());
-                    begun += 1;
+                    assert!(open_flows.insert(packet.flow_number) && first_packets.next().is_some());
+                    opened_flow_count += 1;
                 }
-                assert!(open.contains(&packet.flow), "{packet:?}");
+                assert!(open_flows.contains(&packet.flow_number), "{packet:?}");
                 if packet.event.closes() {
-                    open.remove(&packet.flow);
+                    open_flows.remove(&packet.flow_number);
                 }
                 packets += u64::from(packet.event.is_packet());
-                highest = highest.max(packet.flow);
+                max_flow_number = max_flow_number.max(packet.flow_number);
             }
-            assert!(openings.next().is_none());
+            assert!(first_packets.next().is_none());
         }
         assert!(last_ns < trace.end_ns().unwrap());
-        (packets, begun, under_way, highest)
+        (packets, opened_flow_count, ongoing_flow_count, max_flow_number)
     }
 
     #[test]
     fn packets_are_in_order_and_flows_open_and_close_once() {
         let campus = CampusSettings { flows_per_s: 200.0, seconds: 3, history_s: 0, seed: Some(4) };
-        let (cold, begun, under_way, highest) = check_trace(campus);
-        assert!(cold > 10_000 && (600..900).contains(&begun) && under_way == 0 && highest < 900, "{cold} {begun}");
-        let (packets, begun, under_way, highest) = check_trace(CampusSettings { history_s: 300, ..campus });
+        let (cold_packets, opened_flow_count, ongoing_flow_count, max_flow_number) = check_trace(campus);
+        assert!(
+            cold_packets > 10_000
+                && (600..900).contains(&opened_flow_count)
+                && ongoing_flow_count == 0
+                && max_flow_number < 900,
+            "{cold_packets} {opened_flow_count}"
+        );
+        let (packets, opened_flow_count, ongoing_flow_count, max_flow_number) =
+            check_trace(CampusSettings { history_s: 300, ..campus });
         // The flows are the same, and only their placement differs. A packet at time 0 may be rounded to either side.
-        assert!(packets.abs_diff(cold) <= 2, "{packets} and {cold} packets");
-        assert!((58_000..63_000).contains(&begun) && (80..200).contains(&under_way) && highest < 900, "{under_way}");
+        assert!(packets.abs_diff(cold_packets) <= 2, "{packets} and {cold_packets} packets");
+        assert!(
+            (58_000..63_000).contains(&opened_flow_count)
+                && (80..200).contains(&ongoing_flow_count)
+                && max_flow_number < 900,
+            "{ongoing_flow_count}"
+        );
     }
 
     #[test]

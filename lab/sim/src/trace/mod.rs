@@ -30,9 +30,9 @@ pub use source::{SourceError, TraceSource};
 pub struct Packet {
     /// Time after the start of the trace, including its history (ns). It never decreases from packet to packet.
     pub time_ns: u64,
-    pub flow: u32,
+    pub flow_number: u32,
     /// Number of bytes on the wire, including the Ethernet header, or 0 if the trace has no packet sizes.
-    pub bytes: u16,
+    pub wire_bytes: u16,
     /// Whether the packet starts its flow, ends its flow, or does neither.
     pub event: FlowEvent,
 }
@@ -132,7 +132,7 @@ pub trait Trace: Send {
     fn end_ns(&self) -> Option<u64>;
 
     /// Returns the cores' service rate, if the trace defines one. In this case requests wait at cores without a limit.
-    fn service(&self) -> Option<CoreServiceRate> {
+    fn core_service_rate(&self) -> Option<CoreServiceRate> {
         None
     }
 }
@@ -150,14 +150,14 @@ pub enum TraceError {
     ArrivalLog { path: String, error: coreward_model::arrivals::ArrivalLogError },
     /// The requests of an arrival log do not all have the same service time.
     #[error(
-        "{path}: requests of {first} us and of {other} us: expected the same service time throughout, as packets of a \
-         trace cost the same"
+        "{path}: requests of {first_service_us} us and of {other_service_us} us: expected the same service time \
+         throughout, as packets of a trace cost the same"
     )]
     MixedServiceTimes {
         path: String,
         /// Service time of the first connection (us).
-        first: u32,
+        first_service_us: u32,
         /// Service time of another connection (us).
-        other: u32,
+        other_service_us: u32,
     },
 }

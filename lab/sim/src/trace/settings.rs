@@ -30,7 +30,7 @@ pub fn parse_settings<'a>(
     generator: &'static str,
     text: &'a str,
 ) -> impl Iterator<Item = Result<Setting<'a>, SettingError>> + use<'a> {
-    text.split(',').filter(|pair| !pair.is_empty()).map(move |pair| match pair.split_once('=') {
+    text.split(',').filter(|setting_text| !setting_text.is_empty()).map(move |pair| match pair.split_once('=') {
         Some((name, value)) => Ok(Setting { generator, name, value }),
         None => Err(SettingError::NotAPair { generator, text: pair.to_owned() }),
     })
@@ -48,8 +48,8 @@ impl Setting<'_> {
         })
     }
 
-    pub fn unknown_name_error(&self, known: &[&str]) -> SettingError {
-        let name = UnknownName::new("setting", self.name, known.iter().copied());
-        SettingError::Name { generator: self.generator, name }
+    pub fn unknown_name_error(&self, known_names: &[&str]) -> SettingError {
+        let unknown_name = UnknownName::new("setting", self.name, known_names.iter().copied());
+        SettingError::Name { generator: self.generator, name: unknown_name }
     }
 }

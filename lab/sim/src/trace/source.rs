@@ -81,23 +81,27 @@ impl TraceSource {
         }
         let mut trace_copies: Vec<(Box<dyn Trace>, u64, u32)> = Vec::new();
         if let TraceSource::Campus(campus) = self {
-            for copy in 0..copies {
+            for copy_number in 0..copies {
                 // These seeds are far from those that a user chooses.
-                let seed = campus.seed.unwrap_or(seed).wrapping_add(u64::from(copy) << 32);
+                let seed = campus.seed.unwrap_or(seed).wrapping_add(u64::from(copy_number) << 32);
                 let campus = CampusSettings { seed: Some(seed), ..*campus };
-                trace_copies.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy));
+                trace_copies.push((Box::new(CampusTrace::new(&campus, seed)), 0, copy_number));
             }
             return Ok(Box::new(TraceOverlay::new(trace_copies)));
         }
         let duration_ns = self.duration_ns(seed, options)?;
-        for copy in 0..copies {
-            let start_ns = duration_ns * u64::from(copy) / u64::from(copies);
-            trace_copies.push((Box::new(TraceSlice::new(self.open(seed, options)?, start_ns, duration_ns)), 0, copy));
+        for copy_number in 0..copies {
+            let start_ns = duration_ns * u64::from(copy_number) / u64::from(copies);
+            trace_copies.push((
+                Box::new(TraceSlice::new(self.open(seed, options)?, start_ns, duration_ns)),
+                0,
+                copy_number,
+            ));
             if start_ns > 0 {
                 trace_copies.push((
                     Box::new(TraceSlice::new(self.open(seed, options)?, 0, start_ns)),
                     duration_ns - start_ns,
-                    copy,
+                    copy_number,
                 ));
             }
         }
@@ -113,8 +117,8 @@ impl TraceSource {
         let (mut batch, mut last_ns) = (Batch::default(), 0);
         loop {
             trace.read(&mut batch)?;
-            let Some(last) = batch.packets.last() else { return Ok(last_ns + 1) };
-            last_ns = last.time_ns;
+            let Some(last_packet) = batch.packets.last() else { return Ok(last_ns + 1) };
+            last_ns = last_packet.time_ns;
         }
     }
 }

@@ -41,8 +41,8 @@ at_most = 40
 
 const LIVE_FIGURE: LiveFigure = LiveFigure {
     embedded_scenario: EmbeddedScenario { name: "cheetah-5-live", toml_text: SCENARIO_TOML },
-    measure: |scenario, progress| {
-        progress(0, 1);
+    measure: |scenario, report_progress| {
+        report_progress(0, 1);
         let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
         Ok(values.iter().flat_map(|x| [1, 2].map(|run| sample("stateless", *x, run))).collect())
     },
@@ -75,9 +75,10 @@ fn live_samples_give_table_verdict_and_page() {
     let result: FigureResult = serde_json::from_str(&read_output("cheetah-5-live.json")).unwrap();
     assert!(result.claims[0].holds && result.provenance.measured_on.unwrap().starts_with("Linux "));
     let page = read_output("index.html");
-    for part in ["What is measured.", "over 2 runs", "were measured, on the machine", "measured here, median of 2 runs"]
+    for expected_text in
+        ["What is measured.", "over 2 runs", "were measured, on the machine", "measured here, median of 2 runs"]
     {
-        assert!(page.contains(part), "{part:?} is missing");
+        assert!(page.contains(expected_text), "{expected_text:?} is missing");
     }
 }
 
@@ -88,7 +89,8 @@ const FIGURE_WITH_SIMULATED_SERIES: LiveFigure = LiveFigure {
     embedded_scenario: EmbeddedScenario { name: "compared-live", toml_text: LIVE_AND_SIMULATED_TOML },
     measure: |scenario, _| {
         assert!(scenario.series.iter().all(|series| !series.simulated));
-        let seconds = scenario.live.as_ref().and_then(|live| live.seconds).expect("it has a duration");
+        let seconds =
+            scenario.live.as_ref().and_then(|live_parameters| live_parameters.seconds).expect("it has a duration");
         let values = &scenario.panel[0].x.as_ref().expect("it sweeps").values;
         let runs = 1..=*scenario.seeds.get_ref();
         let samples = values.iter().flat_map(|x| runs.clone().map(|run| (*x, run)));
@@ -111,8 +113,8 @@ fn simulated_series_is_drawn_with_the_measured_one() {
     let scenario = FIGURE_WITH_SIMULATED_SERIES.embedded_scenario.parse_scenario().unwrap();
     let table = FIGURE_WITH_SIMULATED_SERIES.measure_table(&scenario, &|_, _| {}).unwrap();
     let [measured, simulated] = &table.panels[0].curves[..] else { panic!("{table:?}") };
-    let highest: Vec<(f64, f64)> = measured.cells.iter().map(|cell| (cell.x, cell.spread.high)).collect();
-    assert_eq!(highest, [(40.0, 5.0), (80.0, 5.0)]);
+    let highest_values: Vec<(f64, f64)> = measured.cells.iter().map(|cell| (cell.x, cell.spread.high)).collect();
+    assert_eq!(highest_values, [(40.0, 5.0), (80.0, 5.0)]);
     assert_eq!(simulated.cells.iter().map(|cell| cell.seeds.len()).collect::<Vec<_>>(), [3, 3]);
     assert!(simulated.cells.iter().all(|cell| cell.spread.low > 1.0), "{simulated:?}");
     assert!(draw::render_svg(&scenario, &table).contains("open, dashed: simulated"));
@@ -144,8 +146,8 @@ fn sample_outside_the_panels_is_an_error() {
         LiveFigure { measure: |_, _| Ok(vec![sample("stateless", 1000.0, 3)]), ..LIVE_FIGURE },
     ];
     let scenario = LIVE_FIGURE.embedded_scenario.parse_scenario().unwrap();
-    for live in invalid_figures {
-        let error = live.measure_table(&scenario, &|_, _| {}).unwrap_err().to_string();
+    for live_figure in invalid_figures {
+        let error = live_figure.measure_table(&scenario, &|_, _| {}).unwrap_err().to_string();
         assert!(error.contains("cheetah-5-live: the scenario has no place for Sample"), "{error}");
     }
 }

@@ -6,7 +6,7 @@ use coreward_sim::figure::result::{FigureResult, Provenance};
 use coreward_sim::figure::scenario::Scenario;
 use coreward_sim::figure::{draw, page, run};
 
-fn shrunk_scenario(embedded: &EmbeddedScenario) -> Scenario {
+fn shrunk_scenario(embedded_scenario: &EmbeddedScenario) -> Scenario {
     let shrink_line = |line: &str| match line.split_once(" = ") {
         Some(("seeds", _)) => "seeds = 1".to_owned(),
         Some(("connections", _)) => "connections = 500".to_owned(),
@@ -14,13 +14,18 @@ fn shrunk_scenario(embedded: &EmbeddedScenario) -> Scenario {
         Some(("trace", _)) => "trace = \"campus:seed=1,flows=200,seconds=4\"".to_owned(),
         _ => line.to_owned(),
     };
-    let text: String = embedded.toml_text.lines().map(|text| shrink_line(text) + "\n").collect();
-    Scenario::parse(embedded.name, &text).unwrap_or_else(|error| panic!("{error}"))
+    let text: String = embedded_scenario.toml_text.lines().map(|text| shrink_line(text) + "\n").collect();
+    Scenario::parse(embedded_scenario.name, &text).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn run_figure(embedded: &EmbeddedScenario, scenario: &Scenario) -> FigureResult {
-    let table = run::run(scenario, &|_, _| {}).unwrap_or_else(|error| panic!("{}: {error:#}", embedded.name));
-    FigureResult::new(embedded.name, Provenance::new("command".into(), embedded.toml_text), scenario, table)
+fn run_figure(embedded_scenario: &EmbeddedScenario, scenario: &Scenario) -> FigureResult {
+    let table = run::run(scenario, &|_, _| {}).unwrap_or_else(|error| panic!("{}: {error:#}", embedded_scenario.name));
+    FigureResult::new(
+        embedded_scenario.name,
+        Provenance::new("command".into(), embedded_scenario.toml_text),
+        scenario,
+        table,
+    )
 }
 
 fn render_files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
@@ -30,14 +35,14 @@ fn render_files(result: &FigureResult, scenario: &Scenario) -> [String; 4] {
 
 #[test]
 fn every_scenario_gives_a_complete_figure() {
-    for embedded in library::all_figures() {
-        let scenario = shrunk_scenario(&embedded);
-        let result = run_figure(&embedded, &scenario);
-        let name = embedded.name;
-        for (panel, numbers) in scenario.panel.iter().zip(&result.table.panels) {
-            assert_eq!(numbers.curves.len(), scenario.panel_series(panel).count(), "{name}");
-            for curve in &numbers.curves {
-                assert!(!curve.cells.is_empty(), "{name}: {}: {} has no point", numbers.title, curve.label);
+    for embedded_scenario in library::all_figures() {
+        let scenario = shrunk_scenario(&embedded_scenario);
+        let result = run_figure(&embedded_scenario, &scenario);
+        let name = embedded_scenario.name;
+        for (panel, panel_table) in scenario.panel.iter().zip(&result.table.panels) {
+            assert_eq!(panel_table.curves.len(), scenario.panel_series(panel).count(), "{name}");
+            for curve in &panel_table.curves {
+                assert!(!curve.cells.is_empty(), "{name}: {}: {} has no point", panel_table.title, curve.label);
             }
         }
         let judged_claims = result.claims.iter().filter(|claim| claim.measured.is_some()).count();
@@ -57,11 +62,11 @@ fn every_scenario_gives_a_complete_figure() {
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     for name in ["turbo-2b", "crossrss-2b"] {
-        let embedded = library::find_figure(name, &library::all_figures()).unwrap();
-        let scenario = shrunk_scenario(&embedded);
+        let embedded_scenario = library::find_figure(name, &library::all_figures()).unwrap();
+        let scenario = shrunk_scenario(&embedded_scenario);
         let files_with_threads = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| render_files(&run_figure(&embedded, &scenario), &scenario))
+            pool.install(|| render_files(&run_figure(&embedded_scenario, &scenario), &scenario))
         };
         assert_eq!(files_with_threads(1), files_with_threads(3), "{name}");
     }
@@ -69,10 +74,10 @@ fn results_do_not_depend_on_the_number_of_threads() {
 
 #[test]
 fn figure_page_needs_no_external_resources() {
-    let embedded = library::find_figure("turbo-11", &library::all_figures()).unwrap();
-    let scenario = shrunk_scenario(&embedded);
-    let [.., page] = render_files(&run_figure(&embedded, &scenario), &scenario);
-    for elsewhere in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {
-        assert!(!page.contains(elsewhere), "the page has {elsewhere}");
+    let embedded_scenario = library::find_figure("turbo-11", &library::all_figures()).unwrap();
+    let scenario = shrunk_scenario(&embedded_scenario);
+    let [.., page] = render_files(&run_figure(&embedded_scenario, &scenario), &scenario);
+    for external_reference in ["<script", "<link", "src=", "href=\"http", "url(", "@import"] {
+        assert!(!page.contains(external_reference), "the page has {external_reference}");
     }
 }

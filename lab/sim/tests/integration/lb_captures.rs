@@ -33,7 +33,7 @@ struct TraceContents {
 
 impl TraceContents {
     fn clients(&self) -> Vec<String> {
-        self.first_packets.iter().map(|opening| opening.tuple.client().to_string()).collect()
+        self.first_packets.iter().map(|first_packet| first_packet.tuple.client().to_string()).collect()
     }
 
     fn read_error(path: PathBuf) -> String {
@@ -43,15 +43,16 @@ impl TraceContents {
 
 fn read_trace_with_options(path: PathBuf, options: ReadOptions) -> Result<TraceContents, String> {
     let mut trace = TraceSource::File(path).open(1, options).map_err(|error| error.to_string())?;
-    let (mut all, mut batch) = (TraceContents::default(), Batch::default());
+    let (mut contents, mut batch) = (TraceContents::default(), Batch::default());
     loop {
         trace.read(&mut batch).map_err(|error| error.to_string())?;
         if batch.packets.is_empty() {
-            (all.skip_counts, all.reordered_packet_count) = (trace.skip_counts(), trace.reordered_packet_count());
-            return Ok(all);
+            (contents.skip_counts, contents.reordered_packet_count) =
+                (trace.skip_counts(), trace.reordered_packet_count());
+            return Ok(contents);
         }
-        all.packets.extend(&batch.packets);
-        all.first_packets.extend(&batch.first_packets);
+        contents.packets.extend(&batch.packets);
+        contents.first_packets.extend(&batch.first_packets);
     }
 }
 
@@ -110,12 +111,12 @@ fn untagged_ethernet_frame(packet: &[u8]) -> Vec<u8> {
 }
 
 /// Returns a classic capture file with these frames and their times (ns).
-fn pcap_file(big_endian: bool, nanoseconds: bool, link_type: u32, frames: &[(u64, Vec<u8>)]) -> Vec<u8> {
-    let to_bytes = |value: u32| if big_endian { value.to_be_bytes() } else { value.to_le_bytes() };
-    let (magic, unit) = if nanoseconds { (0xa1b2_3c4d, 1) } else { (0xa1b2_c3d4, 1_000) };
+fn pcap_file(is_big_endian: bool, has_nanoseconds: bool, link_type: u32, frames: &[(u64, Vec<u8>)]) -> Vec<u8> {
+    let to_bytes = |value: u32| if is_big_endian { value.to_be_bytes() } else { value.to_le_bytes() };
+    let (magic, unit_ns) = if has_nanoseconds { (0xa1b2_3c4d, 1) } else { (0xa1b2_c3d4, 1_000) };
     let mut file: Vec<u8> = [magic, 0x0004_0002, 0, 0, 262_144, link_type].into_iter().flat_map(to_bytes).collect();
     for (time_ns, frame) in frames {
-        let (seconds, fraction) = (time_ns / SECOND_NS, time_ns % SECOND_NS / unit);
+        let (seconds, fraction) = (time_ns / SECOND_NS, time_ns % SECOND_NS / unit_ns);
         let length = frame.len() as u32;
         file.extend([seconds as u32, fraction as u32, length, length].into_iter().flat_map(to_bytes));
         file.extend(frame);
@@ -133,8 +134,8 @@ fn pcapng_block(kind: u32, body: &[u8]) -> Vec<u8> {
 /// Returns a pcapng file. Interfaces are given as (link type, if_tsresol) and packets as (interface, ticks, frame).
 fn pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]) -> Vec<u8> {
     let mut file = pcapng_block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
-    for (link, resolution) in interfaces {
-        let mut body = [&link.to_le_bytes()[..], &[0, 0], &262_144u32.to_le_bytes()].concat();
+    for (link_type, resolution) in interfaces {
+        let mut body = [&link_type.to_le_bytes()[..], &[0, 0], &262_144u32.to_le_bytes()].concat();
         if let Some(resolution) = resolution {
             body.extend([9, 0, 1, 0, *resolution, 0, 0, 0, 0, 0, 0, 0]);
         }
@@ -142,8 +143,8 @@ fn pcapng_file(interfaces: &[(u16, Option<u8>)], packets: &[(u32, u64, Vec<u8>)]
     }
     for (interface, ticks, frame) in packets {
         let length = frame.len() as u32;
-        let words = [*interface, (ticks >> 32) as u32, *ticks as u32, length, length];
-        let mut body: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
+        let header_words = [*interface, (ticks >> 32) as u32, *ticks as u32, length, length];
+        let mut body: Vec<u8> = header_words.into_iter().flat_map(u32::to_le_bytes).collect();
         body.extend(frame);
         file.extend(pcapng_block(6, &body));
     }
@@ -162,7 +163,8 @@ fn three_frames(to_frame: impl Fn(&[u8]) -> Vec<u8>) -> Vec<(u64, Vec<u8>)> {
 fn check_three_packets(contents: &TraceContents) {
     assert_eq!(contents.clients(), ["10.1.0.7:1000", "10.1.0.7:2000"]);
     assert_eq!(contents.first_packets[0].tuple.vip().to_string(), "10.200.0.1:80");
-    let packets: Vec<_> = contents.packets.iter().map(|packet| (packet.time_ns, packet.flow, packet.event)).collect();
+    let packets: Vec<_> =
+        contents.packets.iter().map(|packet| (packet.time_ns, packet.flow_number, packet.event)).collect();
     assert_eq!(packets, [(0, 0, FlowEvent::OPENS), (5_000, 1, FlowEvent::OPENS), (1_000_000, 0, FlowEvent::NONE)]);
     assert!(contents.skip_counts.is_empty());
 }
@@ -170,8 +172,8 @@ fn check_three_packets(contents: &TraceContents) {
 #[test]
 fn pcap_of_each_byte_order_and_resolution_is_read() {
     let directory = TestDirectory::new();
-    for (big_endian, nanoseconds) in [(false, false), (false, true), (true, false), (true, true)] {
-        let bytes = pcap_file(big_endian, nanoseconds, 1, &three_frames(untagged_ethernet_frame));
+    for (is_big_endian, has_nanoseconds) in [(false, false), (false, true), (true, false), (true, true)] {
+        let bytes = pcap_file(is_big_endian, has_nanoseconds, 1, &three_frames(untagged_ethernet_frame));
         check_three_packets(&read_trace(directory.write_file("a.pcap", &bytes)).unwrap());
     }
 }
@@ -179,10 +181,10 @@ fn pcap_of_each_byte_order_and_resolution_is_read() {
 #[test]
 fn every_link_layer_is_read() {
     let directory = TestDirectory::new();
-    let cooked_frame = |bytes: usize, at: usize| {
+    let cooked_frame = |header_bytes: usize, offset: usize| {
         move |packet: &[u8]| {
-            let mut frame = vec![0; bytes];
-            frame[at..at + 2].copy_from_slice(&[0x08, 0x00]);
+            let mut frame = vec![0; header_bytes];
+            frame[offset..offset + 2].copy_from_slice(&[0x08, 0x00]);
             frame.extend(packet);
             frame
         }
@@ -201,9 +203,10 @@ fn every_link_layer_is_read() {
         // This link type has the bits of a frame check sequence set.
         (0x1400_0001, Box::new(untagged_ethernet_frame)),
     ];
-    for (number, link) in link_layers {
+    for (link_type, build_frame) in link_layers {
         check_three_packets(
-            &read_trace(directory.write_file("a.pcap", &pcap_file(false, true, number, &three_frames(link)))).unwrap(),
+            &read_trace(directory.write_file("a.pcap", &pcap_file(false, true, link_type, &three_frames(build_frame))))
+                .unwrap(),
         );
     }
     let error = TraceContents::read_error(directory.write_file("a.pcap", &pcap_file(false, true, 105, &[])));
@@ -225,16 +228,16 @@ fn ipv6_with_extension_headers_is_read() {
     ];
     let contents = read_trace(directory.write_file("a.pcap", &pcap_file(false, true, 229, &frames))).unwrap();
     assert_eq!(contents.clients(), ["[2001:db8::7]:1000", "[2001:db8::7]:2000"]);
-    assert_eq!(contents.packets.iter().map(|packet| packet.flow).collect::<Vec<_>>(), [0, 1, 1]);
+    assert_eq!(contents.packets.iter().map(|packet| packet.flow_number).collect::<Vec<_>>(), [0, 1, 1]);
     assert_eq!(contents.skip_counts, SkipCounts::from([("fragment after the first", 1), ("neither TCP nor UDP", 1)]));
 }
 
 #[test]
 fn skipped_packets_are_counted_by_reason() {
     let directory = TestDirectory::new();
-    let frame_with_byte = |at: usize, value: u8| {
+    let frame_with_byte = |offset: usize, value: u8| {
         let mut packet = ipv4_packet(1_000, 0, 0);
-        packet[at] = value;
+        packet[offset] = value;
         untagged_ethernet_frame(&packet)
     };
     // The frames have a first fragment, a later fragment, ICMP, and a header of 16 bytes.
@@ -276,9 +279,9 @@ fn pcapng_with_several_interfaces_and_resolutions_is_read() {
 
     let error = TraceContents::read_error(directory.write_file("c.pcapng", &file[..file.len() - 10]));
     assert!(error.contains("cut off in packet 3: 2 packets were read before"), "{error}");
-    let mut damaged = file.clone();
-    damaged[file.len() - 4..].copy_from_slice(&7u32.to_le_bytes());
-    let error = TraceContents::read_error(directory.write_file("d.pcapng", &damaged));
+    let mut damaged_file = file.clone();
+    damaged_file[file.len() - 4..].copy_from_slice(&7u32.to_le_bytes());
+    let error = TraceContents::read_error(directory.write_file("d.pcapng", &damaged_file));
     assert!(error.contains("after packet 2 comes what is no pcapng block"), "{error}");
     let error = TraceContents::read_error(directory.write_file("e.pcapng", &pcapng_file(&[], &packets)));
     assert!(error.contains("interface 0, which is not described"), "{error}");
@@ -304,13 +307,13 @@ fn zstd(bytes: &[u8]) -> Vec<u8> {
 fn compressed_captures_are_read() {
     let directory = TestDirectory::new();
     let plain_capture = pcap_file(false, true, 1, &three_frames(untagged_ethernet_frame));
-    let (start, rest) = plain_capture.split_at(100);
+    let (head, tail) = plain_capture.split_at(100);
     // These files have several members, like those that `cat` creates.
     let skippable_frame = [&0x184d_2a50u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[1, 2, 3]].concat();
     let compressed_files = [
-        ("a.gz", [gzip(start), gzip(rest)].concat()),
-        ("a.xz", [xz(start), xz(rest)].concat()),
-        ("a.zst", [zstd(start), skippable_frame, zstd(rest)].concat()),
+        ("a.gz", [gzip(head), gzip(tail)].concat()),
+        ("a.xz", [xz(head), xz(tail)].concat()),
+        ("a.zst", [zstd(head), skippable_frame, zstd(tail)].concat()),
     ];
     for (name, bytes) in compressed_files {
         check_three_packets(&read_trace(directory.write_file(name, &bytes)).unwrap());
@@ -383,7 +386,7 @@ fn flows_end_by_idle_timeout_or_fin_and_numbers_are_reused() {
     let options = ReadOptions { idle_timeout_ns: 10 * SECOND_NS };
     let contents =
         read_trace_with_options(directory.write_file("a.pcap", &pcap_file(false, true, 1, &frames)), options).unwrap();
-    let to_event = |packet: &Packet| (packet.time_ns / SECOND_NS, packet.flow, packet.event);
+    let to_event = |packet: &Packet| (packet.time_ns / SECOND_NS, packet.flow_number, packet.event);
     let expected = [
         (0, 0, FlowEvent::OPENS),
         (1, 1, FlowEvent::OPENS),
@@ -413,14 +416,14 @@ fn generated_trace_round_trips_through_a_capture() {
         if batch.packets.is_empty() {
             break;
         }
-        packets.extend(batch.packets.iter().map(|packet| (packet.time_ns, packet.bytes)));
-        tuples.extend(batch.first_packets.iter().map(|opening| opening.tuple));
+        packets.extend(batch.packets.iter().map(|packet| (packet.time_ns, packet.wire_bytes)));
+        tuples.extend(batch.first_packets.iter().map(|first_packet| first_packet.tuple));
     }
     let first_ns = packets[0].0;
     packets.iter_mut().for_each(|(time_ns, _)| *time_ns -= first_ns);
     let read_packets = contents.packets.iter().filter(|packet| packet.event.is_packet());
-    assert_eq!(read_packets.map(|packet| (packet.time_ns, packet.bytes)).collect::<Vec<_>>(), packets);
-    assert_eq!(contents.first_packets.iter().map(|opening| opening.tuple).collect::<Vec<_>>(), tuples);
+    assert_eq!(read_packets.map(|packet| (packet.time_ns, packet.wire_bytes)).collect::<Vec<_>>(), packets);
+    assert_eq!(contents.first_packets.iter().map(|first_packet| first_packet.tuple).collect::<Vec<_>>(), tuples);
 }
 
 #[test]

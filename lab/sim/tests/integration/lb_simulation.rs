@@ -88,14 +88,14 @@ fn balanced_cores_serve_more_near_saturation() {
 #[test]
 fn simulation_of_arrival_logs_agrees_with_their_replay() {
     let directory = tempfile::tempdir().unwrap();
-    let (mut here, mut there) = (Vec::new(), Vec::new());
+    let (mut simulated_variances, mut replayed_variances) = (Vec::new(), Vec::new());
     for seed in 1..=4 {
         let arrival_log = Workload::default().generate(seed);
         let path = directory.path().join(format!("{seed}.arrivals"));
         std::fs::write(&path, arrival_log.to_string()).unwrap();
         let outcome = run(&build_config(path.to_str().unwrap(), &["crossrss-plus", "rr"], seed..=seed)).unwrap();
-        here.push(["crossrss-plus", "rr"].map(|policy| core_variance_pct(&outcome, policy)));
-        there.push(["crossrss-plus", "rr"].map(|policy| {
+        simulated_variances.push(["crossrss-plus", "rr"].map(|policy| core_variance_pct(&outcome, policy)));
+        replayed_variances.push(["crossrss-plus", "rr"].map(|policy| {
             let mut policy = policy_by_name(policy, seed).unwrap();
             replay_for_variances(
                 &arrival_log,
@@ -107,9 +107,12 @@ fn simulation_of_arrival_logs_agrees_with_their_replay() {
     }
     // Keys, tables and warm-ups differ, so the results agree only approximately.
     for policy in 0..2 {
-        let mean_of_policy = |all: &[[f64; 2]]| all.iter().map(|both| both[policy]).sum::<f64>() / all.len() as f64;
-        let ratio = mean_of_policy(&here) / mean_of_policy(&there);
-        assert!((0.5..2.0).contains(&ratio), "{here:?} {there:?}");
+        let mean_of_policy = |seed_variances: &[[f64; 2]]| {
+            seed_variances.iter().map(|policy_variances| policy_variances[policy]).sum::<f64>()
+                / seed_variances.len() as f64
+        };
+        let ratio = mean_of_policy(&simulated_variances) / mean_of_policy(&replayed_variances);
+        assert!((0.5..2.0).contains(&ratio), "{simulated_variances:?} {replayed_variances:?}");
     }
 }
 
@@ -145,9 +148,9 @@ fn equal_seeds_give_equal_results_on_any_number_of_threads() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(count).build().unwrap();
         serde_json::to_string(&pool.install(|| run(&config)).unwrap()).unwrap()
     };
-    let single_threaded = run_with_threads(1);
-    assert_eq!(single_threaded, run_with_threads(3));
-    let json: serde_json::Value = serde_json::from_str(&single_threaded).unwrap();
+    let single_threaded_json = run_with_threads(1);
+    assert_eq!(single_threaded_json, run_with_threads(3));
+    let json: serde_json::Value = serde_json::from_str(&single_threaded_json).unwrap();
     for key in ["server_variance_pct", "core_variance_pct", "max_over_mean", "dropped_pct"] {
         assert!(
             json["policies"][0][key]["median"].is_number() && json["policies"][0][key]["high"].is_number(),
@@ -161,9 +164,9 @@ fn equal_seeds_give_equal_results_on_any_number_of_threads() {
 fn faster_replay_offers_a_higher_packet_rate() {
     let slow_config = build_config("campus:seed=1,seconds=6,history=0", &["hash"], 1..=1);
     let fast_config = Config { replay_speed: 2.0, ..slow_config.clone() };
-    let (slow, fast) = (run(&slow_config).unwrap(), run(&fast_config).unwrap());
-    assert_eq!(slow.packets, fast.packets);
-    let ratio = fast.policies[0].throughput_pps.median / slow.policies[0].throughput_pps.median;
+    let (slow_outcome, fast_outcome) = (run(&slow_config).unwrap(), run(&fast_config).unwrap());
+    assert_eq!(slow_outcome.packets, fast_outcome.packets);
+    let ratio = fast_outcome.policies[0].throughput_pps.median / slow_outcome.policies[0].throughput_pps.median;
     assert!((1.8..2.2).contains(&ratio), "{ratio}");
 }
 
@@ -192,8 +195,9 @@ fn racks_with_enough_candidates_do_not_change_tables() {
 fn delayed_tables_change_the_placement() {
     let immediate_config = build_config("campus:seconds=3,history=20", &["crossrss"], 1..=1);
     let delayed_config = Config { table_delay_ms: 99, ..immediate_config.clone() };
-    let [at_once, later] = [immediate_config, delayed_config].map(|config| run(&config).unwrap().policies);
-    assert_ne!(at_once, later);
+    let [immediate_outcomes, delayed_outcomes] =
+        [immediate_config, delayed_config].map(|config| run(&config).unwrap().policies);
+    assert_ne!(immediate_outcomes, delayed_outcomes);
 }
 
 #[test]

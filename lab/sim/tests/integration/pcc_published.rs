@@ -42,12 +42,13 @@ fn broken_connections_are_as_in_cheetah_figure_2a() {
 fn imbalance_is_as_in_cheetah_figure_2b() {
     let methods = ["beamer", "consistent-hash", "cheetah:rr", "cheetah:pow2", "cheetah:least"];
     let outcomes = run_methods(&Config { minutes: 1.0, ..build_config(&methods, 70_000.0, 0.0) });
-    let [beamer, ring, turns, pow2, least] = [0, 1, 2, 3, 4].map(|method| imbalance_excess_pct(&outcomes[method]));
+    let [beamer, ring, round_robin, pow2, least] =
+        [0, 1, 2, 3, 4].map(|method| imbalance_excess_pct(&outcomes[method]));
     // The largest of 468 Poisson counts with mean 150 is about 24 % above the mean.
     assert!((23.0..28.0).contains(&beamer), "{beamer}");
     // The published ratios are 2, 1.2, 10 and 4.
     assert!((1.5..2.4).contains(&(ring / beamer)), "{ring} / {beamer}");
-    assert!((1.1..1.4).contains(&(beamer / turns)), "{beamer} / {turns}");
+    assert!((1.1..1.4).contains(&(beamer / round_robin)), "{beamer} / {round_robin}");
     assert!((8.0..14.0).contains(&(beamer / pow2)), "{beamer} / {pow2}");
     assert!(pow2 / least > 4.0, "{pow2} / {least}");
     // Connections are whole, so the fullest server has on average half a connection more than the mean.
@@ -73,12 +74,14 @@ fn threshold_trades_broken_connections_for_balance_as_in_cheetah_figure_2c() {
 fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
     let config = Config::cheetah_figure_9();
     let method_outcomes = run_methods(&config);
-    let median_over_seeds = |method: &MethodOutcome, second: usize, of: fn(&SecondCounts) -> f64| {
-        let values: Vec<f64> = method.runs.iter().map(|run| of(&run.second_counts[second])).collect();
+    let median_over_seeds = |method: &MethodOutcome, second: usize, to_value: fn(&SecondCounts) -> f64| {
+        let values: Vec<f64> = method.runs.iter().map(|run| to_value(&run.second_counts[second])).collect();
         SeedSummary::from_values(&values).unwrap().median
     };
-    let peak_broken_pct = |method: &MethodOutcome, from: usize, to: usize| {
-        (from..to).map(|second| median_over_seeds(method, second, SecondCounts::broken_pct)).fold(0.0, f64::max)
+    let peak_broken_pct = |method: &MethodOutcome, first_second: usize, end_second: usize| {
+        (first_second..end_second)
+            .map(|second| median_over_seeds(method, second, SecondCounts::broken_pct))
+            .fold(0.0, f64::max)
     };
     let [hash, ring, beamer, cheetah] = [0, 1, 2, 3].map(|method| &method_outcomes[method]);
     // The published peaks are 11, 3, 0.5 and 0. docs/figures.md explains why hash is higher here.
@@ -92,7 +95,7 @@ fn broken_connections_per_second_are_as_in_cheetah_figure_9() {
             .iter()
             .all(|method| peak_broken_pct(method, 0, 4) == 0.0 && peak_broken_pct(method, 35, 45) == 0.0)
     );
-    let pool_servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].second_counts[second].servers);
+    let pool_servers = [0, 5, 12, 14, 16, 30].map(|second| hash.runs[0].second_counts[second].pool_servers);
     assert_eq!(pool_servers, [24, 27, 30, 30, 28, 22]);
     // No connection breaks, so all requests complete, which are 1,500 a second at first and up to 2,500.
     let completed_connections =
@@ -164,9 +167,9 @@ fn output_has_the_documented_fields() {
     let outcome = run(&Config { servers: 5, ..build_config(&["hash", "beamer:0.1"], 100.0, 5.0) }).unwrap();
     let json: serde_json::Value = serde_json::from_str(&outcome.render(Format::Json)).unwrap();
     assert_eq!(json["methods"][1]["method"], "beamer:0.1");
-    for figure in ["broken_pct", "imbalance"] {
-        for part in ["median", "mean", "low", "high"] {
-            assert!(json["methods"][0][figure][part].is_f64(), "{figure}.{part}: {json}");
+    for metric in ["broken_pct", "imbalance"] {
+        for statistic in ["median", "mean", "low", "high"] {
+            assert!(json["methods"][0][metric][statistic].is_f64(), "{metric}.{statistic}: {json}");
         }
     }
     let header =

@@ -59,15 +59,15 @@ const STEP_TICKS: u64 = 1 << 17;
 proptest! {
     #[test]
     fn every_request_is_answered_once_and_no_work_is_lost(
-        drawn in prop::collection::vec((0u64..4, 1u64..20, any::<u32>(), 0u8..2), 1..80),
+        drawn_requests in prop::collection::vec((0u64..4, 1u64..20, any::<u32>(), 0u8..2), 1..80),
         latency in 0u64..3,
     ) {
         let mut arrived_at = 0;
         let mut requests: Vec<Request> = Vec::new();
-        for (gap, work, hash, class) in drawn {
-            arrived_at += gap * STEP_TICKS;
+        for (gap_steps, work_steps, hash, class) in drawn_requests {
+            arrived_at += gap_steps * STEP_TICKS;
             let connection = requests.len() as u32;
-            let (work, service) = (work * STEP_TICKS, class);
+            let (work, service) = (work_steps * STEP_TICKS, class);
             requests.push(Request { arrived_at, work, hash, flow_hash: hash, connection, class, service });
         }
         let table = IndirectionTable::balanced(1, 16, 4).unwrap();
@@ -78,18 +78,21 @@ proptest! {
             let priorities = policy.priorities();
             let requests: Vec<Request> =
                 requests.iter().map(|r| Request { service: priorities.service_of_class(r.class), ..*r }).collect();
-            let (responses, busy) = spec.build(RequestServingVisitor(&requests));
+            let (responses, core_busy_times) = spec.build(RequestServingVisitor(&requests));
             prop_assert_eq!(responses.len(), requests.len(), "{}", name);
             prop_assert!(responses.is_sorted_by_key(|response| response.departed_at), "{}", name);
-            let mut answered: Vec<u32> = responses.iter().map(|response| response.request.connection).collect();
-            answered.sort_unstable();
-            prop_assert!((0..).zip(&answered).all(|(index, connection)| index == *connection), "{}", name);
+            let mut answered_connections: Vec<u32> =
+                responses.iter().map(|response| response.request.connection).collect();
+            answered_connections.sort_unstable();
+            prop_assert!((0..).zip(&answered_connections).all(|(index, connection)| index == *connection), "{}", name);
             for Response { departed_at, request } in &responses {
                 prop_assert!(*departed_at >= request.arrived_at + request.work + 2 * latency, "{}", name);
             }
-            let (busy, work) = (busy.iter().sum::<u64>(), requests.iter().map(|request| request.work).sum::<u64>());
+            let total_busy_time: u64 = core_busy_times.iter().sum();
+            let total_work: u64 = requests.iter().map(|request| request.work).sum();
             // If cores are shared, the total time is divided by the number of cores and rounded.
-            prop_assert!(busy.abs_diff(work) < 4 * 80, "{}: busy for {}, work {}", name, busy, work);
+            prop_assert!(total_busy_time.abs_diff(total_work) < 4 * 80, "{}: busy for {}, work \
+                {}", name, total_busy_time, total_work);
         }
     }
 }
@@ -146,8 +149,8 @@ fn load_hints_move_cores_to_the_loaded_service() {
     let [share, dedicated, hybrid] = ["share", "dedicated", "hybrid"]
         .map(|name| class_mean_latencies(&format!("jbsrq:assignment={name}"), service, 0.7));
     assert!(fixed_cores[1] > 1_000.0, "8 cores are too few: {fixed_cores:?}");
-    for moved in [share, dedicated, hybrid] {
-        assert!(moved[1] < 60.0 && moved[0] < 3.0, "{moved:?}");
+    for class_means in [share, dedicated, hybrid] {
+        assert!(class_means[1] < 60.0 && class_means[0] < 3.0, "{class_means:?}");
     }
 }
 
@@ -176,8 +179,8 @@ fn windows_cover_the_run_after_the_warm_up() {
     let outcome = run(&Config { window: Some(500.0), requests: 200_000, ..Config::default() }).unwrap();
     assert_eq!(outcome.windows.iter().map(|window| window.responses).sum::<u64>(), 180_000);
     assert!(outcome.windows.is_sorted_by(|a, b| a.from + 500.0 <= b.from));
-    let mean_over_windows = |of: fn(&coreward_sim::rpc::WindowLatency) -> f64| {
-        outcome.windows.iter().map(of).sum::<f64>() / outcome.windows.len() as f64
+    let mean_over_windows = |to_value: fn(&coreward_sim::rpc::WindowLatency) -> f64| {
+        outcome.windows.iter().map(to_value).sum::<f64>() / outcome.windows.len() as f64
     };
     assert!((mean_over_windows(|window| window.quantiles.mean) / outcome.all.mean - 1.0).abs() < 0.02);
 }

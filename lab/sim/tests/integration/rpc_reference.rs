@@ -44,7 +44,7 @@ fn reference_departures(
     requests: &[Request],
     cores: usize,
     latency: u64,
-    bound: u64,
+    queue_bound: u64,
     choose: CoreChooser,
 ) -> Vec<(u64, u32)> {
     #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
@@ -86,7 +86,7 @@ fn reference_departures(
             }
         }
         while let Some(request) = nic_queue.front().copied() {
-            let Some(core) = choose(&core_loads, bound) else { break };
+            let Some(core) = choose(&core_loads, queue_bound) else { break };
             nic_queue.pop_front();
             core_loads[core].0 += 1;
             core_loads[core].1 += requests[request].work;
@@ -97,21 +97,21 @@ fn reference_departures(
     departures
 }
 
-fn choose_shortest_queue(core_loads: &[(u64, u64)], bound: u64) -> Option<usize> {
+fn choose_shortest_queue(core_loads: &[(u64, u64)], queue_bound: u64) -> Option<usize> {
     let shortest_core = (0..core_loads.len()).min_by_key(|core| core_loads[*core].0)?;
-    (core_loads[shortest_core].0 < bound).then_some(shortest_core)
+    (core_loads[shortest_core].0 < queue_bound).then_some(shortest_core)
 }
 
-fn choose_lightest_queue(core_loads: &[(u64, u64)], _bound: u64) -> Option<usize> {
+fn choose_lightest_queue(core_loads: &[(u64, u64)], _queue_bound: u64) -> Option<usize> {
     (0..core_loads.len()).min_by_key(|core| core_loads[*core].1)
 }
 
 /// Returns requests of two services, in bursts with gaps between them. No two requests arrive at the same time.
 fn requests() -> impl Strategy<Value = Vec<Request>> {
-    prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn| {
+    prop::collection::vec((1u64..40, 1u64..200, any::<bool>()), 1..120).prop_map(|drawn_requests| {
         let mut arrived_at = 0;
-        let build_request = |(index, (gap, work, low)): (usize, (u64, u64, bool))| {
-            arrived_at += gap;
+        let build_request = |(index, (arrival_gap, work, is_low_priority)): (usize, (u64, u64, bool))| {
+            arrived_at += arrival_gap;
             Request {
                 arrived_at,
                 work,
@@ -119,10 +119,10 @@ fn requests() -> impl Strategy<Value = Vec<Request>> {
                 flow_hash: 0,
                 connection: 0,
                 class: 0,
-                service: u8::from(low),
+                service: u8::from(is_low_priority),
             }
         };
-        drawn.into_iter().enumerate().map(build_request).collect()
+        drawn_requests.into_iter().enumerate().map(build_request).collect()
     })
 }
 
@@ -133,17 +133,21 @@ fn with_one_service(requests: &[Request]) -> Vec<Request> {
 
 proptest! {
     #[test]
-    fn fifo_cores_equal_the_reference(requests in requests(), cores in 1u16..9, latency in 0u64..50, bound in 1u16..5) {
+    fn fifo_cores_equal_the_reference(
+        requests in requests(), cores in 1u16..9, latency in 0u64..50, queue_bound in 1u16..5,
+    ) {
         let requests = with_one_service(&requests);
-        let fifo = || FifoCores::new(cores, latency);
-        let expected = |bound, choose| reference_departures(&requests, usize::from(cores), latency, bound, choose);
-        let bounded = JoinShortestQueue::bounded(cores, bound.try_into().unwrap());
-        let unbounded = JoinShortestQueue::unbounded(cores);
-        prop_assert_eq!(simulate_departures(&requests, unbounded, fifo()), expected(u64::MAX, choose_shortest_queue));
-        prop_assert_eq!(simulate_departures(&requests, bounded, fifo()),
-            expected(u64::from(bound), choose_shortest_queue));
-        prop_assert_eq!(simulate_departures(&requests, JoinLightestQueue::new(cores), fifo()),
-            expected(0, choose_lightest_queue));
+        let fifo_cores = || FifoCores::new(cores, latency);
+        let expected_departures =
+            |queue_bound, choose| reference_departures(&requests, usize::from(cores), latency, queue_bound, choose);
+        let bounded_dispatcher = JoinShortestQueue::bounded(cores, queue_bound.try_into().unwrap());
+        let unbounded_dispatcher = JoinShortestQueue::unbounded(cores);
+        prop_assert_eq!(simulate_departures(&requests, unbounded_dispatcher, fifo_cores()),
+            expected_departures(u64::MAX, choose_shortest_queue));
+        prop_assert_eq!(simulate_departures(&requests, bounded_dispatcher, fifo_cores()),
+            expected_departures(u64::from(queue_bound), choose_shortest_queue));
+        prop_assert_eq!(simulate_departures(&requests, JoinLightestQueue::new(cores), fifo_cores()),
+            expected_departures(0, choose_lightest_queue));
     }
 
     /// Without priorities, JBSRQ is the same as JBSQ, and cores serve in order of arrival.
@@ -156,12 +160,12 @@ proptest! {
     ) {
         let requests = with_one_service(&requests);
         let depth = depth.try_into().unwrap();
-        let ranked = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PUBLISHED, depth);
-        let cores_of_ranked = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
-        let bounded = JoinShortestQueue::bounded(cores, depth);
+        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 1, Lambda::PUBLISHED, depth);
+        let ranked_cores = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 1, 10, 0));
+        let bounded_dispatcher = JoinShortestQueue::bounded(cores, depth);
         prop_assert_eq!(
-            simulate_departures(&requests, ranked, cores_of_ranked),
-            simulate_departures(&requests, bounded, FifoCores::new(cores, latency))
+            simulate_departures(&requests, ranked_dispatcher, ranked_cores),
+            simulate_departures(&requests, bounded_dispatcher, FifoCores::new(cores, latency))
         );
     }
 
@@ -174,19 +178,19 @@ proptest! {
         quantum in 1u64..100,
         cost in 0u64..30,
     ) {
-        let ranked = JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, 4.try_into().unwrap());
-        let yielding = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
-        let stealing = DisciplineCores::new(cores, latency, StealingCores::new(cores, cost));
-        let answers =
-            [simulate_departures(&requests, ranked, yielding),
-                simulate_departures(&requests, RoundRobinCore::new(cores), stealing)];
-        for left in answers {
-            prop_assert_eq!(left.len(), requests.len());
-            let mut seen = vec![false; requests.len()];
-            for (left, index) in left {
+        let ranked_dispatcher = JoinBoundedShortestRankedQueue::new(cores, 2, Lambda::PUBLISHED, 4.try_into().unwrap());
+        let yielding_cores = DisciplineCores::new(cores, latency, PriorityCores::new(cores, 2, quantum, cost));
+        let stealing_cores = DisciplineCores::new(cores, latency, StealingCores::new(cores, cost));
+        let departure_lists =
+            [simulate_departures(&requests, ranked_dispatcher, yielding_cores),
+                simulate_departures(&requests, RoundRobinCore::new(cores), stealing_cores)];
+        for departures in departure_lists {
+            prop_assert_eq!(departures.len(), requests.len());
+            let mut is_answered = vec![false; requests.len()];
+            for (departed_at, index) in departures {
                 let request = &requests[index as usize];
-                prop_assert!(left >= request.arrived_at + request.work + 2 * latency);
-                prop_assert!(!std::mem::replace(&mut seen[index as usize], true));
+                prop_assert!(departed_at >= request.arrived_at + request.work + 2 * latency);
+                prop_assert!(!std::mem::replace(&mut is_answered[index as usize], true));
             }
         }
     }
@@ -195,13 +199,14 @@ proptest! {
     /// same times as from one ideal queue, though perhaps in another order.
     #[test]
     fn free_stealing_conserves_work(requests in requests(), cores in 1u16..5) {
-        let equal: Vec<Request> = requests.iter().map(|request| Request { work: 50, service: 0, ..*request }).collect();
+        let equal_requests: Vec<Request> =
+            requests.iter().map(|request| Request { work: 50, service: 0, ..*request }).collect();
         let stealing = DisciplineCores::new(cores, 0, StealingCores::new(cores, 0));
-        let central = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
+        let central_dispatcher = JoinShortestQueue::bounded(cores, std::num::NonZeroU16::MIN);
         let times = |left: Vec<(u64, u32)>| left.into_iter().map(|(left, _)| left).collect::<Vec<_>>();
         prop_assert_eq!(
-            times(simulate_departures(&equal, RoundRobinCore::new(cores), stealing)),
-            times(simulate_departures(&equal, central, FifoCores::new(cores, 0)))
+            times(simulate_departures(&equal_requests, RoundRobinCore::new(cores), stealing)),
+            times(simulate_departures(&equal_requests, central_dispatcher, FifoCores::new(cores, 0)))
         );
     }
 }
@@ -218,9 +223,9 @@ fn busy_time_grows_continuously_during_service() {
             Server::<CollectedDepartures>::offer(&mut server, *request);
         }
         // The interface delays requests by 5, so the core works from 15 to 115 and then until 165.
-        for (now, busy) in [(40, 25), (120, 105), (165, 150), (200, 150)] {
+        for (now, busy_time) in [(40, 25), (120, 105), (165, 150), (200, 150)] {
             server.advance(now, &mut departures);
-            assert_eq!(Server::<CollectedDepartures>::busy_times(&server, now), [busy], "at {now}");
+            assert_eq!(Server::<CollectedDepartures>::busy_times(&server, now), [busy_time], "at {now}");
         }
     }
     let requests = [request(10, 100), request(20, 50)];

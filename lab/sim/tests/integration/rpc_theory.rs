@@ -103,10 +103,10 @@ fn m_g_1_processor_sharing_slows_every_class_alike() {
 
 #[test]
 fn idle_time_of_cfcfs_acts_like_longer_service_in_m_d_1() {
-    let (interface, load) = (0.25, 0.5);
-    let (service, busy) = (1.0 + 2.0 * interface, load * (1.0 + 2.0 * interface));
-    let theory = service * (1.0 + busy / (2.0 * (1.0 - busy)));
-    assert_agrees(&simulate_seeds("cfcfs", 1, "fixed", interface, load), |o| o.all.mean, theory, 0.02);
+    let (interface_latency, load) = (0.25, 0.5);
+    let (service_time, utilisation) = (1.0 + 2.0 * interface_latency, load * (1.0 + 2.0 * interface_latency));
+    let theory = service_time * (1.0 + utilisation / (2.0 * (1.0 - utilisation)));
+    assert_agrees(&simulate_seeds("cfcfs", 1, "fixed", interface_latency, load), |o| o.all.mean, theory, 0.02);
 }
 
 #[test]

@@ -24,19 +24,19 @@ use crate::namespace::Namespace;
 const RNG_STREAM_FALSE_REPORTS: u64 = 0x6368_6103;
 /// Interval between false reports, a hundredth of the interval of an honest agent.
 const FALSE_REPORT_INTERVAL: Duration = Duration::from_millis(1);
-const HONEST_INTERVAL: Duration = Duration::from_millis(100);
+const HONEST_REPORT_INTERVAL: Duration = Duration::from_millis(100);
 /// Interval between attempts to register as the server. The controller rejects them while the real agent still reports.
 const REGISTRATION_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum duration of a stream to a controller, after which the impostor closes it and registers again.
-const STREAM_TIMEOUT: Duration = Duration::from_secs(2);
+const MAX_STREAM_DURATION: Duration = Duration::from_secs(2);
 /// Number of silent or malformed connections that the flood keeps open at the same time.
 const FLOOD_CONNECTION_COUNT: usize = 64;
 
 /// Numbers of reports and connections that the impostors sent.
 #[derive(Debug, Default)]
 pub struct FalseReportCounters {
-    pub reports: AtomicU64,
+    pub sent_report_count: AtomicU64,
     pub flood_connection_count: AtomicU64,
 }
 
@@ -45,36 +45,36 @@ pub enum FalseReportKind {
     /// All kinds of false reports in any server's name, together with a flood of connections.
     AllKinds,
     /// False loads only. Reports of idle cores at an honest agent's interval attract new connections to the server.
-    Load,
+    IdleCores,
 }
 
 /// Impostor that uses the certificate of a server's real agent.
 #[derive(Debug)]
 pub struct ByzantineAgent {
-    pub server: u16,
+    pub server_number: u16,
     pub stolen_credentials: CredentialFiles,
     pub controller_addresses: Vec<SocketAddr>,
-    pub kind: FalseReportKind,
+    pub report_kind: FalseReportKind,
 }
 
 impl ByzantineAgent {
-    /// Sends false reports from the server's namespace until `done` is set. Call it in its own thread, because it
+    /// Sends false reports from the server's namespace until `stop_flag` is set. Call it in its own thread, because it
     /// blocks. Fails when the namespace cannot be entered, or when a system call fails unexpectedly.
     pub fn run(
         self,
-        machine: &Namespace,
+        server_namespace: &Namespace,
         false_reports: &FalseReportCounters,
-        done: &AtomicBool,
+        stop_flag: &AtomicBool,
     ) -> anyhow::Result<()> {
         let tls = Tls::load(self.stolen_credentials.clone())?;
-        machine.run_within(|| {
+        server_namespace.run_within(|| {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
-                let mut rng = seeded_rng(self.server.into(), RNG_STREAM_FALSE_REPORTS);
-                while !done.load(Ordering::Relaxed) {
-                    let to = self.controller_addresses
+                let mut rng = seeded_rng(self.server_number.into(), RNG_STREAM_FALSE_REPORTS);
+                while !stop_flag.load(Ordering::Relaxed) {
+                    let controller_address = self.controller_addresses
                         [uniform_below(&mut rng, self.controller_addresses.len() as u32) as usize];
-                    let _ = self.run_stream(to, &tls, &mut rng, false_reports, done).await;
+                    let _ = self.run_stream(controller_address, &tls, &mut rng, false_reports, stop_flag).await;
                     tokio::time::sleep(REGISTRATION_RETRY_INTERVAL).await;
                 }
             });
@@ -85,35 +85,50 @@ impl ByzantineAgent {
     /// Runs one stream to a controller. Impostors of the kind `AllKinds` also register as other or unknown servers.
     async fn run_stream(
         &self,
-        to: SocketAddr,
+        controller_address: SocketAddr,
         tls: &Arc<Tls>,
         rng: &mut Xoshiro256PlusPlus,
         false_reports: &FalseReportCounters,
-        done: &AtomicBool,
+        stop_flag: &AtomicBool,
     ) -> anyhow::Result<()> {
-        let itself = format!("s{}", self.server);
-        if self.kind == FalseReportKind::Load {
+        let server_name = format!("s{}", self.server_number);
+        if self.report_kind == FalseReportKind::IdleCores {
             let reports = (1..).map(|sequence| v1::Report { rss: Some(rss(40, vec![0, 1])), ..idle_report(sequence) });
-            return send_reports(itself, to, tls, (reports, HONEST_INTERVAL), false_reports, done).await;
+            return send_reports(
+                server_name,
+                controller_address,
+                tls,
+                (reports, HONEST_REPORT_INTERVAL),
+                false_reports,
+                stop_flag,
+            )
+            .await;
         }
-        flood(to, rng, false_reports);
-        let name = match uniform_below(rng, 4) {
+        flood_with_connections(controller_address, rng, false_reports);
+        let registered_name = match uniform_below(rng, 4) {
             0 => "nobody".to_owned(),
-            1 => format!("s{}", 1 + self.server % 4),
-            _ => itself,
+            1 => format!("s{}", 1 + self.server_number % 4),
+            _ => server_name,
         };
         let is_idle = uniform_below(rng, 2) == 0;
         let reports = (1..).map(|sequence| if is_idle { idle_report(sequence) } else { random_report(sequence, rng) });
         tokio::time::timeout(
-            STREAM_TIMEOUT,
-            send_reports(name, to, tls, (reports, FALSE_REPORT_INTERVAL), false_reports, done),
+            MAX_STREAM_DURATION,
+            send_reports(
+                registered_name,
+                controller_address,
+                tls,
+                (reports, FALSE_REPORT_INTERVAL),
+                false_reports,
+                stop_flag,
+            ),
         )
         .await?
     }
 }
 
 /// Opens many connections, sends up to 199 random bytes on each, and closes them all after the last one was opened.
-fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReportCounters) {
+fn flood_with_connections(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &FalseReportCounters) {
     let mut open_connections = Vec::with_capacity(FLOOD_CONNECTION_COUNT);
     for _ in 0..FLOOD_CONNECTION_COUNT {
         let Ok(mut stream) = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) else { return };
@@ -125,32 +140,32 @@ fn flood(address: SocketAddr, rng: &mut Xoshiro256PlusPlus, false_reports: &Fals
     }
 }
 
-/// Sends a report at every interval on one stream, until the controller ends the stream or `done` is set.
+/// Sends a report at every interval on one stream, until the controller ends the stream or `stop_flag` is set.
 async fn send_reports(
     name: String,
-    to: SocketAddr,
+    controller_address: SocketAddr,
     tls: &Arc<Tls>,
     (mut reports, interval): (impl Iterator<Item = v1::Report>, Duration),
     false_reports: &FalseReportCounters,
-    done: &AtomicBool,
+    stop_flag: &AtomicBool,
 ) -> anyhow::Result<()> {
-    let endpoint = Endpoint::from_shared(format!("http://{to}"))?.connect_timeout(CONNECT_TIMEOUT);
-    let connector = Connector::new(to, Some((tls.clone(), &[Role::Controller, Role::Rack])));
+    let endpoint = Endpoint::from_shared(format!("http://{controller_address}"))?.connect_timeout(CONNECT_TIMEOUT);
+    let connector = Connector::new(controller_address, Some((tls.clone(), &[Role::Controller, Role::Rack])));
     let mut client = ControlClient::new(endpoint.connect_with_connector(connector).await?);
-    let (messages, receiver) = mpsc::channel(16);
-    let message = |message| v1::AgentMessage { message: Some(message) };
-    messages
-        .send(message(Message::Registration(v1::AgentRegistration { server: name, version: "0.0.0".to_owned() })))
+    let (message_sender, receiver) = mpsc::channel(16);
+    let agent_message = |message| v1::AgentMessage { message: Some(message) };
+    message_sender
+        .send(agent_message(Message::Registration(v1::AgentRegistration { server: name, version: "0.0.0".to_owned() })))
         .await?;
     let mut updates = client.agent(ReceiverStream::new(receiver)).await?.into_inner();
-    while !done.load(Ordering::Relaxed) {
+    while !stop_flag.load(Ordering::Relaxed) {
         tokio::select! {
             update = updates.message() => if update?.is_none() { return Ok(()) },
             () = tokio::time::sleep(interval) => {
                 let report = reports.next().expect("reports have no end");
                 // A report is dropped when the controller does not read the stream fast enough.
-                if messages.try_send(message(Message::Report(report))).is_ok() {
-                    false_reports.reports.fetch_add(1, Ordering::Relaxed);
+                if message_sender.try_send(agent_message(Message::Report(report))).is_ok() {
+                    false_reports.sent_report_count.fetch_add(1, Ordering::Relaxed);
                 }
             }
         }
@@ -172,8 +187,8 @@ fn idle_report(sequence: u64) -> v1::Report {
     }
 }
 
-fn rss(key: usize, queues: Vec<u32>) -> v1::Rss {
-    v1::Rss { source: "false".to_owned(), key: vec![0xaa; key], indirection_table: queues, input_transform: 0 }
+fn rss(key_length: usize, queues: Vec<u32>) -> v1::Rss {
+    v1::Rss { source: "false".to_owned(), key: vec![0xaa; key_length], indirection_table: queues, input_transform: 0 }
 }
 
 fn random_report(sequence: u64, rng: &mut Xoshiro256PlusPlus) -> v1::Report {

@@ -38,10 +38,13 @@ impl ByzantineShare {
     pub fn measure(service: SocketAddr, impostor: u16, servers: u16) -> anyhow::Result<Self> {
         let start = Instant::now();
         let mut counts_by_second = vec![[0, 0]; IMPOSTURE_SECONDS];
-        while let Some([drawn, all]) = counts_by_second.get_mut(start.elapsed().as_secs() as usize) {
+        while let Some([impostor_connections, all_connections]) =
+            counts_by_second.get_mut(start.elapsed().as_secs() as usize)
+        {
             interrupt::ensure_not_interrupted()?;
-            *drawn += u64::from(HttpConnection::open_to(service, None)?.query_worker()?.server == impostor);
-            *all += 1;
+            *impostor_connections +=
+                u64::from(HttpConnection::open_to(service, None)?.query_worker()?.server_number == impostor);
+            *all_connections += 1;
             std::thread::sleep(CONNECTION_INTERVAL);
         }
         Ok(Self { fair_share: 1.0 / f64::from(servers), seconds: counts_by_second })
@@ -49,8 +52,9 @@ impl ByzantineShare {
 
     /// Returns the server's share of the connections (0 to 1), and the number of all connections.
     fn share_and_count(seconds: &[[u64; 2]]) -> (f64, u64) {
-        let [drawn, all] = seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
-        (drawn as f64 / all.max(1) as f64, all.max(1))
+        let [impostor_connections, all_connections] =
+            seconds.iter().fold([0, 0], |sum, second| [sum[0] + second[0], sum[1] + second[1]]);
+        (impostor_connections as f64 / all_connections.max(1) as f64, all_connections.max(1))
     }
 
     fn initial_share(&self) -> f64 {
@@ -79,11 +83,12 @@ impl fmt::Display for ByzantineShare {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let percentages = [self.initial_share(), self.final_share_and_count().0, self.fair_share, self.max_share()]
             .map(|share| 100.0 * share);
-        let [at_first, at_last, fair_share, limit] = percentages;
+        let [initial_percentage, final_percentage, fair_share, limit] = percentages;
         write!(
             f,
-            "{at_first:.1} % of new connections in the first {INITIAL_MEASUREMENT_SECONDS} s, {at_last:.1} % in the \
-             last {FINAL_MEASUREMENT_SECONDS} s; fair share {fair_share:.1} %, limit {limit:.1} %"
+            "{initial_percentage:.1} % of new connections in the first {INITIAL_MEASUREMENT_SECONDS} s, \
+             {final_percentage:.1} % in the last {FINAL_MEASUREMENT_SECONDS} s; fair share {fair_share:.1} %, limit \
+             {limit:.1} %"
         )
     }
 }
@@ -94,11 +99,11 @@ mod tests {
 
     #[test]
     fn random_shares_do_not_exceed_the_limit() {
-        let share_in_last_seconds = |drawn| ByzantineShare {
+        let share_in_last_seconds = |impostor_connections| ByzantineShare {
             fair_share: 0.25,
             seconds: [
                 vec![[100, 100]; IMPOSTURE_SECONDS - FINAL_MEASUREMENT_SECONDS],
-                vec![[drawn, 100]; FINAL_MEASUREMENT_SECONDS],
+                vec![[impostor_connections, 100]; FINAL_MEASUREMENT_SECONDS],
             ]
             .concat(),
         };

@@ -26,10 +26,11 @@ impl<'a> OperatorCli<'a> {
     /// Runs `coreward ARGUMENTS` and returns its output. Fails with the last error when no controller executes the
     /// command.
     pub fn run_coreward(&self, arguments: &[&str]) -> anyhow::Result<String> {
-        let (first, count) = (self.last_responder_index.load(Ordering::Relaxed), usize::from(self.controller_count));
+        let (first_index, count) =
+            (self.last_responder_index.load(Ordering::Relaxed), usize::from(self.controller_count));
         let mut last_result = None;
-        for turn in 0..count {
-            let controller_index = (first + turn) % count;
+        for attempt in 0..count {
+            let controller_index = (first_index + attempt) % count;
             let command_result = self.run_at_controller(controller_index as u16 + 1, arguments);
             let is_success = command_result.is_ok();
             last_result = Some(command_result);

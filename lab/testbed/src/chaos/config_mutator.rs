@@ -73,8 +73,8 @@ pub struct ConfigWriter<'a> {
 }
 
 impl<'a> ConfigWriter<'a> {
-    pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
-        let operator = OperatorCli::new(testbed, controllers, COMMAND_TIMEOUT_S);
+    pub fn new(testbed: &'a Testbed, controller_count: u16) -> Self {
+        let operator = OperatorCli::new(testbed, controller_count, COMMAND_TIMEOUT_S);
         Self { operator, document_path: testbed.directory().join("wanted.toml"), write_counts: Mutex::default() }
     }
 
@@ -82,22 +82,22 @@ impl<'a> ConfigWriter<'a> {
         self.write_counts.lock().expect("no writer panics").clone()
     }
 
-    /// Makes `changes` changes, at most one per `interval`, and waits until `done` is set. Then it activates all
-    /// servers. The controller must already have applied the current document of `documents`. Fails when the controller
-    /// does not answer at the beginning or after the end.
+    /// Makes `change_count` changes, at most one per `interval`, and waits until `stop_flag` is set. Then it activates
+    /// all servers. The controller must already have applied the current document of `documents`. Fails when the
+    /// controller does not answer at the beginning or after the end.
     pub fn run(
         &self,
         mut documents: DocumentGenerator,
-        changes: u64,
+        change_count: u64,
         interval: Duration,
-        done: &AtomicBool,
+        stop_flag: &AtomicBool,
     ) -> anyhow::Result<ExpectedConfig> {
         let mut expected_config = ExpectedConfig::default();
         (expected_config.generation, expected_config.document_text) = self.query_document()?;
         let mut next_change_time = Instant::now();
         let mut attempted_changes = 0u64;
-        while !done.load(Ordering::Relaxed) {
-            if self.write_counts().acknowledged >= changes || Instant::now() < next_change_time {
+        while !stop_flag.load(Ordering::Relaxed) {
+            if self.write_counts().acknowledged >= change_count || Instant::now() < next_change_time {
                 std::thread::sleep(Duration::from_millis(10));
                 continue;
             }
@@ -133,16 +133,21 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Compares the active configuration with the expected one. Fails when the controller does not answer.
-    pub fn compare_final(&self, model: &mut ExpectedConfig) -> anyhow::Result<()> {
-        ensure!(self.compare_with_controller(model), "the controller does not return what is in force");
+    pub fn compare_final(&self, expected_config: &mut ExpectedConfig) -> anyhow::Result<()> {
+        ensure!(self.compare_with_controller(expected_config), "the controller does not return what is in force");
         Ok(())
     }
 
-    /// Undrains servers until only `left` are drained by command. Fails when an undrain is not acknowledged in time.
-    pub fn undrain_all_but(&self, model: &mut ExpectedConfig, left: usize) -> anyhow::Result<()> {
+    /// Undrains servers until only `remaining_drain_count` are drained by command. Fails when an undrain is not
+    /// acknowledged in time.
+    pub fn undrain_all_but(
+        &self,
+        expected_config: &mut ExpectedConfig,
+        remaining_drain_count: usize,
+    ) -> anyhow::Result<()> {
         let deadline = Instant::now() + LAST_CHANGES_TIMEOUT;
-        for server in model.expected_drains.possibly_drained().into_iter().skip(left) {
-            while !self.request_drain(model, server, false) {
+        for server in expected_config.expected_drains.possibly_drained().into_iter().skip(remaining_drain_count) {
+            while !self.request_drain(expected_config, server, false) {
                 ensure!(Instant::now() < deadline, "that s{server} is no longer drained is not acknowledged");
                 std::thread::sleep(RETRY_PAUSE);
             }
@@ -151,30 +156,34 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Applies the current document of `documents`. Returns whether the controller acknowledged it.
-    fn apply_document(&self, model: &mut ExpectedConfig, documents: &DocumentGenerator) -> anyhow::Result<bool> {
-        let (text, present) = (documents.text(), documents.present_servers());
+    fn apply_document(
+        &self,
+        expected_config: &mut ExpectedConfig,
+        documents: &DocumentGenerator,
+    ) -> anyhow::Result<bool> {
+        let (text, present_servers) = (documents.document_text(), documents.present_servers());
         fs::write(&self.document_path, &text)?;
         // The controller may have applied an earlier document that it did not answer.
-        if !model.unanswered_documents.is_empty() && !self.compare_with_controller(model) {
+        if !expected_config.unanswered_documents.is_empty() && !self.compare_with_controller(expected_config) {
             return Ok(false);
         }
         match self.apply_document_file() {
             Ok(generation) => {
-                if generation <= model.generation {
+                if generation <= expected_config.generation {
                     self.record_violation(format!(
                         "generation {generation} was acknowledged after {}",
-                        model.generation
+                        expected_config.generation
                     ));
                 }
-                model.expected_drains.record_document(&present, true);
-                (model.generation, model.document_text) = (generation, text);
-                model.unanswered_documents.clear();
+                expected_config.expected_drains.record_document(&present_servers, true);
+                (expected_config.generation, expected_config.document_text) = (generation, text);
+                expected_config.unanswered_documents.clear();
                 self.update_counts(|writes| writes.acknowledged += 1);
                 Ok(true)
             }
             Err(_) => {
-                model.expected_drains.record_document(&present, false);
-                model.unanswered_documents.push(text);
+                expected_config.expected_drains.record_document(&present_servers, false);
+                expected_config.unanswered_documents.push(text);
                 self.update_counts(|writes| writes.unanswered += 1);
                 Ok(false)
             }
@@ -182,20 +191,21 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Drains another server if enough others remain, or else ends a drain.
-    fn drain_or_undrain(&self, model: &mut ExpectedConfig, documents: &mut DocumentGenerator) {
-        let drained_servers = model.expected_drains.possibly_drained();
+    fn drain_or_undrain(&self, expected_config: &mut ExpectedConfig, documents: &mut DocumentGenerator) {
+        let drained_servers = expected_config.expected_drains.possibly_drained();
         let next_drain = documents.next_drain(&drained_servers).map(|server| (server, true));
-        if let Some((server, drain)) = next_drain.or_else(|| drained_servers.first().map(|server| (*server, false))) {
-            self.request_drain(model, server, drain);
+        if let Some((server, is_drain)) = next_drain.or_else(|| drained_servers.first().map(|server| (*server, false)))
+        {
+            self.request_drain(expected_config, server, is_drain);
         }
     }
 
-    /// Requests that a server is drained, or undrained if `drain` is false. Returns whether the controller acknowledged
-    /// this.
-    fn request_drain(&self, model: &mut ExpectedConfig, server: u16, drain: bool) -> bool {
-        let command = if drain { "drain" } else { "undrain" };
+    /// Requests that a server is drained, or undrained if `is_drain` is false. Returns whether the controller
+    /// acknowledged this.
+    fn request_drain(&self, expected_config: &mut ExpectedConfig, server: u16, is_drain: bool) -> bool {
+        let command = if is_drain { "drain" } else { "undrain" };
         let is_acknowledged = self.operator.run_coreward(&[command, &format!("s{server}")]).is_ok();
-        model.expected_drains.record_request(server, drain, is_acknowledged);
+        expected_config.expected_drains.record_request(server, is_drain, is_acknowledged);
         self.update_counts(|writes| {
             *if is_acknowledged { &mut writes.drains } else { &mut writes.drains_unanswered } += 1
         });
@@ -203,12 +213,12 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Tries to apply an invalid document, and records a violation if it is accepted.
-    fn try_invalid_document(&self, model: &mut ExpectedConfig, text: &str) -> anyhow::Result<()> {
+    fn try_invalid_document(&self, expected_config: &mut ExpectedConfig, text: &str) -> anyhow::Result<()> {
         fs::write(&self.document_path, text)?;
         self.update_counts(|writes| writes.invalid_documents += 1);
         if let Ok(generation) = self.apply_document_file() {
             self.record_violation(format!("a document with a mistake is in force as generation {generation}:\n{text}"));
-            (model.generation, model.document_text) = self.query_document()?;
+            (expected_config.generation, expected_config.document_text) = self.query_document()?;
         }
         Ok(())
     }
@@ -223,29 +233,33 @@ impl<'a> ConfigWriter<'a> {
     }
 
     /// Compares the active configuration with the expected one. Returns false if the controller does not answer.
-    fn compare_with_controller(&self, model: &mut ExpectedConfig) -> bool {
+    fn compare_with_controller(&self, expected_config: &mut ExpectedConfig) -> bool {
         let Ok((generation, text)) = self.query_document() else { return false };
         let Ok(status) = self.query_status() else { return false };
         self.update_counts(|writes| writes.status_queries += 1);
-        model.expected_drains.compare_with_status(&status).into_iter().for_each(|wrong| self.record_violation(wrong));
-        if text == model.document_text && generation == model.generation {
+        expected_config
+            .expected_drains
+            .compare_with_status(&status)
+            .into_iter()
+            .for_each(|difference| self.record_violation(difference));
+        if text == expected_config.document_text && generation == expected_config.generation {
             return true;
         }
-        if generation > model.generation && model.unanswered_documents.contains(&text) {
+        if generation > expected_config.generation && expected_config.unanswered_documents.contains(&text) {
             self.update_counts(|writes| writes.unanswered_in_force += 1);
         } else {
             let first_line = |text: &str| text.lines().next().unwrap_or_default().to_owned();
             self.record_violation(format!(
                 "a write is lost: generation {} ({:?}) was acknowledged, {generation} ({:?}) is in force",
-                model.generation,
-                first_line(&model.document_text),
+                expected_config.generation,
+                first_line(&expected_config.document_text),
                 first_line(&text)
             ));
         }
         // Earlier attempts can no longer be applied, because each one requires the generation that it replaces.
-        model.unanswered_documents =
-            attempts_after_document_in_force(std::mem::take(&mut model.unanswered_documents), &text);
-        (model.generation, model.document_text) = (generation, text);
+        expected_config.unanswered_documents =
+            attempts_after_document_in_force(std::mem::take(&mut expected_config.unanswered_documents), &text);
+        (expected_config.generation, expected_config.document_text) = (generation, text);
         true
     }
 
@@ -272,17 +286,17 @@ impl<'a> ConfigWriter<'a> {
         Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
 
-    fn update_counts(&self, count: impl FnOnce(&mut WriteCounts)) {
-        count(&mut self.write_counts.lock().expect("no writer panics"));
+    fn update_counts(&self, update: impl FnOnce(&mut WriteCounts)) {
+        update(&mut self.write_counts.lock().expect("no writer panics"));
     }
 
-    fn record_violation(&self, what: String) {
-        self.update_counts(|writes| writes.violations.push(what));
+    fn record_violation(&self, description: String) {
+        self.update_counts(|writes| writes.violations.push(description));
     }
 }
 
-fn attempts_after_document_in_force(attempts: Vec<String>, in_force: &str) -> Vec<String> {
-    let position = attempts.iter().position(|text| text == in_force);
+fn attempts_after_document_in_force(attempts: Vec<String>, text_in_force: &str) -> Vec<String> {
+    let position = attempts.iter().position(|text| text == text_in_force);
     attempts.into_iter().skip(position.map_or(0, |position| position + 1)).collect()
 }
 

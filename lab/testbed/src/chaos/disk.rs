@@ -32,13 +32,15 @@ impl TmpfsDisk {
     /// Fills the disk to the last byte. Fails on any error other than a full disk.
     pub fn fill(&self) -> anyhow::Result<()> {
         let mut filler_file = File::create(self.filler_path())?;
-        let mut piece = vec![0xff; 64 << 10];
-        while !piece.is_empty() {
-            match filler_file.write(&piece) {
-                Ok(written) if written == piece.len() => {}
+        let mut filler_bytes = vec![0xff; 64 << 10];
+        while !filler_bytes.is_empty() {
+            match filler_file.write(&filler_bytes) {
+                Ok(written_length) if written_length == filler_bytes.len() => {}
                 // Halve the writes until not even one byte fits, so that no page stays free.
-                Ok(_) => piece.truncate(piece.len() / 2),
-                Err(error) if error.kind() == io::ErrorKind::StorageFull => piece.truncate(piece.len() / 2),
+                Ok(_) => filler_bytes.truncate(filler_bytes.len() / 2),
+                Err(error) if error.kind() == io::ErrorKind::StorageFull => {
+                    filler_bytes.truncate(filler_bytes.len() / 2)
+                }
                 Err(error) => return Err(error.into()),
             }
         }

@@ -64,14 +64,16 @@ impl DocumentGenerator {
     }
 
     /// Returns the document's text, with a revision number that makes it unique.
-    pub fn text(&self) -> String {
+    pub fn document_text(&self) -> String {
         let mut text = format!("# {}\nreport_interval = \"{}ms\"\n", self.revision, self.report_interval_ms);
         let rack_numbers: BTreeSet<u16> = self.server_rack_numbers.values().flatten().copied().collect();
         let _ = writeln!(text, "racks = {:?}", rack_controller_names(&rack_numbers));
         for (number, entry) in &self.server_entries {
             let Some(ServerEntry { is_draining: draining, weight, needs_controller }) = entry else { continue };
-            let (address, state) =
-                (self.network.family.address(server_address(*number)), if *draining { "draining" } else { "active" });
+            let (address, state) = (
+                self.network.family.host_address(server_address(*number)),
+                if *draining { "draining" } else { "active" },
+            );
             let _ = writeln!(
                 text,
                 "\n[[server]]\nname = \"s{number}\"\naddress = \"{address}\"\nstate = \"{state}\"\nweight = {weight}"
@@ -80,11 +82,11 @@ impl DocumentGenerator {
             let _ = writeln!(text, "racks = {:?}", rack_controller_names(racks));
         }
         let forwarding_name = self.network.forwarding.name();
-        for ((name, address, more), policy) in self.services.iter().zip(&self.service_policies) {
+        for ((name, address, extra_config), policy) in self.services.iter().zip(&self.service_policies) {
             let _ = write!(
                 text,
                 "\n[[service]]\nname = \"{name}\"\nvip = \"{address}\"\npolicy = \"{policy}\"\n\
-                 forwarding = \"{forwarding_name}\"\n{more}"
+                 forwarding = \"{forwarding_name}\"\n{extra_config}"
             );
         }
         text
@@ -94,25 +96,26 @@ impl DocumentGenerator {
         self.server_entries.iter().filter(|(_, entry)| entry.is_some()).map(|(number, _)| *number).collect()
     }
 
-    /// Returns the server to drain next, or `None` if too few others would accept new connections. `drained` contains
-    /// servers that are or may be drained.
-    pub fn next_drain(&mut self, drained: &BTreeSet<u16>) -> Option<u16> {
+    /// Returns the server to drain next, or `None` if too few others would accept new connections. `drained_servers`
+    /// contains servers that are or may be drained.
+    pub fn next_drain(&mut self, drained_servers: &BTreeSet<u16>) -> Option<u16> {
         let undrained_servers: Vec<u16> =
-            self.present_servers().into_iter().filter(|number| !drained.contains(number)).collect();
+            self.present_servers().into_iter().filter(|number| !drained_servers.contains(number)).collect();
         let number = *undrained_servers.get(self.random_below(undrained_servers.len().max(1) as u32) as usize)?;
-        self.can_be_removed(number, drained).then_some(number)
+        self.can_be_removed(number, drained_servers).then_some(number)
     }
 
     /// Returns whether enough other servers accept new connections after server `number` leaves.
-    fn can_be_removed(&self, number: u16, drained: &BTreeSet<u16>) -> bool {
+    fn can_be_removed(&self, number: u16, drained_servers: &BTreeSet<u16>) -> bool {
         let takes_connections = |(other, entry): &(&u16, &Option<ServerEntry>)| {
-            **other != number && entry.is_some_and(|entry| !entry.is_draining) && !drained.contains(other)
+            **other != number && entry.is_some_and(|entry| !entry.is_draining) && !drained_servers.contains(other)
         };
         self.server_entries.iter().filter(takes_connections).count() >= MIN_ACTIVE_SERVERS
     }
 
-    /// Makes one random change to the document. `drained` contains servers that are or may be drained by command.
-    pub fn apply_random_change(&mut self, drained: &BTreeSet<u16>) {
+    /// Makes one random change to the document. `drained_servers` contains servers that are or may be drained by
+    /// command.
+    pub fn apply_random_change(&mut self, drained_servers: &BTreeSet<u16>) {
         self.revision += 1;
         match self.random_below(8) {
             0 => {
@@ -123,14 +126,14 @@ impl DocumentGenerator {
             1 => self.report_interval_ms = [50, 100, 200][self.random_below(3) as usize],
             // Change only the comment that contains the revision number.
             2 => {}
-            _ => self.change_random_server(drained),
+            _ => self.change_random_server(drained_servers),
         }
     }
 
-    fn change_random_server(&mut self, drained: &BTreeSet<u16>) {
+    fn change_random_server(&mut self, drained_servers: &BTreeSet<u16>) {
         let server_numbers: Vec<u16> = self.server_entries.keys().copied().collect();
         let server_number = server_numbers[self.random_below(server_numbers.len() as u32) as usize];
-        let can_be_removed = self.can_be_removed(server_number, drained);
+        let can_be_removed = self.can_be_removed(server_number, drained_servers);
         let entry = match self.random_below(5) {
             0 if can_be_removed => None,
             1 if can_be_removed => Some(ServerEntry { is_draining: true, ..INITIAL_ENTRY }),
@@ -142,7 +145,7 @@ impl DocumentGenerator {
     }
 
     pub fn next_invalid_document(&mut self) -> String {
-        let text = self.text();
+        let text = self.document_text();
         match self.random_below(5) {
             0 => format!("{text}no_such_key = 1\n"),
             1 => text.replacen("[[service]]", "[[service]", 1),
@@ -159,8 +162,8 @@ impl DocumentGenerator {
         self.server_entries.values_mut().for_each(|entry| *entry = Some(INITIAL_ENTRY));
     }
 
-    fn random_below(&mut self, bound: u32) -> u32 {
-        uniform_below(&mut self.rng, bound)
+    fn random_below(&mut self, upper_bound: u32) -> u32 {
+        uniform_below(&mut self.rng, upper_bound)
     }
 }
 
@@ -194,7 +197,7 @@ mod tests {
             let mut documents = generator_with_one_service(1, family);
             for _ in 0..300 {
                 documents.apply_random_change(&BTreeSet::new());
-                parse_document(documents.text()).unwrap();
+                parse_document(documents.document_text()).unwrap();
                 parse_document(documents.next_invalid_document()).unwrap_err();
             }
         }
@@ -202,21 +205,22 @@ mod tests {
 
     #[test]
     fn enough_servers_take_connections_under_any_drains() {
-        let (mut documents, mut drained) = (generator_with_one_service(2, AddressFamily::Ipv4), BTreeSet::new());
-        for turn in 0..1_000 {
-            documents.apply_random_change(&drained);
-            match turn % 7 {
-                0 => drained.extend(documents.next_drain(&drained)),
-                3 => drop(drained.pop_first()),
+        let (mut documents, mut drained_servers) =
+            (generator_with_one_service(2, AddressFamily::Ipv4), BTreeSet::new());
+        for round in 0..1_000 {
+            documents.apply_random_change(&drained_servers);
+            match round % 7 {
+                0 => drained_servers.extend(documents.next_drain(&drained_servers)),
+                3 => drop(drained_servers.pop_first()),
                 _ => {}
             }
-            drained.retain(|number| documents.present_servers().contains(number));
+            drained_servers.retain(|number| documents.present_servers().contains(number));
             let takes_connections = |(number, entry): &(&u16, &Option<ServerEntry>)| {
-                entry.is_some_and(|entry| !entry.is_draining) && !drained.contains(number)
+                entry.is_some_and(|entry| !entry.is_draining) && !drained_servers.contains(number)
             };
             assert!(
                 documents.server_entries.iter().filter(takes_connections).count() >= MIN_ACTIVE_SERVERS,
-                "turn {turn}: {drained:?}"
+                "turn {round}: {drained_servers:?}"
             );
         }
     }

@@ -33,8 +33,8 @@ impl ExpectedDrains {
     }
 
     /// Records a request to drain or undrain a server, and whether the controller acknowledged it.
-    pub fn record_request(&mut self, server: u16, drain: bool, acknowledged: bool) {
-        match (acknowledged, drain) {
+    pub fn record_request(&mut self, server: u16, is_drain: bool, is_acknowledged: bool) {
+        match (is_acknowledged, is_drain) {
             (false, _) => drop(self.0.insert(server, DrainState::Uncertain(Instant::now()))),
             (true, true) => drop(self.0.insert(server, DrainState::Drained)),
             (true, false) => drop(self.0.remove(&server)),
@@ -42,12 +42,12 @@ impl ExpectedDrains {
     }
 
     /// Records that a document with these servers was sent, and whether the controller acknowledged it.
-    pub fn record_document(&mut self, servers: &BTreeSet<u16>, acknowledged: bool) {
-        if acknowledged {
+    pub fn record_document(&mut self, servers: &BTreeSet<u16>, is_acknowledged: bool) {
+        if is_acknowledged {
             self.0.retain(|server, _| servers.contains(server));
         } else {
             let removed_servers = self.0.iter_mut().filter(|(server, _)| !servers.contains(server));
-            removed_servers.for_each(|(_, known)| *known = DrainState::Uncertain(Instant::now()));
+            removed_servers.for_each(|(_, drain_state)| *drain_state = DrainState::Uncertain(Instant::now()));
         }
     }
 
@@ -83,9 +83,9 @@ mod tests {
 
     use super::*;
 
-    fn status_with_drains(drained: &[(u16, &str)]) -> Value {
+    fn status_with_drains(drains: &[(u16, &str)]) -> Value {
         let server = |(number, by): &(u16, &str)| json!({ "name": format!("s{number}"), "drained": { "by": by } });
-        json!({ "servers": drained.iter().map(server).collect::<Vec<_>>() })
+        json!({ "servers": drains.iter().map(server).collect::<Vec<_>>() })
     }
 
     #[test]
@@ -115,8 +115,8 @@ mod tests {
     fn unanswered_drain_may_be_in_force_or_not() {
         let mut expected_drains = ExpectedDrains::default();
         expected_drains.record_request(1, true, false);
-        for by in ["command", "document"] {
-            assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, by)])), [""; 0]);
+        for drain_source in ["command", "document"] {
+            assert_eq!(expected_drains.compare_with_status(&status_with_drains(&[(1, drain_source)])), [""; 0]);
         }
         assert!(expected_drains.is_uncertain(1) && expected_drains.possibly_drained().contains(&1));
         expected_drains.0.insert(1, DrainState::Uncertain(Instant::now() - MAX_EXECUTION_DELAY));

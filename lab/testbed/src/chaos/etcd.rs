@@ -76,7 +76,7 @@ impl<'a> EtcdCluster<'a> {
     }
 
     /// Kills a member's process. Fails when the member does not exist.
-    pub fn kill(&mut self, number: u16) -> anyhow::Result<()> {
+    pub fn kill_member(&mut self, number: u16) -> anyhow::Result<()> {
         self.send_signal(number, Signal::SIGKILL)?;
         self.member_processes[usize::from(number) - 1].wait(MEMBER_EXIT_TIMEOUT).map(drop)
     }

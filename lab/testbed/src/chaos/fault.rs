@@ -68,9 +68,9 @@ pub enum Fault {
     Upgrade(String),
     /// The switch drops packets from one machine to another.
     Partition {
-        from: String,
+        sender_port: String,
         /// Switch port of the machine that no longer receives the packets.
-        to: String,
+        receiver_port: String,
         /// Whether packets in the other direction are dropped as well.
         is_bidirectional: bool,
     },
@@ -125,7 +125,11 @@ impl Fault {
     pub fn duration_range_ms(&self) -> Range<u32> {
         match self {
             Self::Upgrade(_) => 0..1,
-            Self::Partition { from, to, .. } if is_control_port(from) || is_control_port(to) => LOSSLESS_DURATION_MS,
+            Self::Partition { sender_port, receiver_port, .. }
+                if is_control_port(sender_port) || is_control_port(receiver_port) =>
+            {
+                LOSSLESS_DURATION_MS
+            }
             Self::Link(port) if is_control_port(port) => LOSSLESS_DURATION_MS,
             Self::Partition { .. } | Self::Link(_) => LOSS_DURATION_MS,
             _ => LOSSLESS_DURATION_MS,
@@ -136,9 +140,9 @@ impl Fault {
     /// affect the network, because their effects could not be separated. A clock fault excludes only clock faults at
     /// the same daemon.
     pub fn overlaps(&self, other: &Self) -> bool {
-        let both_affect_network = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
-        if both_affect_network(self) || both_affect_network(other) {
-            return both_affect_network(self) && both_affect_network(other);
+        let affects_network = |fault: &Self| matches!(fault, Self::Partition { .. } | Self::Link(_));
+        if affects_network(self) || affects_network(other) {
+            return affects_network(self) && affects_network(other);
         }
         match (self, other) {
             (Self::Disk { .. }, Self::Disk { .. }) | (Self::Etcd { .. }, Self::Etcd { .. }) => true,
@@ -168,8 +172,12 @@ impl fmt::Display for Fault {
             Self::Kill(daemon) => write!(f, "SIGKILL of {daemon}"),
             Self::Stop(daemon) => write!(f, "SIGSTOP of {daemon}"),
             Self::Upgrade(daemon) => write!(f, "upgrade of {daemon}"),
-            Self::Partition { from, to, is_bidirectional: true } => write!(f, "partition between {from} and {to}"),
-            Self::Partition { from, to, is_bidirectional: false } => write!(f, "what {from} sends to {to} is lost"),
+            Self::Partition { sender_port, receiver_port, is_bidirectional: true } => {
+                write!(f, "partition between {sender_port} and {receiver_port}")
+            }
+            Self::Partition { sender_port, receiver_port, is_bidirectional: false } => {
+                write!(f, "what {sender_port} sends to {receiver_port} is lost")
+            }
             Self::Link(port) => write!(f, "link of {port} down"),
             Self::Disk { fails_every_write: true } => write!(f, "every write of the controller fails: no room"),
             Self::Disk { fails_every_write: false } => write!(f, "disk of the store full"),

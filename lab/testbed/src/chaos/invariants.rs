@@ -71,8 +71,8 @@ struct ObservedState {
 const LOAD_AWARE_POLICIES: [&str; 2] = ["crossrss", "crossrss-plus"];
 
 impl<'a> InvariantChecker<'a> {
-    pub fn new(testbed: &'a Testbed, controllers: u16) -> Self {
-        let operator = OperatorCli::new(testbed, controllers, STATUS_TIMEOUT_S);
+    pub fn new(testbed: &'a Testbed, controller_count: u16) -> Self {
+        let operator = OperatorCli::new(testbed, controller_count, STATUS_TIMEOUT_S);
         Self { testbed, operator, run_start: Instant::now(), observed_state: Mutex::default() }
     }
 
@@ -80,20 +80,20 @@ impl<'a> InvariantChecker<'a> {
         self.lock_state().observations.clone()
     }
 
-    /// Checks all invariants repeatedly until `done` is set.
-    pub fn run(&self, done: &AtomicBool) {
-        for turn in 0u32.. {
-            if done.load(Ordering::Relaxed) {
+    /// Checks all invariants repeatedly until `stop_flag` is set.
+    pub fn run(&self, stop_flag: &AtomicBool) {
+        for poll_index in 0u32.. {
+            if stop_flag.load(Ordering::Relaxed) {
                 return;
             }
             let check_start = Instant::now();
             for number in self.testbed.load_balancer_numbers() {
-                if let Ok(generations) = self.sum_table_generations_in_force(number) {
-                    self.record_table_generations(number, generations);
+                if let Ok(generation_sum) = self.sum_table_generations_in_force(number) {
+                    self.record_table_generations(number, generation_sum);
                 }
             }
-            if turn.is_multiple_of(POLLS_PER_STATUS_CHECK)
-                && let Ok(status) = self.status()
+            if poll_index.is_multiple_of(POLLS_PER_STATUS_CHECK)
+                && let Ok(status) = self.query_status()
             {
                 self.check_status(&status);
             }
@@ -101,10 +101,10 @@ impl<'a> InvariantChecker<'a> {
         }
     }
 
-    /// Returns which load balancer has no new table since `since`, or `None` if all have one. `status` is the
+    /// Returns which load balancer has no new table since `recovery_start`, or `None` if all have one. `status` is the
     /// controller's status. If no policy depends on loads, new tables come only with changes, so having the
     /// controller's newest tables suffices.
-    pub fn missing_table_reason(&self, status: &Value, since: Instant) -> Option<String> {
+    pub fn missing_table_reason(&self, status: &Value, recovery_start: Instant) -> Option<String> {
         let services = array_or_empty(&status["services"]);
         let has_load_aware_policy =
             services.iter().any(|service| LOAD_AWARE_POLICIES.iter().any(|policy| service["policy"] == *policy));
@@ -112,11 +112,11 @@ impl<'a> InvariantChecker<'a> {
             services.iter().filter_map(|service| service["table_generation"].as_f64()).sum();
         let state = self.lock_state();
         let reason_without_table = |number: u16| match state.table_changes.get(&number) {
-            Some((_, at)) if *at > since => None,
-            Some((generations, _)) if !has_load_aware_policy => {
-                (*generations != controller_generation_sum).then(|| {
+            Some((_, change_time)) if *change_time > recovery_start => None,
+            Some((generation_sum, _)) if !has_load_aware_policy => {
+                (*generation_sum != controller_generation_sum).then(|| {
                     format!(
-                        "lb{number}'s tables are of generations {generations} in all, and not \
+                        "lb{number}'s tables are of generations {generation_sum} in all, and not \
                                   {controller_generation_sum}"
                     )
                 })
@@ -127,7 +127,7 @@ impl<'a> InvariantChecker<'a> {
     }
 
     /// Runs `coreward status` and returns its JSON output. Fails when no controller answers in time.
-    pub fn status(&self) -> anyhow::Result<Value> {
+    pub fn query_status(&self) -> anyhow::Result<Value> {
         Ok(serde_json::from_str(&self.operator.run_coreward(&["status", "--format", "json"])?)?)
     }
 
@@ -143,23 +143,23 @@ impl<'a> InvariantChecker<'a> {
         Ok(generation_samples.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum())
     }
 
-    fn record_table_generations(&self, number: u16, generations: f64) {
-        let (mut known, now) = (self.lock_state(), Instant::now());
-        known.observations.scrapes += 1;
-        let previous_generations = known.table_changes.get(&number).copied();
-        match previous_generations {
+    fn record_table_generations(&self, number: u16, generation_sum: f64) {
+        let (mut state, now) = (self.lock_state(), Instant::now());
+        state.observations.scrapes += 1;
+        let previous_change = state.table_changes.get(&number).copied();
+        match previous_change {
             // Any different sum means a new table. It may be smaller, because a new controller restarts its
             // generations.
-            Some((before, _)) if before == generations => {}
-            Some((_, since)) => {
-                let seconds_without_table = (now - since).as_secs_f64();
-                if seconds_without_table > known.observations.longest_without_table_s {
-                    known.observations.longest_without_table_s = seconds_without_table;
-                    known.observations.longest_without_table_at_s = (now - self.run_start).as_secs_f64();
+            Some((previous_sum, _)) if previous_sum == generation_sum => {}
+            Some((_, change_time)) => {
+                let seconds_without_table = (now - change_time).as_secs_f64();
+                if seconds_without_table > state.observations.longest_without_table_s {
+                    state.observations.longest_without_table_s = seconds_without_table;
+                    state.observations.longest_without_table_at_s = (now - self.run_start).as_secs_f64();
                 }
-                known.table_changes.insert(number, (generations, now));
+                state.table_changes.insert(number, (generation_sum, now));
             }
-            None => drop(known.table_changes.insert(number, (generations, now))),
+            None => drop(state.table_changes.insert(number, (generation_sum, now))),
         }
     }
 
@@ -188,19 +188,22 @@ impl<'a> InvariantChecker<'a> {
 }
 
 impl ObservedState {
-    fn record_violation(&mut self, what: String) {
-        if !self.observations.violations.contains(&what) {
-            self.observations.violations.push(what);
+    fn record_violation(&mut self, description: String) {
+        if !self.observations.violations.contains(&description) {
+            self.observations.violations.push(description);
         }
     }
 
     /// Checks that a server keeps its id for the whole run, because cookies may contain the id.
     fn check_server_id(&mut self, server: &Value) {
         let (Some(id), Some(name)) = (server["id"].as_u64(), server["name"].as_str()) else { return };
-        let other_id =
-            self.server_names.iter().find(|(known, owner)| **known != id && *owner == name).map(|(other, _)| *other);
-        if let Some(other) = other_id {
-            self.record_violation(format!("{name} has id {id}, after {other}"));
+        let other_id = self
+            .server_names
+            .iter()
+            .find(|(known_id, owner)| **known_id != id && *owner == name)
+            .map(|(other, _)| *other);
+        if let Some(previous_id) = other_id {
+            self.record_violation(format!("{name} has id {id}, after {previous_id}"));
         }
         let id_owner = self.server_names.entry(id).or_insert_with(|| name.to_owned()).clone();
         if id_owner != name {
@@ -250,8 +253,8 @@ impl ObservedState {
 
 /// Returns why the fleet has not converged, or `None` if it has. All servers in the document must report and be up, and
 /// all rack controllers must be connected. Each load balancer must know all servers and have sent its state after
-/// `since`.
-pub fn unconverged_reason(testbed: &Testbed, status: &Value, since: Instant) -> Option<String> {
+/// `recovery_start`.
+pub fn unconverged_reason(testbed: &Testbed, status: &Value, recovery_start: Instant) -> Option<String> {
     for server in array_or_empty(&status["servers"]) {
         if server["state"] != "gone" && server["reports"] != "fresh" {
             return Some(format!("{} reports {}", server["name"], server["reports"]));
@@ -274,7 +277,7 @@ pub fn unconverged_reason(testbed: &Testbed, status: &Value, since: Instant) -> 
         };
         let balancer_state = &balancer["state"];
         let state_age = Duration::from_millis(balancer["state_age_ms"].as_u64().unwrap_or(u64::MAX / 2));
-        if balancer_state.is_null() || state_age > since.elapsed() {
+        if balancer_state.is_null() || state_age > recovery_start.elapsed() {
             return Some(format!("{name} has sent nothing since"));
         }
         let unresolved_servers = array_or_empty(&balancer_state["unresolved_servers"]);

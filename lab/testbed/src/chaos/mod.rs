@@ -148,7 +148,7 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
         options.network,
         &server_numbers,
         vec![
-            ("web".to_owned(), testbed.service(), WEB_SERVICE_CONFIG),
+            ("web".to_owned(), testbed.service_address(), WEB_SERVICE_CONFIG),
             ("streams".to_owned(), stream_service_address(&testbed), STREAM_SERVICE_CONFIG),
         ],
         server_racks.clone(),
@@ -158,12 +158,12 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
     let etcd_cluster = (options.controllers > 1).then(|| EtcdCluster::start(&testbed)).transpose()?;
     let fleet_options = FleetOptions {
         load_source: LoadSource::PacedServer,
-        applied_document: Some(documents.text()),
+        applied_document: Some(documents.document_text()),
         store_file: Some(store_disk.path().join("controller.redb")),
         preloaded_faults: Some(preloaded_faults.clone()),
         controller_count: options.controllers,
         server_racks,
-        tls: true,
+        uses_tls: true,
         etcd_endpoints: etcd_cluster.as_ref().map(EtcdCluster::endpoints).unwrap_or_default(),
         load_balancer_text: format!("metrics = \"{}\"\n", invariants::METRICS_ADDRESS),
         ..options.network.fleet_options()
@@ -214,47 +214,48 @@ impl<'a> ChaosRun<'a> {
     }
 
     fn run_to_outcome(mut self, documents: DocumentGenerator) -> anyhow::Result<ChaosOutcome> {
-        let (traffic, writer, watch) = (
+        let (traffic, writer, invariant_checker) = (
             TrafficClients::start(self.testbed, self.options.seconds, self.options.seed)?,
             ConfigWriter::new(self.testbed, self.options.controllers),
             InvariantChecker::new(self.testbed, self.options.controllers),
         );
-        let (faults_done, all_done) = (AtomicBool::new(false), AtomicBool::new(false));
+        let (writer_stop_flag, run_stop_flag) = (AtomicBool::new(false), AtomicBool::new(false));
         let config_change_seconds = f64::from(self.options.seconds) * CONFIG_CHANGES_FRACTION;
         let config_change_interval =
             Duration::from_secs_f64(config_change_seconds / self.options.config_changes.max(1) as f64);
-        let (busiest, byzantine_share) = std::thread::scope(|scope| {
-            let _stop_on_drop = (SetOnDrop(&faults_done), SetOnDrop(&all_done));
-            scope.spawn(|| write_random_loads(self.testbed, &all_done));
-            scope.spawn(|| watch.run(&all_done));
-            traffic.spawn(scope, &all_done);
-            let config_writer_thread = scope
-                .spawn(|| writer.run(documents, self.options.config_changes, config_change_interval, &faults_done));
-            self.run_rounds(&traffic, &writer, &watch)?;
-            faults_done.store(true, Ordering::Relaxed);
+        let (final_resource_usage, byzantine_share) = std::thread::scope(|scope| {
+            let _stop_on_drop = (SetOnDrop(&writer_stop_flag), SetOnDrop(&run_stop_flag));
+            scope.spawn(|| write_random_loads(self.testbed, &run_stop_flag));
+            scope.spawn(|| invariant_checker.run(&run_stop_flag));
+            traffic.spawn(scope, &run_stop_flag);
+            let config_writer_thread = scope.spawn(|| {
+                writer.run(documents, self.options.config_changes, config_change_interval, &writer_stop_flag)
+            });
+            self.run_rounds(&traffic, &writer, &invariant_checker)?;
+            writer_stop_flag.store(true, Ordering::Relaxed);
             let mut final_config =
                 config_writer_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
             // A change that was acknowledged must outlive the process that acknowledged it.
             self.print_progress("at last: SIGKILL of every controller");
             self.env.restart_controllers()?;
-            self.wait_until_converged(&["kill"], &watch)?;
+            self.wait_until_converged(&["kill"], &invariant_checker)?;
             writer.compare_final(&mut final_config)?;
             let byzantine_share = self.measure_byzantine_share(&writer, &mut final_config)?;
             Ok::<_, anyhow::Error>((self.env.resource_usage()?, byzantine_share))
         })?;
-        self.check_resource_growth(&busiest);
+        self.check_resource_growth(&final_resource_usage);
         let mut outcome = ChaosOutcome {
             seconds: self.run_start.elapsed().as_secs_f64(),
             seed: self.options.seed,
             faults: self.fault_counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect(),
-            false_reports: self.env.false_reports().into(),
+            false_reports: self.env.false_report_counters().into(),
             byzantine_share,
             recoveries: std::mem::take(&mut self.recoveries),
             writes: writer.write_counts(),
-            observations: watch.observations(),
+            observations: invariant_checker.observations(),
             traffic: traffic.finish()?,
             usage_before: std::mem::take(&mut self.initial_resource_usage),
-            usage_after: busiest,
+            usage_after: final_resource_usage,
             violations: std::mem::take(&mut self.violations),
         };
         outcome.violations.append(&mut self.env.violations);
@@ -274,7 +275,7 @@ impl<'a> ChaosRun<'a> {
         &mut self,
         traffic: &TrafficClients<'_>,
         writer: &ConfigWriter<'_>,
-        watch: &InvariantChecker<'_>,
+        invariant_checker: &InvariantChecker<'_>,
     ) -> anyhow::Result<()> {
         let ChaosArgs { controllers, racks, .. } = *self.options;
         let component_counts =
@@ -285,15 +286,15 @@ impl<'a> ChaosRun<'a> {
             let round_faults = schedule.next_round();
             self.run_fault_round(&round_faults)?;
             let round_fault_kinds: Vec<&'static str> =
-                round_faults.iter().map(|planned| planned.fault.kind().name()).collect();
-            self.wait_until_converged(&round_fault_kinds, watch)?;
-            let (writes, seen) = (writer.write_counts(), traffic.counts());
+                round_faults.iter().map(|planned_fault| planned_fault.fault.kind().name()).collect();
+            self.wait_until_converged(&round_fault_kinds, invariant_checker)?;
+            let (write_counts, traffic_counts) = (writer.write_counts(), traffic.counts());
             self.print_progress(&format!(
                 "whole again after {:.1} s; {} changes acknowledged, {} answers, {} broken",
                 self.recoveries.last().map_or(0.0, |recovery| recovery.seconds),
-                writes.acknowledged,
-                seen.good_count(),
-                seen.broken_count(),
+                write_counts.acknowledged,
+                traffic_counts.good_count(),
+                traffic_counts.broken_count(),
             ));
         }
         Ok(())
@@ -303,23 +304,25 @@ impl<'a> ChaosRun<'a> {
         let round_start = Instant::now();
         let mut fault_events: Vec<(Duration, bool, &PlannedFault)> = round
             .iter()
-            .flat_map(|planned| [(planned.start_offset, false, planned), (planned.end_offset, true, planned)])
+            .flat_map(|planned_fault| {
+                [(planned_fault.start_offset, false, planned_fault), (planned_fault.end_offset, true, planned_fault)]
+            })
             .collect();
-        fault_events.sort_by_key(|(at, is_end, _)| (*at, *is_end));
-        for (at, is_end, planned) in fault_events {
-            while round_start.elapsed() < at {
+        fault_events.sort_by_key(|(event_offset, is_end, _)| (*event_offset, *is_end));
+        for (event_offset, is_end, planned_fault) in fault_events {
+            while round_start.elapsed() < event_offset {
                 interrupt::ensure_not_interrupted()?;
                 self.env.restart_ended_daemons()?;
-                std::thread::sleep(EVENT_POLL_INTERVAL.min(at.saturating_sub(round_start.elapsed())));
+                std::thread::sleep(EVENT_POLL_INTERVAL.min(event_offset.saturating_sub(round_start.elapsed())));
             }
             if is_end {
-                self.env.end_fault(&planned.fault)?;
+                self.env.end_fault(&planned_fault.fault)?;
                 continue;
             }
-            let fault_duration = planned.end_offset - planned.start_offset;
-            self.print_progress(&format!("{}, for {:.1} s", planned.fault, fault_duration.as_secs_f64()));
-            *self.fault_counts.entry(planned.fault.kind().name()).or_default() += 1;
-            self.env.begin_fault(&planned.fault)?;
+            let fault_duration = planned_fault.end_offset - planned_fault.start_offset;
+            self.print_progress(&format!("{}, for {:.1} s", planned_fault.fault, fault_duration.as_secs_f64()));
+            *self.fault_counts.entry(planned_fault.fault.kind().name()).or_default() += 1;
+            self.env.begin_fault(&planned_fault.fault)?;
         }
         Ok(())
     }
@@ -328,15 +331,15 @@ impl<'a> ChaosRun<'a> {
     fn measure_byzantine_share(
         &mut self,
         writer: &ConfigWriter<'_>,
-        written: &mut ExpectedConfig,
+        expected_config: &mut ExpectedConfig,
     ) -> anyhow::Result<Option<ByzantineShare>> {
         if !self.fault_kinds.contains(&FaultKind::ByzantineAgent) {
             return Ok(None);
         }
-        writer.undrain_all_but(written, 0)?;
+        writer.undrain_all_but(expected_config, 0)?;
         self.print_progress(&format!("an impostor reports idle cores of s{IMPERSONATED_SERVER}"));
-        self.env.start_false_reports(IMPERSONATED_SERVER, FalseReportKind::Load)?;
-        let service = self.testbed.service();
+        self.env.start_false_reports(IMPERSONATED_SERVER, FalseReportKind::IdleCores)?;
+        let service = self.testbed.service_address();
         let byzantine_share =
             self.testbed.client().run_within(|| ByzantineShare::measure(service, IMPERSONATED_SERVER, SERVER_COUNT))?;
         self.env.stop_false_reports(IMPERSONATED_SERVER)?;
@@ -351,27 +354,31 @@ impl<'a> ChaosRun<'a> {
     }
 
     /// Waits until all daemons report again and all load balancers use new tables, and records how long that took.
-    fn wait_until_converged(&mut self, kinds: &[&'static str], watch: &InvariantChecker<'_>) -> anyhow::Result<()> {
+    fn wait_until_converged(
+        &mut self,
+        kinds: &[&'static str],
+        invariant_checker: &InvariantChecker<'_>,
+    ) -> anyhow::Result<()> {
         let recovery_start = Instant::now();
         let mut last_unmet_condition = None;
         loop {
             interrupt::ensure_not_interrupted()?;
             self.env.restart_ended_daemons()?;
-            let unmet_condition = match watch.status() {
+            let unmet_condition = match invariant_checker.query_status() {
                 Ok(status) => invariants::unconverged_reason(self.testbed, &status, recovery_start)
-                    .or_else(|| watch.missing_table_reason(&status, recovery_start)),
+                    .or_else(|| invariant_checker.missing_table_reason(&status, recovery_start)),
                 Err(error) => Some(format!("{error:#}")),
             };
-            let Some(missing) = unmet_condition else { break };
+            let Some(reason) = unmet_condition else { break };
             if recovery_start.elapsed() > CONVERGENCE_TIMEOUT {
                 self.violations.push(format!(
-                    "{:.1} s: not converged {CONVERGENCE_TIMEOUT:?} after {kinds:?}: {missing}\n{}",
+                    "{:.1} s: not converged {CONVERGENCE_TIMEOUT:?} after {kinds:?}: {reason}\n{}",
                     self.run_start.elapsed().as_secs_f64(),
                     read_log_tails(self.testbed)
                 ));
                 break;
             }
-            last_unmet_condition = Some(missing);
+            last_unmet_condition = Some(reason);
             std::thread::sleep(EVENT_POLL_INTERVAL);
         }
         self.recoveries.push(Recovery {
@@ -385,24 +392,25 @@ impl<'a> ChaosRun<'a> {
 
     /// Records a violation if the number of pinned objects differs from the start, or if a daemon's resource usage has
     /// grown.
-    fn check_resource_growth(&mut self, after: &BTreeMap<String, ResourceUsage>) {
+    fn check_resource_growth(&mut self, final_resource_usage: &BTreeMap<String, ResourceUsage>) {
         let pin_count = count_files(&self.testbed.pin_directory());
         if pin_count != self.initial_pin_count {
             self.violations
                 .push(format!("{pin_count} objects are pinned, {} at the beginning", self.initial_pin_count));
         }
-        for (name, before) in &self.initial_resource_usage {
-            let Some(after) = after.get(name) else { continue };
-            if after.memory_kb > before.memory_kb + MAX_MEMORY_GROWTH_KB || after.files > before.files + MAX_FILE_GROWTH
+        for (name, initial_usage) in &self.initial_resource_usage {
+            let Some(final_usage) = final_resource_usage.get(name) else { continue };
+            if final_usage.memory_kb > initial_usage.memory_kb + MAX_MEMORY_GROWTH_KB
+                || final_usage.files > initial_usage.files + MAX_FILE_GROWTH
             {
-                self.violations.push(format!("{name} has grown: {before:?}, then {after:?}"));
+                self.violations.push(format!("{name} has grown: {initial_usage:?}, then {final_usage:?}"));
             }
         }
     }
 
-    fn print_progress(&self, what: &str) {
+    fn print_progress(&self, message: &str) {
         if !self.options.json {
-            println!("{:7.1} s  {what}", self.run_start.elapsed().as_secs_f64());
+            println!("{:7.1} s  {message}", self.run_start.elapsed().as_secs_f64());
         }
     }
 }

@@ -19,13 +19,14 @@ impl<'a> NetworkFaults<'a> {
         Ok(network)
     }
 
-    /// Drops all packets from port `from` to port `to`. If `is_bidirectional`, it also drops those in the other
-    /// direction.
-    pub fn drop_packets(&self, from: &str, to: &str, is_bidirectional: bool) -> anyhow::Result<()> {
-        let drop_rule =
-            |from: &str, to: &str| format!("add rule bridge chaos lost iifname \"{from}\" oifname \"{to}\" drop;");
-        let reverse_rule = if is_bidirectional { drop_rule(to, from) } else { String::new() };
-        self.run_nft(&format!("{}{reverse_rule}", drop_rule(from, to)))
+    /// Drops all packets from port `sender_port` to port `receiver_port`. If `is_bidirectional`, it also drops those in
+    /// the other direction.
+    pub fn drop_packets(&self, sender_port: &str, receiver_port: &str, is_bidirectional: bool) -> anyhow::Result<()> {
+        let drop_rule = |sender_port: &str, receiver_port: &str| {
+            format!("add rule bridge chaos lost iifname \"{sender_port}\" oifname \"{receiver_port}\" drop;")
+        };
+        let reverse_rule = if is_bidirectional { drop_rule(receiver_port, sender_port) } else { String::new() };
+        self.run_nft(&format!("{}{reverse_rule}", drop_rule(sender_port, receiver_port)))
     }
 
     /// Removes the rules, so that all packets pass again.
@@ -34,9 +35,9 @@ impl<'a> NetworkFaults<'a> {
     }
 
     /// Sets the link of a port up or down. Fails when the port does not exist.
-    pub fn set_port_link(&self, port: &str, up: bool) -> anyhow::Result<()> {
+    pub fn set_port_link(&self, port: &str, is_up: bool) -> anyhow::Result<()> {
         let mut command = Command::new("ip");
-        command.args(["link", "set", "dev", port, if up { "up" } else { "down" }]);
+        command.args(["link", "set", "dev", port, if is_up { "up" } else { "down" }]);
         self.testbed.run_command(self.testbed.switch(), command).map(drop)
     }
 

@@ -59,7 +59,7 @@ pub struct FalseReportCounts {
 impl From<&FalseReportCounters> for FalseReportCounts {
     fn from(false_reports: &FalseReportCounters) -> Self {
         Self {
-            reports: false_reports.reports.load(Ordering::Relaxed),
+            reports: false_reports.sent_report_count.load(Ordering::Relaxed),
             connections: false_reports.flood_connection_count.load(Ordering::Relaxed),
         }
     }
@@ -112,28 +112,30 @@ impl fmt::Display for ChaosOutcome {
             "  tables       none for {:.1} s at most (until {:.0} s)",
             observations.longest_without_table_s, observations.longest_without_table_at_s
         )?;
-        if let Some(longest) = recoveries.iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds)) {
+        if let Some(longest_recovery) = recoveries.iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds)) {
             let mut recovery_seconds: Vec<f64> = recoveries.iter().map(|recovery| recovery.seconds).collect();
             recovery_seconds.sort_by(f64::total_cmp);
-            let (rounds, median) = (recovery_seconds.len(), recovery_seconds[recovery_seconds.len() / 2]);
-            let (kinds, slowest) = (longest.faults.join(", "), longest.seconds);
+            let (rounds, median_seconds) = (recovery_seconds.len(), recovery_seconds[recovery_seconds.len() / 2]);
+            let (kinds, slowest_seconds) = (longest_recovery.faults.join(", "), longest_recovery.seconds);
             writeln!(
                 f,
-                "  whole again  after {median:.1} s (median of {rounds}), {slowest:.1} s at most (at {:.0} s, after \
-                 {kinds})",
-                longest.at
+                "  whole again  after {median_seconds:.1} s (median of {rounds}), {slowest_seconds:.1} s at most (at \
+                 {:.0} s, after {kinds})",
+                longest_recovery.at
             )?;
-            if let Some(waited_for) = &longest.waited_for {
+            if let Some(waited_for) = &longest_recovery.waited_for {
                 writeln!(f, "               then last: {waited_for}")?;
             }
         }
-        for (name, before) in &self.usage_before {
-            if let Some(after) = self.usage_after.get(name) {
-                let [memory, memory_after] = [before, after].map(|usage| usage.memory_kb as f64 / 1024.0);
-                let (files, files_after) = (before.files, after.files);
+        for (name, initial_usage) in &self.usage_before {
+            if let Some(final_usage) = self.usage_after.get(name) {
+                let [memory_before, memory_after] =
+                    [initial_usage, final_usage].map(|usage| usage.memory_kb as f64 / 1024.0);
+                let (files_before, files_after) = (initial_usage.files, final_usage.files);
                 writeln!(
                     f,
-                    "  {name:<12} {memory:.1} MB, then {memory_after:.1}; {files} open files, then {files_after}"
+                    "  {name:<12} {memory_before:.1} MB, then {memory_after:.1}; {files_before} open files, then \
+                     {files_after}"
                 )?;
             }
         }

@@ -95,8 +95,8 @@ impl FaultSchedule {
             FaultKind::Stop => Fault::Stop(self.random_daemon()),
             FaultKind::Upgrade => Fault::Upgrade(self.random_daemon()),
             FaultKind::Partition => {
-                let (from, to) = self.random_switch_port_pair();
-                Fault::Partition { from, to, is_bidirectional: self.random_below(2) == 0 }
+                let (sender_port, receiver_port) = self.random_switch_port_pair();
+                Fault::Partition { sender_port, receiver_port, is_bidirectional: self.random_below(2) == 0 }
             }
             FaultKind::Link => Fault::Link(self.random_switch_port()),
             FaultKind::Disk => Fault::Disk { fails_every_write: self.random_below(2) == 0 },
@@ -110,8 +110,8 @@ impl FaultSchedule {
         }
     }
 
-    fn random_below(&mut self, bound: u32) -> u32 {
-        uniform_below(&mut self.rng, bound)
+    fn random_below(&mut self, upper_bound: u32) -> u32 {
+        uniform_below(&mut self.rng, upper_bound)
     }
 
     fn random_server(&mut self) -> u16 {
@@ -151,11 +151,11 @@ impl FaultSchedule {
 
     /// Returns two different switch ports, where packets from the first to the second will be dropped.
     fn random_switch_port_pair(&mut self) -> (String, String) {
-        let source_port = self.random_switch_port();
+        let sender_port = self.random_switch_port();
         loop {
-            let to = self.random_switch_port();
-            if to != source_port {
-                return (source_port, to);
+            let receiver_port = self.random_switch_port();
+            if receiver_port != sender_port {
+                return (sender_port, receiver_port);
             }
         }
     }
@@ -163,8 +163,8 @@ impl FaultSchedule {
     /// Returns a random clock offset (s), positive or negative, of 1 to 59 seconds, minutes, hours or days.
     fn random_clock_offset_s(&mut self) -> i64 {
         let unit_seconds = [1, 60, 3_600, 86_400][self.random_below(4) as usize];
-        let by = i64::from(1 + self.random_below(59)) * unit_seconds;
-        if self.random_below(2) == 0 { by } else { -by }
+        let offset_s = i64::from(1 + self.random_below(59)) * unit_seconds;
+        if self.random_below(2) == 0 { offset_s } else { -offset_s }
     }
 }
 
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(rounds_of_seed(1), rounds_of_seed(1));
         assert_ne!(rounds_of_seed(1), rounds_of_seed(2));
         let occurring_kinds: BTreeSet<&str> =
-            rounds_of_seed(3).iter().flatten().map(|planned| planned.fault.kind().name()).collect();
+            rounds_of_seed(3).iter().flatten().map(|planned_fault| planned_fault.fault.kind().name()).collect();
         assert_eq!(occurring_kinds.len(), FaultKind::ALL.len(), "{occurring_kinds:?}");
     }
 
@@ -195,9 +195,9 @@ mod tests {
         let mut schedule = FaultSchedule::new(5, &FaultKind::ALL, COMPONENT_COUNTS);
         for round in (0..500).map(|_| schedule.next_round()) {
             assert!(!round.is_empty());
-            for (position, planned) in round.iter().enumerate() {
-                assert!(planned.start_offset <= planned.end_offset);
-                assert!(round[..position].iter().all(|other| !other.fault.overlaps(&planned.fault)), "{round:?}");
+            for (position, planned_fault) in round.iter().enumerate() {
+                assert!(planned_fault.start_offset <= planned_fault.end_offset);
+                assert!(round[..position].iter().all(|other| !other.fault.overlaps(&planned_fault.fault)), "{round:?}");
             }
         }
     }

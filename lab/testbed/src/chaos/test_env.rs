@@ -51,7 +51,7 @@ pub struct TestEnv<'a> {
 /// Thread of an impostor, and the flag that ends it.
 #[derive(Debug)]
 struct RunningImpostor {
-    done: Arc<AtomicBool>,
+    stop_flag: Arc<AtomicBool>,
     thread: JoinHandle<anyhow::Result<()>>,
 }
 
@@ -82,7 +82,7 @@ impl<'a> TestEnv<'a> {
         })
     }
 
-    pub fn false_reports(&self) -> &FalseReportCounters {
+    pub fn false_report_counters(&self) -> &FalseReportCounters {
         &self.false_report_counters
     }
 
@@ -91,8 +91,8 @@ impl<'a> TestEnv<'a> {
             Fault::Kill(daemon) => self.kill_daemon(daemon),
             Fault::Stop(daemon) => self.fleet.daemon(daemon)?.send_signal(Signal::SIGSTOP),
             Fault::Upgrade(daemon) => self.upgrade_daemon(daemon),
-            Fault::Partition { from, to, is_bidirectional } => {
-                self.network_faults.drop_packets(from, to, *is_bidirectional)
+            Fault::Partition { sender_port, receiver_port, is_bidirectional } => {
+                self.network_faults.drop_packets(sender_port, receiver_port, *is_bidirectional)
             }
             Fault::Link(port) => self.network_faults.set_port_link(port, false),
             Fault::Disk { fails_every_write: true } => self.preloaded_faults.set_disk_full(FIRST_CONTROLLER_NAME, true),
@@ -166,7 +166,7 @@ impl<'a> TestEnv<'a> {
         if self.fleet.daemon(daemon)?.try_wait()?.is_some() {
             return Ok(());
         }
-        self.fleet.kill(daemon)
+        self.fleet.kill_daemon(daemon)
     }
 
     /// Starts a daemon. If it ends immediately, [`TestEnv::restart_ended_daemons`] detects and restarts it later.
@@ -180,29 +180,36 @@ impl<'a> TestEnv<'a> {
     fn upgrade_daemon(&mut self, daemon: &str) -> anyhow::Result<()> {
         let exit_status = self.fleet.daemon(daemon)?.terminate(DAEMON_EXIT_TIMEOUT)?;
         ensure!(exit_status.success(), "{daemon} ended with {exit_status}: {}", read_log_tails(self.testbed));
-        if let Some(other) = self.alternate_executable.clone() {
+        if let Some(alternate_executable) = self.alternate_executable.clone() {
             let ran_alternate_executable = self.alternate_daemons.remove(daemon);
             if !ran_alternate_executable {
                 self.alternate_daemons.insert(daemon.to_owned());
             }
-            self.fleet.set_daemon_command(daemon, if ran_alternate_executable { coreward_command()? } else { other });
+            self.fleet.set_daemon_command(
+                daemon,
+                if ran_alternate_executable { coreward_command()? } else { alternate_executable },
+            );
         }
         self.start_daemon(daemon);
         Ok(())
     }
 
-    fn begin_etcd_fault(&mut self, leader: bool, number: u16, stop: bool) -> anyhow::Result<()> {
+    fn begin_etcd_fault(&mut self, is_leader: bool, number: u16, is_stopped: bool) -> anyhow::Result<()> {
         let etcd_cluster = self.etcd_cluster.as_mut().context("a fleet without etcd")?;
-        let member_number = if leader { etcd_cluster.leader_number()? } else { number };
+        let member_number = if is_leader { etcd_cluster.leader_number()? } else { number };
         self.failed_etcd_member = Some(member_number);
-        if stop { etcd_cluster.send_signal(member_number, Signal::SIGSTOP) } else { etcd_cluster.kill(member_number) }
+        if is_stopped {
+            etcd_cluster.send_signal(member_number, Signal::SIGSTOP)
+        } else {
+            etcd_cluster.kill_member(member_number)
+        }
     }
 
-    fn end_etcd_fault(&mut self, stop: bool) -> anyhow::Result<()> {
+    fn end_etcd_fault(&mut self, is_stopped: bool) -> anyhow::Result<()> {
         let (Some(etcd), Some(number)) = (&mut self.etcd_cluster, self.failed_etcd_member.take()) else {
             return Ok(());
         };
-        if stop { etcd.send_signal(number, Signal::SIGCONT) } else { etcd.restart_member(number) }
+        if is_stopped { etcd.send_signal(number, Signal::SIGCONT) } else { etcd.restart_member(number) }
     }
 
     /// Kills the server's agent and starts an impostor in its place. Fails when the agent cannot be killed.
@@ -216,19 +223,22 @@ impl<'a> TestEnv<'a> {
             controller_addresses.push(rack_controller_listen_address(rack).parse()?);
         }
         let stolen_credentials = certificate_files(self.testbed, Role::Agent, &format!("s{server}"));
-        let impostor = ByzantineAgent { server, stolen_credentials, controller_addresses, kind };
-        let (machine, false_reports) = (self.testbed.server(server)?.clone(), self.false_report_counters.clone());
-        let done = Arc::new(AtomicBool::new(false));
-        let done_in_thread = done.clone();
-        let impostor_thread = std::thread::spawn(move || impostor.run(&machine, &false_reports, &done_in_thread));
-        self.impostors.insert(server, RunningImpostor { done, thread: impostor_thread });
+        let impostor =
+            ByzantineAgent { server_number: server, stolen_credentials, controller_addresses, report_kind: kind };
+        let (server_namespace, false_reports) =
+            (self.testbed.server(server)?.clone(), self.false_report_counters.clone());
+        let stop_flag = Arc::new(AtomicBool::new(false));
+        let thread_stop_flag = stop_flag.clone();
+        let impostor_thread =
+            std::thread::spawn(move || impostor.run(&server_namespace, &false_reports, &thread_stop_flag));
+        self.impostors.insert(server, RunningImpostor { stop_flag, thread: impostor_thread });
         Ok(())
     }
 
     /// Ends the impostor and restarts the server's agent. Fails when the impostor has failed.
     pub fn stop_false_reports(&mut self, server: u16) -> anyhow::Result<()> {
-        if let Some(RunningImpostor { done, thread }) = self.impostors.remove(&server) {
-            done.store(true, Ordering::Relaxed);
+        if let Some(RunningImpostor { stop_flag, thread }) = self.impostors.remove(&server) {
+            stop_flag.store(true, Ordering::Relaxed);
             thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         }
         self.start_daemon(&agent_name(server));
@@ -238,8 +248,8 @@ impl<'a> TestEnv<'a> {
 
 impl Drop for TestEnv<'_> {
     fn drop(&mut self) {
-        for RunningImpostor { done, .. } in self.impostors.values() {
-            done.store(true, Ordering::Relaxed);
+        for RunningImpostor { stop_flag, .. } in self.impostors.values() {
+            stop_flag.store(true, Ordering::Relaxed);
         }
     }
 }

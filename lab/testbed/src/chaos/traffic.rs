@@ -22,7 +22,7 @@ use crate::topology::Testbed;
 
 /// Returns the address of the stream service. The web service of nginx has the address [`Testbed::service`].
 pub fn stream_service_address(testbed: &Testbed) -> SocketAddr {
-    SocketAddr::new(testbed.service().ip(), 9000)
+    SocketAddr::new(testbed.service_address().ip(), 9000)
 }
 /// Number of simultaneous downloads, each of which is limited to [`DOWNLOAD_RATE`].
 const DOWNLOADER_COUNT: u32 = 3;
@@ -120,14 +120,14 @@ impl<'a> TrafficClients<'a> {
         self.counts.lock().expect("no client panics").clone()
     }
 
-    /// Starts all clients except the stream client. They end soon after `done` is set.
-    pub fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, done: &'scope AtomicBool) {
-        let is_running = move || !done.load(Ordering::Relaxed);
+    /// Starts all clients except the stream client. They end soon after `stop_flag` is set.
+    pub fn spawn<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stop_flag: &'scope AtomicBool) {
+        let is_running = move || !stop_flag.load(Ordering::Relaxed);
         for _ in 0..DOWNLOADER_COUNT {
             scope.spawn(move || {
                 while is_running() {
                     let result = download_once(self.testbed, &["--limit-rate", DOWNLOAD_RATE]);
-                    self.record_result(|seen| &mut seen.downloads, "download", result);
+                    self.record_result(|counts| &mut counts.downloads, "download", result);
                 }
             });
         }
@@ -138,9 +138,10 @@ impl<'a> TrafficClients<'a> {
         });
         scope.spawn(move || {
             while is_running() {
-                let result = self
-                    .run_at_client(|| HttpConnection::open_to(self.testbed.service(), None)?.query_worker().map(drop));
-                self.record_result(|seen| &mut seen.short, "short connection", result);
+                let result = self.run_at_client(|| {
+                    HttpConnection::open_to(self.testbed.service_address(), None)?.query_worker().map(drop)
+                });
+                self.record_result(|counts| &mut counts.short, "short connection", result);
                 std::thread::sleep(SHORT_CONNECTION_INTERVAL);
             }
         });
@@ -158,11 +159,13 @@ impl<'a> TrafficClients<'a> {
                 broken: stream_totals.broken.total_count(),
             };
             traffic_counts.streams_broken = stream_totals.broken;
-            for (second, broken) in (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total_count() > 0) {
+            for (second, second_counts) in
+                (0..).zip(&report.seconds).filter(|(_, second)| second.broken.total_count() > 0)
+            {
                 self.report_failure(
                     &mut traffic_counts.failures,
                     Duration::from_secs(second),
-                    format!("stream: {:?}", broken.broken),
+                    format!("stream: {:?}", second_counts.broken),
                 );
             }
         }
@@ -173,24 +176,24 @@ impl<'a> TrafficClients<'a> {
         self.testbed.client().run_within(action)
     }
 
-    fn record_result(&self, of: ClientCountSelector, what: &str, outcome: anyhow::Result<()>) {
+    fn record_result(&self, select_counts: ClientCountSelector, client_name: &str, outcome: anyhow::Result<()>) {
         let mut traffic_counts = self.counts.lock().expect("no client panics");
         match outcome {
-            Ok(()) => of(&mut traffic_counts).good += 1,
+            Ok(()) => select_counts(&mut traffic_counts).good += 1,
             Err(error) => {
-                of(&mut traffic_counts).broken += 1;
+                select_counts(&mut traffic_counts).broken += 1;
                 self.report_failure(
                     &mut traffic_counts.failures,
                     self.run_start.elapsed(),
-                    format!("{what}: {error:#}"),
+                    format!("{client_name}: {error:#}"),
                 );
             }
         }
     }
 
-    fn report_failure(&self, failures: &mut Vec<String>, at: Duration, what: String) {
+    fn report_failure(&self, failures: &mut Vec<String>, elapsed: Duration, description: String) {
         if failures.len() < MAX_RECORDED_FAILURES {
-            failures.push(format!("{:.1} s: {what}", at.as_secs_f64()));
+            failures.push(format!("{:.1} s: {description}", elapsed.as_secs_f64()));
         }
     }
 
@@ -198,7 +201,7 @@ impl<'a> TrafficClients<'a> {
         let mut command = Command::new("wrk");
         command.args(["--threads", "1", "--connections", "8", "--timeout", "10s", "--duration"]);
         command.arg(format!("{WRK_SECONDS}s")).arg("--script").arg(&self.wrk_delay_script_path);
-        command.arg(format!("http://{}{WORKER_IDENTITY_PATH}", self.testbed.service()));
+        command.arg(format!("http://{}{WORKER_IDENTITY_PATH}", self.testbed.service_address()));
         let wrk_output = self.testbed.run_command(self.testbed.client(), command);
         match wrk_output.and_then(|output| parse_wrk_output(&String::from_utf8_lossy(&output.stdout))) {
             Ok((requests, errors)) => {
@@ -213,22 +216,23 @@ impl<'a> TrafficClients<'a> {
                     );
                 }
             }
-            Err(error) => self.record_result(|seen| &mut seen.requests, "wrk", Err(error)),
+            Err(error) => self.record_result(|counts| &mut counts.requests, "wrk", Err(error)),
         }
     }
 
-    /// Sends requests on the persistent connections, one connection after the other, as long as `going` is true.
-    fn query_persistent_connections(&self, going: impl Fn() -> bool) {
+    /// Sends requests on the persistent connections, one connection after the other, as long as `is_running` is true.
+    fn query_persistent_connections(&self, is_running: impl Fn() -> bool) {
         let mut persistent_connections: Vec<Option<(HttpConnection, WorkerIdentity)>> =
             (0..PERSISTENT_CONNECTION_COUNT).map(|_| None).collect();
-        while going() {
-            for place in &mut persistent_connections {
+        while is_running() {
+            for connection_slot in &mut persistent_connections {
                 let query_start = Instant::now();
-                let query_result = self.run_at_client(|| check_same_worker(place, self.testbed.service()));
+                let query_result =
+                    self.run_at_client(|| check_same_worker(connection_slot, self.testbed.service_address()));
                 if query_result.is_err() {
-                    *place = None;
+                    *connection_slot = None;
                 }
-                self.record_result(|seen| &mut seen.kept, "kept connection", query_result);
+                self.record_result(|counts| &mut counts.kept, "kept connection", query_result);
                 std::thread::sleep(
                     (PERSISTENT_QUERY_INTERVAL / PERSISTENT_CONNECTION_COUNT as u32)
                         .saturating_sub(query_start.elapsed()),
@@ -239,16 +243,22 @@ impl<'a> TrafficClients<'a> {
 }
 
 /// Sends a request on a connection, which it opens if necessary. Fails when another worker answers than before.
-fn check_same_worker(place: &mut Option<(HttpConnection, WorkerIdentity)>, service: SocketAddr) -> anyhow::Result<()> {
-    match place {
+fn check_same_worker(
+    connection_slot: &mut Option<(HttpConnection, WorkerIdentity)>,
+    service: SocketAddr,
+) -> anyhow::Result<()> {
+    match connection_slot {
         None => {
             let mut connection = HttpConnection::open_to(service, None)?;
             let first_worker = connection.query_worker()?;
-            *place = Some((connection, first_worker));
+            *connection_slot = Some((connection, first_worker));
         }
-        Some((connection, first)) => {
+        Some((connection, first_worker)) => {
             let current_worker = connection.query_worker()?;
-            ensure!(current_worker == *first, "answered by {first:?} at first, by {current_worker:?} now");
+            ensure!(
+                current_worker == *first_worker,
+                "answered by {first_worker:?} at first, by {current_worker:?} now"
+            );
         }
     }
     Ok(())

@@ -18,7 +18,7 @@ struct CpuTicks {
 impl CpuMeter {
     /// Creates a meter. Fails when /proc/stat has an unexpected format.
     pub fn new() -> anyhow::Result<Self> {
-        read_cpu_ticks().map(|started| Self { period_start: started, measured_ticks: CpuTicks::default() })
+        read_cpu_ticks().map(|start_ticks| Self { period_start: start_ticks, measured_ticks: CpuTicks::default() })
     }
 
     /// Starts a measured period. Fails when /proc/stat has an unexpected format.

@@ -53,9 +53,9 @@ const SEED_PAUSE: Duration = Duration::from_secs(1);
 /// interrupted. It leaves no processes or network namespaces behind.
 pub fn run(options: &DemoOptions) -> anyhow::Result<()> {
     if !options.simulated
-        && let Some(missing) = missing_privilege()
+        && let Some(privilege_error) = missing_privilege()
     {
-        bail!(missing);
+        bail!(privilege_error);
     }
     interrupt::catch_signals()?;
     fs::create_dir_all(&options.out).with_context(|| format!("cannot create {}", options.out.display()))?;
@@ -119,22 +119,22 @@ fn run_simulation_and_testbeds(
     let mut policy_runs: Vec<PolicyRuns> =
         policy_testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy())).collect();
     let first_generations = query_table_generations(&policy_testbeds)?;
-    for (position, log) in logs.iter().enumerate() {
-        let seed_measures = run_seed(&mut policy_testbeds, position, log, &timeline, &mut cpu_meter, progress)?;
+    for (log_index, log) in logs.iter().enumerate() {
+        let seed_measures = run_seed(&mut policy_testbeds, log_index, log, &timeline, &mut cpu_meter, progress)?;
         policy_runs.iter_mut().zip(seed_measures).for_each(|(runs, measures)| runs.seed_measures.push(measures));
     }
-    for ((runs, before), after) in
+    for ((runs, generation_before), generation_after) in
         policy_runs.iter_mut().zip(first_generations).zip(query_table_generations(&policy_testbeds)?)
     {
-        runs.table_generations = after - before;
+        runs.table_generations = generation_after - generation_before;
     }
     Ok(DemoResults {
         policy_runs,
         simulated_variances,
         noise_floor_pct: median(&noise_floors).context("no seed")?,
         seconds: options.seconds,
-        servers: options.servers,
-        cores: options.cores,
+        server_count: options.servers,
+        cores_per_server: options.cores,
         timeline,
         machine_busy_pct: cpu_meter.busy_pct(),
     })
@@ -164,19 +164,19 @@ fn query_table_generations(testbeds: &[PolicyTestbed]) -> anyhow::Result<Vec<u64
 
 fn run_seed(
     testbeds: &mut [PolicyTestbed],
-    position: usize,
+    log_index: usize,
     log: &LogFile,
     timeline: &Timeline,
-    machine: &mut CpuMeter,
+    cpu_meter: &mut CpuMeter,
     progress: &ProgressBar,
 ) -> anyhow::Result<Vec<SeedMeasures>> {
     let seed = log.arrival_log.seed;
     let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
     for testbed in &mut *testbeds {
-        testbed.start_load_generator(position, &log.path, start_ns)?;
+        testbed.start_load_generator(log_index, &log.path, start_ns)?;
     }
     announce_step(progress, format!("seed {seed}"));
-    machine.start()?;
+    cpu_meter.start()?;
     for second in 0..=timeline.seconds() {
         interrupt::sleep_until(start_ns + second * 1_000_000_000)?;
         for testbed in &mut *testbeds {
@@ -190,7 +190,7 @@ fn run_seed(
         }
         progress.inc(u64::from(second > 0));
     }
-    machine.stop()?;
+    cpu_meter.stop()?;
     let seed_measures = testbeds.iter_mut().map(|testbed| testbed.finish_seed(seed, timeline)).collect();
     std::thread::sleep(SEED_PAUSE);
     seed_measures

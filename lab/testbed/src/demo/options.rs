@@ -26,9 +26,9 @@ pub struct DemoOptions {
     pub cores: u16,
     /// Policies to compare in the same run, separated by commas
     #[arg(long = "policy", value_name = "NAME", value_delimiter = ',',
-        value_parser = PossibleValuesParser::new(policy::names()),
+        value_parser = PossibleValuesParser::new(policy::policy_names()),
         default_values_t = COMPARED_POLICIES.map(String::from))]
-    pub only: Vec<String>,
+    pub requested_policies: Vec<String>,
     /// Seeds of the arrival logs, run one after the other, separated by commas
     #[arg(long, value_name = "SEED", value_delimiter = ',', num_args = 1.., default_values_t = [1, 2, 3, 4, 5])]
     pub seeds: Vec<u64>,
@@ -69,8 +69,9 @@ pub enum Format {
 impl DemoOptions {
     /// Returns the names of the policies to run, each once, in the order in which the model lists them.
     pub fn policies(&self) -> Vec<&'static str> {
-        let is_requested = |name: &&str| self.only.iter().any(|only| only == name);
-        policy::names().into_iter().filter(is_requested).collect()
+        let is_requested =
+            |name: &&str| self.requested_policies.iter().any(|requested_policy| requested_policy == name);
+        policy::policy_names().into_iter().filter(is_requested).collect()
     }
 }
 
@@ -102,7 +103,7 @@ mod tests {
 
     #[test]
     fn options_that_cannot_be_met_are_rejected() {
-        for (line, named) in [
+        for (line, expected_text) in [
             ("--policy crosrss", "crossrss-plus"),
             ("--seconds 17", "18..=3600"),
             ("--servers 0", "1..=32"),
@@ -112,7 +113,7 @@ mod tests {
             ("--family 5", "[possible values: 4, 6]"),
         ] {
             let error = parse(line).unwrap_err();
-            assert!(error.contains(named), "{line}: {error}");
+            assert!(error.contains(expected_text), "{line}: {error}");
         }
     }
 }

@@ -37,13 +37,14 @@ pub fn draw_picture(results: &DemoResults, path: &Path) -> anyhow::Result<()> {
         picture_area.fill(&WHITE)?;
         let title = format!(
             "coreward-lab demo: {} servers x {} cores (RSS and cores emulated), medians over {} seeds",
-            results.servers,
-            results.cores,
+            results.server_count,
+            results.cores_per_server,
             results.policy_runs[0].seed_measures.len()
         );
-        let (time, medians) = picture_area.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL_WIDTH);
-        draw_variance_by_second(results, &time)?;
-        draw_medians(results, &medians)?;
+        let (time_panel, medians_panel) =
+            picture_area.titled(&title, ("sans-serif", 20))?.split_horizontally(TIME_PANEL_WIDTH);
+        draw_variance_by_second(results, &time_panel)?;
+        draw_medians(results, &medians_panel)?;
         picture_area.present()
     })();
     draw_result.map_err(|error| anyhow!("cannot write {}: {error}", path.display()))
@@ -57,8 +58,9 @@ fn policy_color(index: usize) -> RGBColor {
 /// of magnitude.
 fn variance_range(results: &DemoResults) -> std::ops::Range<f64> {
     let live_variances = results.policy_runs.iter().map(|runs| runs.core_variance_pct());
-    let simulated_variances = results.simulated_variances.iter().map(|simulated| simulated.core_variance_pct);
-    let highest = live_variances.chain(simulated_variances).map(|spread| spread.highest).fold(1.0, f64::max);
+    let simulated_variances =
+        results.simulated_variances.iter().map(|policy_variances| policy_variances.core_variance_pct);
+    let highest = live_variances.chain(simulated_variances).map(|summary| summary.highest).fold(1.0, f64::max);
     (results.noise_floor_pct / 2.0).clamp(0.001, 0.5)..highest * 3.0
 }
 
@@ -88,9 +90,9 @@ fn draw_variance_by_second(results: &DemoResults, area: &SvgArea<'_>) -> DrawRes
         Rectangle::new(rectangle_corners, EXCLUDED_COLOR.filled())
     }))?;
     chart.configure_mesh().disable_x_mesh().x_desc("s (grey: left out)").label_style(FONT).draw()?;
-    for (at, event) in results.timeline.pool_changes() {
+    for (event_second, event) in results.timeline.pool_changes() {
         let text = format!("a server {}", event.action());
-        let event_label_position = (at as f64 + 0.2, scale.end / 1.1);
+        let event_label_position = (event_second as f64 + 0.2, scale.end / 1.1);
         chart.draw_series(std::iter::once(Text::new(text, event_label_position, FONT)))?;
     }
     for (index, runs) in results.policy_runs.iter().enumerate() {
@@ -116,26 +118,28 @@ fn draw_medians(results: &DemoResults, area: &SvgArea<'_>) -> DrawResult {
         .build_cartesian_2d(0.0..count as f64, scale.clone().log_scale())?;
     chart.configure_mesh().disable_x_mesh().disable_x_axis().label_style(FONT).draw()?;
     for (index, runs) in results.policy_runs.iter().enumerate() {
-        let (spread, left) = (runs.core_variance_pct(), index as f64);
-        let bar_corners = [(left + 0.15, scale.start), (left + 0.85, spread.median)];
+        let (summary, left_x) = (runs.core_variance_pct(), index as f64);
+        let bar_corners = [(left_x + 0.15, scale.start), (left_x + 0.85, summary.median)];
         chart.draw_series(std::iter::once(Rectangle::new(bar_corners, policy_color(index).filled())))?;
-        let bar_center = left + 0.5;
-        let whisker_line = [(bar_center, spread.lowest.max(scale.start)), (bar_center, spread.highest)];
+        let bar_center = left_x + 0.5;
+        let whisker_line = [(bar_center, summary.lowest.max(scale.start)), (bar_center, summary.highest)];
         chart.draw_series(LineSeries::new(whisker_line, BLACK.stroke_width(2)))?;
         let simulated_summary = results.simulated_variances[index].core_variance_pct;
-        let (from, to) = (left + 0.62, left + 0.8);
-        let box_corners =
-            [(from, simulated_summary.lowest.max(scale.start)), (to, simulated_summary.highest.max(scale.start))];
+        let (box_left_x, box_right_x) = (left_x + 0.62, left_x + 0.8);
+        let box_corners = [
+            (box_left_x, simulated_summary.lowest.max(scale.start)),
+            (box_right_x, simulated_summary.highest.max(scale.start)),
+        ];
         for style in [WHITE.filled(), BLACK.stroke_width(1)] {
             chart.draw_series(std::iter::once(Rectangle::new(box_corners, style)))?;
         }
-        let median_line = [from, to].map(|x| (x, simulated_summary.median.max(scale.start)));
+        let median_line = [box_left_x, box_right_x].map(|x| (x, simulated_summary.median.max(scale.start)));
         chart.draw_series(LineSeries::new(median_line, BLACK.stroke_width(2)))?;
         let label_style = SMALL_FONT.into_font().into_text_style(area).pos(Pos::new(HPos::Center, VPos::Bottom));
-        for (line, text) in [(1.0, runs.policy.to_owned()), (0.0, format!("{:.2}", spread.median))] {
-            let highest_value = spread.highest.max(simulated_summary.highest);
+        for (line_number, text) in [(1.0, runs.policy.to_owned()), (0.0, format!("{:.2}", summary.median))] {
+            let highest_value = summary.highest.max(simulated_summary.highest);
             let label_position =
-                (bar_center, highest_value * 1.1 * (scale.end / scale.start).powf(LABEL_LINE_HEIGHT * line));
+                (bar_center, highest_value * 1.1 * (scale.end / scale.start).powf(LABEL_LINE_HEIGHT * line_number));
             chart.draw_series(std::iter::once(Text::new(text, label_position, label_style.clone())))?;
         }
     }
@@ -153,7 +157,7 @@ mod tests {
         let path = directory.path().join("demo.svg");
         draw_picture(&super::super::results::tests::results(), &path).unwrap();
         let picture_text = std::fs::read_to_string(path).unwrap();
-        for part in [
+        for expected_text in [
             "hash",
             "8.00",
             "1.00",
@@ -163,7 +167,7 @@ mod tests {
             "simulated",
             "</svg>",
         ] {
-            assert!(picture_text.contains(part), "{part:?} is missing");
+            assert!(picture_text.contains(expected_text), "{expected_text:?} is missing");
         }
     }
 }

@@ -79,7 +79,7 @@ impl PolicyTestbed {
 
     /// Returns the generation of the controller's newest table. Fails when the controller does not answer.
     pub fn table_generation(&self) -> anyhow::Result<u64> {
-        let status = self.fleet.status(&self.testbed)?;
+        let status = self.fleet.query_status(&self.testbed)?;
         status["services"][0]["table_generation"].as_u64().context("a status without a table's generation")
     }
 
@@ -87,11 +87,11 @@ impl PolicyTestbed {
         self.testbed.directory().join("load.json")
     }
 
-    /// Starts the load generator with the arrival log at index `position`. Fails when it cannot be started.
-    pub fn start_load_generator(&mut self, position: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
-        let first_address = self.testbed.client_address(self.addresses_per_log * position as u16);
+    /// Starts the load generator with the arrival log at index `log_index`. Fails when it cannot be started.
+    pub fn start_load_generator(&mut self, log_index: usize, log: &Path, start_ns: u64) -> anyhow::Result<()> {
+        let first_address = self.testbed.client_address(self.addresses_per_log * log_index as u16);
         let mut command = Command::new(lab_command()?);
-        command.args(["testbed", "load", "--vip", &self.testbed.service().to_string(), "--log"]).arg(log);
+        command.args(["testbed", "load", "--vip", &self.testbed.service_address().to_string(), "--log"]).arg(log);
         command.args(["--first-address", &first_address.to_string(), "--start-at", &start_ns.to_string()]);
         command.stdout(File::create(self.load_report_path())?);
         self.busy_time_samples.clear();

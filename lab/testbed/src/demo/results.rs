@@ -40,26 +40,26 @@ impl PolicyRuns {
 
     /// Returns the median latency of requests (ms), summarized over the seeds.
     pub fn latency_p50_ms(&self) -> SeedSummary {
-        self.summarize_seeds(|seed| seed.load.latency_us.p50 as f64 / 1_000.0)
+        self.summarize_seeds(|seed| seed.load_report.latency_us.p50 as f64 / 1_000.0)
     }
 
     /// Returns the 99th percentile of the request latency (ms), summarized over the seeds.
     pub fn latency_p99_ms(&self) -> SeedSummary {
-        self.summarize_seeds(|seed| seed.load.latency_us.p99 as f64 / 1_000.0)
+        self.summarize_seeds(|seed| seed.load_report.latency_us.p99 as f64 / 1_000.0)
     }
 
     fn opened_connection_count(&self) -> u64 {
-        self.seed_measures.iter().map(|seed| seed.load.opened).sum()
+        self.seed_measures.iter().map(|seed| seed.load_report.opened).sum()
     }
 
     fn broken_connection_count(&self) -> u64 {
-        self.seed_measures.iter().map(|seed| seed.load.broken.total_count()).sum()
+        self.seed_measures.iter().map(|seed| seed.load_report.broken.total_count()).sum()
     }
 
     /// Describes the numbers of broken connections by kind, or returns an empty string if none broke.
     fn describe_broken_connections(&self) -> String {
-        let sum_over_seeds = |kind: fn(&crate::connection_errors::BrokenConnections) -> u64| {
-            self.seed_measures.iter().map(|seed| kind(&seed.load.broken)).sum()
+        let sum_over_seeds = |select_count: fn(&crate::connection_errors::BrokenConnections) -> u64| {
+            self.seed_measures.iter().map(|seed| select_count(&seed.load_report.broken)).sum()
         };
         let counts_and_kinds: [(u64, &str); 6] = [
             (sum_over_seeds(|b| b.refused), "refused"),
@@ -88,8 +88,8 @@ pub struct DemoResults {
     pub noise_floor_pct: f64,
     /// Duration of each seed's run (s).
     pub seconds: u64,
-    pub servers: u16,
-    pub cores: u16,
+    pub server_count: u16,
+    pub cores_per_server: u16,
     /// Changes of the pool during each seed's run.
     pub timeline: Timeline,
     /// Share of the machine's CPU time that was busy during the runs (%).
@@ -144,14 +144,17 @@ struct JsonConnections {
 impl DemoResults {
     /// Returns JSON with medians over the seeds and sums of connections and tables. Fails when a value is not a number.
     pub fn json(&self) -> anyhow::Result<String> {
-        let compare_variances = |live: SeedSummary, simulated: SeedSummary| JsonComparison {
+        let compare_variances = |live_summary: SeedSummary, simulated: SeedSummary| JsonComparison {
             simulated,
-            live_is_within: simulated.range_contains(live.median),
+            live_is_within: simulated.range_contains(live_summary.median),
         };
-        let policy = |(runs, simulated): (&'_ PolicyRuns, &SimulatedVariances)| JsonPolicy {
+        let to_json_policy = |(runs, simulated_variances): (&'_ PolicyRuns, &SimulatedVariances)| JsonPolicy {
             simulated: JsonSimulated {
-                server_variance_pct: compare_variances(runs.server_variance_pct(), simulated.server_variance_pct),
-                core_variance_pct: compare_variances(runs.core_variance_pct(), simulated.core_variance_pct),
+                server_variance_pct: compare_variances(
+                    runs.server_variance_pct(),
+                    simulated_variances.server_variance_pct,
+                ),
+                core_variance_pct: compare_variances(runs.core_variance_pct(), simulated_variances.core_variance_pct),
             },
             policy: runs.policy,
             server_variance_pct: runs.server_variance_pct().median,
@@ -163,8 +166,8 @@ impl DemoResults {
             },
             table_generations: runs.table_generations,
         };
-        let Self { noise_floor_pct, seconds, servers, cores, .. } = *self;
-        let policies_json = self.policy_runs.iter().zip(&self.simulated_variances).map(policy).collect();
+        let Self { noise_floor_pct, seconds, server_count: servers, cores_per_server: cores, .. } = *self;
+        let policies_json = self.policy_runs.iter().zip(&self.simulated_variances).map(to_json_policy).collect();
         Ok(serde_json::to_string_pretty(&JsonResults {
             policies: policies_json,
             noise_floor_pct,
@@ -174,17 +177,18 @@ impl DemoResults {
         })?)
     }
 
-    /// Returns the tables of the results with explanations. `out` is the directory of the picture and the logs.
-    pub fn text(&self, out: &Path) -> String {
+    /// Returns the tables of the results with explanations. `output_directory` is the directory of the picture and the
+    /// logs.
+    pub fn text(&self, output_directory: &Path) -> String {
         let mut lines = vec![self.live_table().to_string(), String::new()];
         let seed_numbers: Vec<String> =
             self.policy_runs[0].seed_measures.iter().map(|seed| seed.seed.to_string()).collect();
-        let [(joins, _), (drains, _)] = self.timeline.pool_changes();
+        let [(join_second, _), (drain_second, _)] = self.timeline.pool_changes();
         lines.push(format!(
             "Medians over the seeds {} (lowest-highest); {} servers of {} cores, {} s each.",
             seed_numbers.join(", "),
-            self.servers,
-            self.cores,
+            self.server_count,
+            self.cores_per_server,
             self.seconds
         ));
         lines.push(format!(
@@ -195,8 +199,8 @@ impl DemoResults {
         ));
         lines.push(format!(
             "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins \
-             after\n\
-             {joins} s and another drains after {drains} s; {SETTLE_SECONDS} s after start and changes are left out."
+             after\n{join_second} s and another drains after {drain_second} s; {SETTLE_SECONDS} s after start and \
+             changes are left out."
         ));
         lines.push(
             "Emulated: RSS (virtual Ethernet has none) and cores (paced workers).\n\
@@ -216,14 +220,20 @@ impl DemoResults {
             SIMULATION_DRAW_COUNT.div_ceil(2)
         ));
         lines.extend(self.measurement_note());
-        lines
-            .push(format!("Picture: {}; arrival logs and JSON in the same directory.", out.join("demo.svg").display()));
+        lines.push(format!(
+            "Picture: {}; arrival logs and JSON in the same directory.",
+            output_directory.join("demo.svg").display()
+        ));
         lines.join("\n")
     }
 
     fn measurement_note(&self) -> Option<String> {
-        let late_p99_us =
-            self.policy_runs.iter().flat_map(|runs| &runs.seed_measures).map(|seed| seed.load.lateness_us.p99).max()?;
+        let late_p99_us = self
+            .policy_runs
+            .iter()
+            .flat_map(|runs| &runs.seed_measures)
+            .map(|seed| seed.load_report.lateness_us.p99)
+            .max()?;
         let machine_state = format!(
             "Profile {}. The machine's CPUs were {:.0} % busy; requests were sent {:.1} ms late at worst (p99)",
             env!("COREWARD_PROFILE"),
@@ -244,14 +254,17 @@ impl DemoResults {
         let mut table = Table::new();
         table.load_style(presets::UTF8_FULL_CONDENSED);
         table.set_header(["policy", "per-core variance %", "simulated", "", "server variance %", "simulated", ""]);
-        let comparison_cells = |live: SeedSummary, simulated: SeedSummary| {
-            let verdict =
-                if simulated.range_contains(live.median) { "within the noise" } else { "NOT within the noise" };
-            [format!("{:.2}", live.median), simulated.format_table_cell(2), verdict.to_owned()]
+        let comparison_cells = |live_summary: SeedSummary, simulated_summary: SeedSummary| {
+            let comparison_text = if simulated_summary.range_contains(live_summary.median) {
+                "within the noise"
+            } else {
+                "NOT within the noise"
+            };
+            [format!("{:.2}", live_summary.median), simulated_summary.format_table_cell(2), comparison_text.to_owned()]
         };
-        for (runs, simulated) in self.policy_runs.iter().zip(&self.simulated_variances) {
-            let core_cells = comparison_cells(runs.core_variance_pct(), simulated.core_variance_pct);
-            let server_cells = comparison_cells(runs.server_variance_pct(), simulated.server_variance_pct);
+        for (runs, simulated_variances) in self.policy_runs.iter().zip(&self.simulated_variances) {
+            let core_cells = comparison_cells(runs.core_variance_pct(), simulated_variances.core_variance_pct);
+            let server_cells = comparison_cells(runs.server_variance_pct(), simulated_variances.server_variance_pct);
             table.add_row([runs.policy.to_owned()].into_iter().chain(core_cells).chain(server_cells));
         }
         table
@@ -289,14 +302,14 @@ impl DemoResults {
     }
 }
 
-pub fn simulated_table(policies: &[&str], simulated: &[SimulatedVariances]) -> Table {
+pub fn simulated_table(policies: &[&str], simulated_variances: &[SimulatedVariances]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_FULL_CONDENSED);
     table.set_header(["policy", "simulated per-core variance %", "simulated server variance %"]);
-    for (policy, simulated) in policies.iter().zip(simulated) {
-        let variance_summaries = [simulated.core_variance_pct, simulated.server_variance_pct];
+    for (policy, policy_variances) in policies.iter().zip(simulated_variances) {
+        let variance_summaries = [policy_variances.core_variance_pct, policy_variances.server_variance_pct];
         table.add_row(
-            [(*policy).to_owned()].into_iter().chain(variance_summaries.map(|spread| spread.format_table_cell(2))),
+            [(*policy).to_owned()].into_iter().chain(variance_summaries.map(|summary| summary.format_table_cell(2))),
         );
     }
     table
@@ -322,7 +335,7 @@ pub(super) mod tests {
                 .collect(),
             server_variance_pct: 0.5,
             core_variance_pct,
-            load: LoadReport {
+            load_report: LoadReport {
                 opened: 100,
                 completed: 99,
                 broken: BrokenConnections { reset: u64::from(seed == 2), ..BrokenConnections::default() },
@@ -348,8 +361,8 @@ pub(super) mod tests {
             policy_runs: vec![policy_runs("hash", [8.0, 7.0, 12.0]), policy_runs("crossrss", [1.0, 0.5, 2.0])],
             noise_floor_pct: 0.125,
             seconds: 18,
-            servers: 4,
-            cores: 4,
+            server_count: 4,
+            cores_per_server: 4,
             timeline: Timeline::new(18),
             machine_busy_pct: 40.0,
         }
@@ -377,7 +390,7 @@ pub(super) mod tests {
     #[test]
     fn text_mentions_emulated_cores_and_broken_connections() {
         let text = results().text(Path::new("out"));
-        for part in [
+        for expected_text in [
             "8.00 (7.00-12.00)",
             "Emulated: RSS",
             "Broken under hash: 1 reset.",
@@ -386,7 +399,7 @@ pub(super) mod tests {
             "9.00 (7.00-11.00)",
             "NOT within the noise",
         ] {
-            assert!(text.contains(part), "{part:?} is missing in:\n{text}");
+            assert!(text.contains(expected_text), "{expected_text:?} is missing in:\n{text}");
         }
         assert!(!text.contains("WARNING"));
         assert!(DemoResults { machine_busy_pct: 51.0, ..results() }.text(Path::new("out")).contains("WARNING"));

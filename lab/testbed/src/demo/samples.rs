@@ -31,15 +31,15 @@ pub struct SeedMeasures {
     pub server_variance_pct: f64,
     /// Variance of the cores' work (%), as the mean over the counted windows.
     pub core_variance_pct: f64,
-    pub load: LoadReport,
+    pub load_report: LoadReport,
 }
 
 impl SeedMeasures {
     /// Computes the results from samples, of which one was taken at the start of each second and one at the run's end.
-    pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load: LoadReport) -> Self {
-        let variance_windows = windows(samples);
+    pub fn new(seed: u64, samples: &[BusyTimeSample], timeline: &Timeline, load_report: LoadReport) -> Self {
+        let variance_windows = windows_between_samples(samples);
         let MeanVariances { server_variance_pct, core_variance_pct } = MeanVariances::of(&variance_windows, timeline);
-        Self { seed, windows: variance_windows, server_variance_pct, core_variance_pct, load }
+        Self { seed, windows: variance_windows, server_variance_pct, core_variance_pct, load_report }
     }
 }
 
@@ -67,16 +67,29 @@ impl MeanVariances {
 }
 
 /// Returns the variances in the windows between consecutive samples.
-pub fn windows(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
-    (0..).zip(samples.windows(2)).map(|(second, pair)| window_between_samples(second, &pair[0], &pair[1])).collect()
+pub fn windows_between_samples(samples: &[BusyTimeSample]) -> Vec<VarianceWindow> {
+    (0..)
+        .zip(samples.windows(2))
+        .map(|(second, sample_pair)| window_between_samples(second, &sample_pair[0], &sample_pair[1]))
+        .collect()
 }
 
-fn window_between_samples(second: u64, before: &BusyTimeSample, after: &BusyTimeSample) -> VarianceWindow {
-    let served_by_cores = |(number, after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
-        let busy_ns_before = before.get(number)?;
-        Some(after.iter().zip(busy_ns_before).map(|(after, before)| (after - before) as f64).collect())
+fn window_between_samples(
+    second: u64,
+    sample_before: &BusyTimeSample,
+    sample_after: &BusyTimeSample,
+) -> VarianceWindow {
+    let served_by_cores = |(number, busy_ns_after): (&u16, &Vec<u64>)| -> Option<Vec<f64>> {
+        let busy_ns_before = sample_before.get(number)?;
+        Some(
+            busy_ns_after
+                .iter()
+                .zip(busy_ns_before)
+                .map(|(core_ns_after, core_ns_before)| (core_ns_after - core_ns_before) as f64)
+                .collect(),
+        )
     };
-    let work_of_cores: Vec<Vec<f64>> = after.iter().filter_map(served_by_cores).collect();
+    let work_of_cores: Vec<Vec<f64>> = sample_after.iter().filter_map(served_by_cores).collect();
     let work_of_servers: Vec<f64> = work_of_cores.iter().map(|cores| cores.iter().sum()).collect();
     VarianceWindow {
         second,

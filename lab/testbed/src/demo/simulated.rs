@@ -13,7 +13,7 @@ use coreward_model::replay::{PoolChange, ReplaySettings, ReportPhase, busy_times
 use coreward_model::statistics::median;
 
 use super::options::DemoOptions;
-use super::samples::{BusyTimeSample, MeanVariances, windows};
+use super::samples::{BusyTimeSample, MeanVariances, windows_between_samples};
 use super::seed_summary::SeedSummary;
 use super::timeline::{PoolEvent, Timeline};
 
@@ -58,7 +58,7 @@ fn simulate_draw(
     logs: &[&ArrivalLog],
     timeline: &Timeline,
 ) -> MeanVariances {
-    let mean_variances_of_log = |(position, log): (usize, &&ArrivalLog)| {
+    let mean_variances_of_log = |(log_index, log): (usize, &&ArrivalLog)| {
         let report_phase = ReportPhase::Random;
         let server_count = options.servers + 1;
         let replay_settings = ReplaySettings {
@@ -68,14 +68,14 @@ fn simulate_draw(
             report_phase,
             ..ReplaySettings::default()
         };
-        let pool_changes = planned_pool_changes(options.servers, position as u16, timeline);
+        let pool_changes = planned_pool_changes(options.servers, log_index as u16, timeline);
         let mut policy = policy::policy_by_name(policy, draw).expect("the demo has run it");
         let busy_ns = busy_times_by_second(log, replay_settings, &pool_changes, policy.as_mut());
         let samples: Vec<BusyTimeSample> = (0..)
             .zip(&busy_ns)
             .map(|(second, busy_ns)| busy_time_sample(busy_ns, options.cores, &pool_changes, second))
             .collect();
-        MeanVariances::of(&windows(&samples), timeline)
+        MeanVariances::of(&windows_between_samples(&samples), timeline)
     };
     let log_variances: Vec<MeanVariances> = logs.iter().enumerate().map(mean_variances_of_log).collect();
     let median_over_logs = |value: fn(&MeanVariances) -> f64| {
@@ -87,17 +87,17 @@ fn simulate_draw(
     }
 }
 
-/// Returns the pool's changes during the arrival log at index `position`. Servers join in a cyclic order, and the
+/// Returns the pool's changes during the arrival log at index `log_index`. Servers join in a cyclic order, and the
 /// server that has been in the pool longest drains.
-fn planned_pool_changes(servers: u16, position: u16, timeline: &Timeline) -> Vec<PoolChange> {
-    let waiting_server = (servers + position) % (servers + 1);
-    let mut pool_changes = vec![PoolChange { time_us: 0, server: waiting_server, is_eligible: false }];
+fn planned_pool_changes(servers: u16, log_index: u16, timeline: &Timeline) -> Vec<PoolChange> {
+    let waiting_server = (servers + log_index) % (servers + 1);
+    let mut pool_changes = vec![PoolChange { time_us: 0, server_index: waiting_server, is_eligible: false }];
     pool_changes.extend(timeline.pool_changes().map(|(second, event)| {
         let (server, eligible) = match event {
             PoolEvent::Join => (waiting_server, true),
             PoolEvent::Drain => ((waiting_server + 1) % (servers + 1), false),
         };
-        PoolChange { time_us: second * 1_000_000, server, is_eligible: eligible }
+        PoolChange { time_us: second * 1_000_000, server_index: server, is_eligible: eligible }
     }));
     pool_changes
 }
@@ -109,7 +109,7 @@ fn busy_time_sample(busy_ns: &[u64], cores: u16, changes: &[PoolChange], second:
         changes
             .iter()
             .filter(is_made_before)
-            .rfind(|change| change.server == server)
+            .rfind(|change| change.server_index == server)
             .is_none_or(|change| change.is_eligible)
     };
     let eligible_servers = (0..).zip(busy_ns.chunks(usize::from(cores))).filter(|(server, _)| is_eligible(*server));
@@ -142,8 +142,11 @@ mod tests {
     #[test]
     fn simulated_servers_join_and_drain_as_in_the_live_run() {
         let timeline = Timeline::new(18);
-        let pool_change =
-            |second: u64, server, eligible| PoolChange { time_us: second * 1_000_000, server, is_eligible: eligible };
+        let pool_change = |second: u64, server, eligible| PoolChange {
+            time_us: second * 1_000_000,
+            server_index: server,
+            is_eligible: eligible,
+        };
         assert_eq!(
             planned_pool_changes(4, 0, &timeline),
             [pool_change(0, 4, false), pool_change(6, 4, true), pool_change(12, 0, false)]

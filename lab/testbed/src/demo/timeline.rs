@@ -46,7 +46,7 @@ impl Timeline {
 
     /// Returns the change of the pool at the start of a second, if any.
     pub fn pool_change_at(&self, second: u64) -> Option<PoolEvent> {
-        self.pool_changes().into_iter().find(|(at, _)| *at == second).map(|(_, event)| event)
+        self.pool_changes().into_iter().find(|(change_second, _)| *change_second == second).map(|(_, event)| event)
     }
 
     /// Returns whether the variance in the second that begins at `second` counts.

@@ -44,8 +44,8 @@ struct CoresRun {
 /// Measures every series of `scenario`, which has short requests, bursts, and a batch of long requests. Fails without
 /// root, when a start fails, when requests are lost, when the machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
-    if let Some(missing) = missing_privilege() {
-        bail!(missing);
+    if let Some(privilege_error) = missing_privilege() {
+        bail!(privilege_error);
     }
     raise_socket_limit()?;
     let live_settings = scenario.live.as_ref().context("a live figure without [live]")?;
@@ -63,11 +63,11 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
         runs_by_key.insert(measurement_key(config), run);
         progress(runs_by_key.len(), configs.len());
     }
-    points::plot_samples(scenario, &run_plan, |place, job| {
+    points::plot_samples(scenario, &run_plan, |plot_point, job| {
         let run = find_measurement(&runs_by_key, rpc_config(job).context("expected [rpc]")?)?;
-        match place.query.measure {
+        match plot_point.query.measure {
             Metric::BatchPct => Ok(run.batch_cpu_pct),
-            measure => run.short_requests.value(measure),
+            metric => run.short_requests.value(metric),
         }
     })
 }
@@ -84,7 +84,7 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
         .filter(|_| service.mean() == 1.0)
         .context("service: expected bimodal:0:FACTOR, for the batch")?;
     let orchestrator =
-        Orchestrator::start(testbed, config, options, unit_us, Workload::TimeWithBatch(batch_service_time))?;
+        Orchestrator::start(testbed, config, options, unit_us, Workload::ServiceTimeWithBatch(batch_service_time))?;
     let requests_per_second = |load: f64| load * f64::from(*cores) / (unit_us / 1e6);
     let requests = RequestLoad {
         service: service.clone(),
@@ -94,22 +94,25 @@ fn measure_run(testbed: &Testbed, config: &Config, unit_us: f64, seconds: f64) -
         seconds,
         seed: *seed,
     };
-    let bursts = RequestLoad { rate_rps: requests_per_second(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
-    let stop = AtomicBool::new(false);
-    let (measured, sent) = std::thread::scope(|scope| {
-        let bursts = scope.spawn(|| send_bursts(testbed, &bursts, &stop));
-        let measured = measure_batch(&orchestrator, *cores, || requests.send(testbed));
-        stop.store(true, Relaxed);
-        (measured, bursts.join().expect("the thread of bursts"))
+    let burst_load =
+        RequestLoad { rate_rps: requests_per_second(BURST_LOAD), seconds: BURST_SECONDS, ..requests.clone() };
+    let stop_flag = AtomicBool::new(false);
+    let (batch_result, burst_result) = std::thread::scope(|scope| {
+        let burst_thread = scope.spawn(|| send_bursts(testbed, &burst_load, &stop_flag));
+        let batch_result = measure_batch(&orchestrator, *cores, || requests.send(testbed));
+        stop_flag.store(true, Relaxed);
+        (batch_result, burst_thread.join().expect("the thread of bursts"))
     });
-    sent?;
-    let (latency, batch_pct) = measured?;
+    burst_result?;
+    let (measurement, batch_pct) = batch_result?;
     orchestrator.stop()?;
-    let (sent, lost) = latency.requests_and_lost();
-    ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
-    let short_p99 = latency.value(Metric::ShortP99)?;
-    eprintln!("run {seed}, {policy}, load {load}: p99 {short_p99:.2} ({sent}), batch {batch_pct:.1} % of the cores");
-    Ok(CoresRun { short_requests: latency, batch_cpu_pct: batch_pct })
+    let (sent_count, lost_count) = measurement.requests_and_lost();
+    ensure!(lost_count == 0, "{policy} at a load of {load}: {lost_count} of {sent_count} requests were lost");
+    let short_p99 = measurement.value(Metric::ShortP99)?;
+    eprintln!(
+        "run {seed}, {policy}, load {load}: p99 {short_p99:.2} ({sent_count}), batch {batch_pct:.1} % of the cores"
+    );
+    Ok(CoresRun { short_requests: measurement, batch_cpu_pct: batch_pct })
 }
 
 /// Runs `send`. Returns its measurement, and the share of the cores' time that the batch got meanwhile (%).
@@ -118,30 +121,30 @@ fn measure_batch(
     cores: u16,
     send: impl FnOnce() -> anyhow::Result<Measurement>,
 ) -> anyhow::Result<(Measurement, f64)> {
-    let (begin_ns, before_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE_INDEX)?);
-    let latency = send()?;
-    let (end_ns, after_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE_INDEX)?);
+    let (begin_ns, busy_before_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE_INDEX)?);
+    let measurement = send()?;
+    let (end_ns, busy_after_ns) = (now_ns(), orchestrator.busy_ns(BATCH_SERVICE_INDEX)?);
     let total_core_ns = (end_ns - begin_ns) as f64 * f64::from(cores);
-    Ok((latency, (after_ns - before_ns) as f64 / total_core_ns * 100.0))
+    Ok((measurement, (busy_after_ns - busy_before_ns) as f64 / total_core_ns * 100.0))
 }
 
-/// Sends a burst at every interval until `stop` is set. Each burst has its own seed.
-fn send_bursts(testbed: &Testbed, burst: &RequestLoad, stop: &AtomicBool) -> anyhow::Result<()> {
-    let mut due_ns = now_ns() + BURST_INTERVAL_NS;
-    for number in 1.. {
-        while now_ns() < due_ns {
-            if stop.load(Relaxed) {
+/// Sends a burst at every interval until `stop_flag` is set. Each burst has its own seed.
+fn send_bursts(testbed: &Testbed, burst_load: &RequestLoad, stop_flag: &AtomicBool) -> anyhow::Result<()> {
+    let mut next_burst_ns = now_ns() + BURST_INTERVAL_NS;
+    for burst_number in 1.. {
+        while now_ns() < next_burst_ns {
+            if stop_flag.load(Relaxed) {
                 return Ok(());
             }
             std::thread::sleep(STOP_POLL_INTERVAL);
         }
-        due_ns += BURST_INTERVAL_NS;
+        next_burst_ns += BURST_INTERVAL_NS;
         let mut command = real_time_command(lab_command()?);
-        command.args(["load", &SERVICE_ADDRESS.to_string(), "--service", &burst.service.to_string()]);
-        command.args(["--multiplier", &burst.unit_us.to_string(), "--rate", &burst.rate_rps.to_string()]);
-        command.args(["--seconds", &burst.seconds.to_string(), "--warm-up", "0"]);
+        command.args(["load", &SERVICE_ADDRESS.to_string(), "--service", &burst_load.service.to_string()]);
+        command.args(["--multiplier", &burst_load.unit_us.to_string(), "--rate", &burst_load.rate_rps.to_string()]);
+        command.args(["--seconds", &burst_load.seconds.to_string(), "--warm-up", "0"]);
         command.args(["--flows", &BURST_FLOW_COUNT.to_string(), "--first-port", &BURST_FIRST_PORT.to_string()]);
-        command.args(["--seed", &(burst.seed * 1000 + number).to_string()]);
+        command.args(["--seed", &(burst_load.seed * 1000 + burst_number).to_string()]);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let exit_status = testbed.spawn(testbed.client(), command)?.wait(*TIMEOUT)?;
         ensure!(exit_status.success(), "coreward-lab load of a burst failed: {exit_status}");

@@ -24,7 +24,7 @@ use crate::interrupt;
 
 /// Interrupts the measurement that is running.
 pub fn interrupt_measurement() {
-    interrupt::request();
+    interrupt::request_interruption();
 }
 
 /// Returns a command that runs with real-time priority, because it represents another machine or CPUs that this one

@@ -30,17 +30,17 @@ const VALUE_BYTES: u16 = 10;
 pub struct Orchestrator {
     server: Process,
     daemon: Process,
-    busy_file: PathBuf,
+    core_load_file_path: PathBuf,
 }
 
 /// Kind of requests to the server in a figure.
 #[derive(Debug, Clone, Copy)]
 pub enum Workload<'a> {
     /// Requests only take time.
-    Time,
+    ServiceTimeOnly,
     /// Requests only take time. In addition, a second service is a batch that always has requests of this service time
     /// (in units).
-    TimeWithBatch(f64),
+    ServiceTimeWithBatch(f64),
     /// Requests read and write a RocksDB database.
     RocksDb(&'a RequestMix),
 }
@@ -52,7 +52,7 @@ pub fn configuration(
     config: &Config,
     options: &JbsrqOptions,
     workload: Workload<'_>,
-    memory: &Path,
+    memory_path: &Path,
     latency_us: u64,
 ) -> anyhow::Result<String> {
     let policy = match options.rank_rule {
@@ -66,8 +66,8 @@ pub fn configuration(
     };
     let (cores, depth) = (config.cores, options.queue_depth);
     let mut text = format!(
-        "memory = {memory:?}\ncores = {cores}\ndepth = {depth}\npolicy = \"{policy}\"\nscheduler = \"{scheduler}\"\n\
-         sleep = \"{latency_us}us\"\nwaiting = 16384\npayload = {MAX_DATAGRAM_BYTES}\nstall_after = \"10s\"\n"
+        "memory = {memory_path:?}\ncores = {cores}\ndepth = {depth}\npolicy = \"{policy}\"\n\
+         scheduler = \"{scheduler}\"\nsleep = \"{latency_us}us\"\nwaiting = 16384\npayload = {MAX_DATAGRAM_BYTES}\nstall_after = \"10s\"\n"
     );
     let services = options.priorities.service_count(config.service.class_times().len() as u8);
     for service in 0..services {
@@ -77,7 +77,7 @@ pub fn configuration(
         if service + 1 < services {
             let request_type = match workload {
                 Workload::RocksDb(mix) => mix.shares().get(usize::from(service)).map(|(request_type, _)| *request_type),
-                Workload::Time | Workload::TimeWithBatch(_) => RequestType::work(service),
+                Workload::ServiceTimeOnly | Workload::ServiceTimeWithBatch(_) => RequestType::work(service),
             };
             let value = request_type.context("more classes than the protocol or the mix has")?.as_byte();
             writeln!(text, "match = {{ offset = {TYPE_OFFSET}, value = {value} }}")?;
@@ -97,39 +97,45 @@ impl Orchestrator {
         unit_us: f64,
         workload: Workload<'_>,
     ) -> anyhow::Result<Self> {
-        let path = |name: &str| testbed.directory().join(name);
-        let (memory, busy_file, file) = (path("cores"), path("cores-busy"), path("orchestrate.toml"));
-        for left in [&memory, &busy_file] {
+        let file_path = |name: &str| testbed.directory().join(name);
+        let (memory_path, core_load_file_path, config_path) =
+            (file_path("cores"), file_path("cores-busy"), file_path("orchestrate.toml"));
+        for old_file in [&memory_path, &core_load_file_path] {
             // Remove the files of an earlier orchestrator, if any.
-            let _ = fs::remove_file(left);
+            let _ = fs::remove_file(old_file);
         }
         let latency_us = units_to_us(config.latency, unit_us);
-        fs::write(&file, configuration(config, options, workload, &memory, latency_us)?)?;
-        let log = File::create(path("orchestrate.log"))?;
+        fs::write(&config_path, configuration(config, options, workload, &memory_path, latency_us)?)?;
+        let log = File::create(file_path("orchestrate.log"))?;
         let namespace = testbed.server(1)?;
         let mut command = real_time_command(coreward_command()?);
-        command.args(["orchestrate", "--config"]).arg(&file);
+        command.args(["orchestrate", "--config"]).arg(&config_path);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(log.try_clone()?);
         let mut daemon = testbed.spawn(namespace, command)?;
-        daemon.wait_for_file("coreward orchestrate", &memory)?;
+        daemon.wait_for_file("coreward orchestrate", &memory_path)?;
 
         let mut command = real_time_command(lab_command()?);
         command.args(["testbed", "orchestrated-server"]).args(server_options(config, options, unit_us));
         match workload {
-            Workload::Time => (),
-            Workload::TimeWithBatch(time) => _ = command.arg(format!("--batch-us={}", units_to_us(time, unit_us))),
-            Workload::RocksDb(_) => _ = command.arg("--rocksdb").arg(path("rocksdb")),
+            Workload::ServiceTimeOnly => (),
+            Workload::ServiceTimeWithBatch(time) => {
+                _ = command.arg(format!("--batch-us={}", units_to_us(time, unit_us)))
+            }
+            Workload::RocksDb(_) => _ = command.arg("--rocksdb").arg(file_path("rocksdb")),
         }
-        command.arg("--memory").arg(&memory).arg("--busy-file").arg(&busy_file);
+        command.arg("--memory").arg(&memory_path).arg("--busy-file").arg(&core_load_file_path);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut server = testbed.spawn(namespace, command)?;
-        server.wait_for_file("the server of the cores", &busy_file)?;
-        Ok(Self { server, daemon, busy_file })
+        server.wait_for_file("the server of the cores", &core_load_file_path)?;
+        Ok(Self { server, daemon, core_load_file_path })
     }
 
     /// Returns the time for which all cores have served a service (ns). Fails when the file cannot be read.
     pub fn busy_ns(&self, service: usize) -> anyhow::Result<u64> {
-        read_core_load_file(&self.busy_file)?.get(service).copied().context("a core load file without the service")
+        read_core_load_file(&self.core_load_file_path)?
+            .get(service)
+            .copied()
+            .context("a core load file without the service")
     }
 
     /// Stops orchestrator and server. Returns the number of requests that the cores completed. Fails when requests were
@@ -144,8 +150,9 @@ impl Orchestrator {
         let output = self.daemon.child().stdout.take().context("stdout")?;
         let report: Value = serde_json::from_reader(output).context("the report of coreward orchestrate")?;
         let services = report["services"].as_array().context("a report without services")?;
-        let sum = |count: &str| services.iter().filter_map(|service| service[count].as_u64()).sum::<u64>();
-        let is_zero = |count: &&str| sum(count) == 0;
+        let sum =
+            |counter_name: &str| services.iter().filter_map(|service| service[counter_name].as_u64()).sum::<u64>();
+        let is_zero = |counter_name: &&str| sum(counter_name) == 0;
         ensure!(["dropped", "rejected", "lost"].iter().all(is_zero) && report["stalls"] == 0, "{report}");
         Ok(sum("completed"))
     }
@@ -168,7 +175,7 @@ fn server_options(config: &Config, options: &JbsrqOptions, unit_us: f64) -> Vec<
         format!("--switch-us={}", (options.switch_cost * unit_us).round()),
         format!("--assignment={}", options.assignment),
         format!("--reserved={}", options.reserved_cores),
-        format!("--epoch-us={}", units_to_us(options.interval, unit_us)),
+        format!("--epoch-us={}", units_to_us(options.monitor_interval, unit_us)),
     ]
 }
 
@@ -186,23 +193,25 @@ mod tests {
             ..Config::default()
         };
         let Policy::RankedQueue(options) = &config.policy else { panic!("{policy}") };
-        configuration(&config, options, Workload::Time, Path::new("/run/cores"), 220).unwrap()
+        configuration(&config, options, Workload::ServiceTimeOnly, Path::new("/run/cores"), 220).unwrap()
     }
 
     #[test]
     fn simulated_policies_have_a_configuration() {
-        let head = "memory = \"/run/cores\"\ncores = 3\n";
-        let rest = "sleep = \"220us\"\nwaiting = 16384\npayload = 1472\nstall_after = \"10s\"\n";
-        let first = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 0\n";
-        let second = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 1\nlambda = 0.2\n";
-        let priorities = format!(
-            "{head}depth = 4\npolicy = \"jbsrq\"\nscheduler = \"feo\"\n{rest}\
-             {first}lambda = 0.2\nmatch = {{ offset = 0, value = 16 }}\n{second}"
+        let leading_lines = "memory = \"/run/cores\"\ncores = 3\n";
+        let common_lines = "sleep = \"220us\"\nwaiting = 16384\npayload = 1472\nstall_after = \"10s\"\n";
+        let first_service = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 0\n";
+        let second_service = "[[service]]\nlisten = \"10.200.0.1:80\"\npriority = 1\nlambda = 0.2\n";
+        let text_with_priorities = format!(
+            "{leading_lines}depth = 4\npolicy = \"jbsrq\"\nscheduler = \"feo\"\n{common_lines}\
+             {first_service}lambda = 0.2\nmatch = {{ offset = 0, value = 16 }}\n{second_service}"
         );
-        assert_eq!(text("jbsrq:quantum=1", "bimodal:0.1:5"), priorities);
-        let alike =
-            format!("{head}depth = 2\npolicy = \"global-jbsq\"\nscheduler = \"pifo\"\n{rest}{first}lambda = 0.0\n");
+        assert_eq!(text("jbsrq:quantum=1", "bimodal:0.1:5"), text_with_priorities);
+        let text_without_priorities = format!(
+            "{leading_lines}depth = 2\npolicy = \"global-jbsq\"\nscheduler = \
+             \"pifo\"\n{common_lines}{first_service}lambda = 0.0\n"
+        );
         let options = "depth=2,lambda=0,rank=global,scheduler=pifo,priorities=none";
-        assert_eq!(text(&format!("jbsrq:{options}"), "bimodal:0.1:5"), alike);
+        assert_eq!(text(&format!("jbsrq:{options}"), "bimodal:0.1:5"), text_without_priorities);
     }
 }

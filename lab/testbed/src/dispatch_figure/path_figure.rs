@@ -26,11 +26,12 @@ const RECEIVE_BUFFER_BYTES: &str = "16000000";
 /// start fails. Also fails when requests are lost or bypass the dispatchers, when the machine is too busy, or when
 /// interrupted.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
-    if let Some(missing) = missing_privilege() {
-        anyhow::bail!(missing);
+    if let Some(privilege_error) = missing_privilege() {
+        anyhow::bail!(privilege_error);
     }
     raise_socket_limit()?;
-    let seconds = scenario.live.as_ref().and_then(|live| live.seconds).context("[live]: expected `seconds`")?;
+    let seconds =
+        scenario.live.as_ref().and_then(|live_settings| live_settings.seconds).context("[live]: expected `seconds`")?;
     let run_plan = points::plan_runs(scenario)?;
     let mut configs: Vec<&path::Config> = run_plan.jobs.iter().filter_map(|job| path_config(job)).collect();
     // Sort by run first, so that disturbances of the machine affect all series alike, and then by policy to save
@@ -38,13 +39,14 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     configs.sort_by_key(|config| (config.seeds.clone(), config.policies.clone()));
     let mut measurements_by_key: HashMap<String, Measurement> = HashMap::new();
     progress(0, configs.len());
-    let Some(first) = configs.first() else { return Ok(Vec::new()) };
-    let has_same_fleet = |config: &&&path::Config| (config.servers, config.cores) == (first.servers, first.cores);
+    let Some(first_config) = configs.first() else { return Ok(Vec::new()) };
+    let has_same_fleet =
+        |config: &&&path::Config| (config.servers, config.cores) == (first_config.servers, first_config.cores);
     ensure!(
         configs.iter().all(|config| has_same_fleet(&config)),
         "servers and cores: expected the same for all series"
     );
-    let env = TestEnv::start(first)?;
+    let env = TestEnv::start(first_config)?;
     for group in configs.chunk_by(|a, b| (&a.seeds, &a.policies) == (&b.seeds, &b.policies)) {
         let _fleet = env.start_fleet(&group[0].policies)?;
         for config in group {
@@ -52,8 +54,8 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
             progress(measurements_by_key.len(), configs.len());
         }
     }
-    points::plot_samples(scenario, &run_plan, |place, job| match job {
-        Job::Path(config) => find_measurement(&measurements_by_key, config)?.value(place.query.measure),
+    points::plot_samples(scenario, &run_plan, |plot_point, job| match job {
+        Job::Path(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.measure),
         other => anyhow::bail!("{other:?} is not measured behind a load balancer"),
     })
 }
@@ -108,9 +110,10 @@ impl TestEnv {
         let [policy] = &config.dispatch_policies[..] else {
             anyhow::bail!("dispatch policies of one run: expected one")
         };
-        let text = key_value_service_config(policy, service, *unit_us)?;
+        let service_config = key_value_service_config(policy, service, *unit_us)?;
         let server_numbers = self.testbed.server_numbers().into_iter();
-        let dispatchers = server_numbers.map(|number| Dispatcher::start(&self.testbed, number, &text, *cores));
+        let dispatchers =
+            server_numbers.map(|number| Dispatcher::start(&self.testbed, number, &service_config, *cores));
         let dispatchers: Vec<Dispatcher<'_>> = dispatchers.collect::<anyhow::Result<_>>()?;
         let rate_rps = load * f64::from(*cores) * f64::from(*servers) / (service.mean() * unit_us / 1e6);
         let seed = *config.seeds.first().context("a run without a seed")?;
@@ -119,16 +122,16 @@ impl TestEnv {
         let dispatched_by_server =
             dispatchers.iter().map(Dispatcher::query_dispatched_count).collect::<anyhow::Result<Vec<u64>>>()?;
         dispatchers.into_iter().try_for_each(Dispatcher::stop)?;
-        let (sent, lost) = measurement.requests_and_lost();
+        let (sent_count, lost_count) = measurement.requests_and_lost();
         let dispatched_count: u64 = dispatched_by_server.iter().sum();
         let policy_names = format!("{} and {policy}", config.policies.concat());
         ensure!(
-            dispatched_count >= sent,
-            "{policy_names}: {dispatched_count} of {sent} requests were dispatched by coreward dispatch"
+            dispatched_count >= sent_count,
+            "{policy_names}: {dispatched_count} of {sent_count} requests were dispatched by coreward dispatch"
         );
-        ensure!(lost == 0, "{policy_names}: {lost} of {sent} requests were lost");
+        ensure!(lost_count == 0, "{policy_names}: {lost_count} of {sent_count} requests were lost");
         let p99 = measurement.value(coreward_sim::figure::axes::Metric::P99)?;
-        eprintln!("run {seed}, {policy_names}: p99 {p99:.2} ({sent}; by server {dispatched_by_server:?})");
+        eprintln!("run {seed}, {policy_names}: p99 {p99:.2} ({sent_count}; by server {dispatched_by_server:?})");
         Ok(measurement)
     }
 }

@@ -11,7 +11,7 @@ use coreward_sim::rpc;
 
 /// Returns the runs that the scenario's series need, as in the simulator. Fails when its parameters are invalid.
 pub fn plan_runs(scenario: &Scenario) -> anyhow::Result<RunPlan> {
-    scenario.plan_runs().map_err(|failed| anyhow::anyhow!("{}", failed.cause))
+    scenario.plan_runs().map_err(|failure| anyhow::anyhow!("{}", failure.cause))
 }
 
 /// Returns the samples for all points of a plan. `value` returns the y value of a point.
@@ -20,13 +20,13 @@ pub fn plot_samples(
     plan: &RunPlan,
     value: impl Fn(&PlotPoint, &Job) -> anyhow::Result<f64>,
 ) -> anyhow::Result<Vec<Sample>> {
-    let plot_sample = |place: &PlotPoint| {
-        let (panel, series) = (&scenario.panel[place.panel_index], &scenario.series[place.series_index]);
+    let plot_sample = |plot_point: &PlotPoint| {
+        let (panel, series) = (&scenario.panel[plot_point.panel_index], &scenario.series[plot_point.series_index]);
         let (panel_title, label) = (panel.title.get_ref().clone(), series.label.get_ref().clone());
-        let y = value(place, &plan.jobs[place.job_index])
+        let y = value(plot_point, &plan.jobs[plot_point.job_index])
             .with_context(|| format!("panel {panel_title:?}, series {label:?}"))?;
         let x_scale = panel.x.as_ref().map_or(1.0, |sweep| sweep.scale);
-        Ok(Sample { panel_title, series_label: label, x: place.x / x_scale, run_number: place.seed, y })
+        Ok(Sample { panel_title, series_label: label, x: plot_point.x / x_scale, run_number: plot_point.seed, y })
     };
     plan.plot_points.iter().map(plot_sample).collect()
 }
@@ -38,10 +38,10 @@ pub fn measurement_key(config: &impl std::fmt::Debug) -> String {
 
 /// Returns the measurement of a configuration. Fails when it is missing.
 pub fn find_measurement<'a, T>(
-    measured: &'a HashMap<String, T>,
+    measurements: &'a HashMap<String, T>,
     config: &impl std::fmt::Debug,
 ) -> anyhow::Result<&'a T> {
-    measured.get(&measurement_key(config)).with_context(|| format!("not measured: {config:?}"))
+    measurements.get(&measurement_key(config)).with_context(|| format!("not measured: {config:?}"))
 }
 
 pub fn differ_only_in_load(a: &rpc::Config, b: &rpc::Config) -> bool {
@@ -58,10 +58,11 @@ pub fn max_load_within_slo(mut curve: Vec<(f64, f64)>, slo: f64) -> anyhow::Resu
     if first.1 > slo {
         return Ok(0.0);
     }
-    let crossing_points = curve.windows(2).find(|pair| pair[1].1 > slo);
-    Ok(crossing_points.map_or(last.0, |pair| {
-        let (below, above) = (pair[0], pair[1]);
-        below.0 + (above.0 - below.0) * (slo / below.1).ln() / (above.1 / below.1).ln()
+    let crossing_points = curve.windows(2).find(|curve_segment| curve_segment[1].1 > slo);
+    Ok(crossing_points.map_or(last.0, |curve_segment| {
+        let (point_below, point_above) = (curve_segment[0], curve_segment[1]);
+        point_below.0
+            + (point_above.0 - point_below.0) * (slo / point_below.1).ln() / (point_above.1 / point_below.1).ln()
     }))
 }
 

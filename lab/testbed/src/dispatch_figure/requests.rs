@@ -64,10 +64,13 @@ pub struct Measurement {
 /// Raises the limit of open files, because every source port needs a socket. Fails when the limit cannot be raised
 /// enough.
 pub fn raise_socket_limit() -> anyhow::Result<()> {
-    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    let needed = u64::from(FLOW_COUNT) + 100;
-    ensure!(hard >= needed, "at most {hard} open files (ulimit -Hn): expected {needed}, for as many source ports");
-    Ok(setrlimit(Resource::RLIMIT_NOFILE, soft.max(needed), hard)?)
+    let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    let required_files = u64::from(FLOW_COUNT) + 100;
+    ensure!(
+        hard_limit >= required_files,
+        "at most {hard_limit} open files (ulimit -Hn): expected {required_files}, for as many source ports"
+    );
+    Ok(setrlimit(Resource::RLIMIT_NOFILE, soft_limit.max(required_files), hard_limit)?)
 }
 
 impl RequestLoad {
@@ -95,7 +98,7 @@ pub fn measure_undisturbed(
     seed: u64,
     options: &[(&str, String)],
 ) -> anyhow::Result<Report> {
-    let common = [
+    let common_options = [
         ("--rate", rate.to_string()),
         ("--seconds", seconds.to_string()),
         ("--warm-up", WARM_UP_S.to_string()),
@@ -104,7 +107,8 @@ pub fn measure_undisturbed(
         ("--first-port", FIRST_PORT.to_string()),
         ("--seed", seed.to_string()),
     ];
-    let options: Vec<&str> = common.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
+    let options: Vec<&str> =
+        common_options.iter().chain(options).flat_map(|(name, value)| [*name, value.as_str()]).collect();
     let limit = Duration::from_secs_f64(WARM_UP_S + seconds + TIMEOUT_S) + *TIMEOUT;
     let max_lateness_us = max_lateness_us()?;
     for attempt in 0..MAX_ATTEMPTS {
@@ -145,15 +149,15 @@ fn run_load_generator(
 impl Measurement {
     /// Returns the value of a metric, where times are in units of service time. Fails when the generator does not
     /// measure the metric, or when no request was answered.
-    pub fn value(&self, measure: Metric) -> anyhow::Result<f64> {
-        let (first, last) = (self.report.classes.first(), self.report.classes.last());
-        let latency_percentiles = match measure {
+    pub fn value(&self, metric: Metric) -> anyhow::Result<f64> {
+        let (first_class, last_class) = (self.report.classes.first(), self.report.classes.last());
+        let latency_percentiles = match metric {
             Metric::P99 => Some(&self.report.latency_us),
-            Metric::ShortP99 => first.map(|class| &class.latency_us),
-            Metric::LongP99 => last.map(|class| &class.latency_us),
+            Metric::ShortP99 => first_class.map(|class| &class.latency_us),
+            Metric::LongP99 => last_class.map(|class| &class.latency_us),
             Metric::LongAnsweredPct => {
-                let long = last.context("a report without classes")?;
-                return Ok(long.arrived as f64 / long.requests as f64 * 100.0);
+                let long_class = last_class.context("a report without classes")?;
+                return Ok(long_class.arrived as f64 / long_class.requests as f64 * 100.0);
             }
             other => anyhow::bail!("{other:?} is not measured"),
         };

@@ -26,35 +26,35 @@ const RECEIVE_BUFFER_BYTES: &str = "16000000";
 /// unsupported metrics, or when a start fails. It also fails when requests are lost or bypass the dispatcher, when the
 /// machine is too busy, or when interrupted.
 pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::Result<Vec<Sample>> {
-    if let Some(missing) = missing_privilege() {
-        anyhow::bail!(missing);
+    if let Some(privilege_error) = missing_privilege() {
+        anyhow::bail!(privilege_error);
     }
     raise_socket_limit()?;
     let live_settings = scenario.live.as_ref().context("a live figure without [live]")?;
     let (unit_us, seconds) =
         live_settings.unit_us.zip(live_settings.seconds).context("[live]: expected `unit_us` and `seconds`")?;
     let mix = live_settings.mix.as_deref().map(str::parse).transpose().context("[live]: mix")?;
-    let run = Run { unit_us, seconds, mix };
+    let parameters = MeasurementParameters { unit_us, seconds, mix };
     let plan = points::plan_runs(scenario)?;
-    let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| as_rpc(job)).collect();
+    let mut configs: Vec<&rpc::Config> = plan.jobs.iter().filter_map(|job| rpc_config(job)).collect();
     // Sort by run, so that disturbances of the machine affect all series alike.
     configs.sort_by_key(|config| config.seed);
-    let mut measured: HashMap<String, Measurement> = HashMap::new();
+    let mut measurements_by_key: HashMap<String, Measurement> = HashMap::new();
     let mut env = None;
     progress(0, configs.len());
     for group in configs.chunk_by(|a, b| differ_only_in_load(a, b)) {
-        TestEnv::reuse_or_start(&mut env, group[0])?.measure_all(group, &run, &mut |config, seen| {
-            measured.insert(measurement_key(config), seen);
-            progress(measured.len(), configs.len());
+        TestEnv::reuse_or_start(&mut env, group[0])?.measure_all(group, &parameters, &mut |config, measurement| {
+            measurements_by_key.insert(measurement_key(config), measurement);
+            progress(measurements_by_key.len(), configs.len());
         })?;
     }
-    points::plot_samples(scenario, &plan, |place, job| match job {
-        Job::Rpc(config) => find_measurement(&measured, config)?.value(place.query.measure),
+    points::plot_samples(scenario, &plan, |plot_point, job| match job {
+        Job::Rpc(config) => find_measurement(&measurements_by_key, config)?.value(plot_point.query.measure),
         Job::Peak(search) => {
-            let of_seed = rpc::Config { seed: place.seed, ..search.config.clone() };
-            let curve = configs.iter().filter(|config| differ_only_in_load(config, &of_seed));
+            let config_of_seed = rpc::Config { seed: plot_point.seed, ..search.config.clone() };
+            let curve = configs.iter().filter(|config| differ_only_in_load(config, &config_of_seed));
             let load_and_p99 = |config: &&&rpc::Config| {
-                Ok((config.load, find_measurement(&measured, **config)?.value(Metric::ShortP99)?))
+                Ok((config.load, find_measurement(&measurements_by_key, **config)?.value(Metric::ShortP99)?))
             };
             points::max_load_within_slo(
                 curve.map(|config| load_and_p99(&config)).collect::<anyhow::Result<_>>()?,
@@ -65,12 +65,12 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
     })
 }
 
-fn as_rpc(job: &Job) -> Option<&rpc::Config> {
+fn rpc_config(job: &Job) -> Option<&rpc::Config> {
     if let Job::Rpc(config) = job { Some(config) } else { None }
 }
 
 /// Parameters that all points of a figure share.
-struct Run {
+struct MeasurementParameters {
     /// Unit of service times (us).
     unit_us: f64,
     seconds: f64,
@@ -85,13 +85,19 @@ enum RequestDistributor<'a> {
 }
 
 impl<'a> RequestDistributor<'a> {
-    fn start(env: &'a TestEnv, config: &rpc::Config, run: &Run) -> anyhow::Result<Self> {
+    fn start(env: &'a TestEnv, config: &rpc::Config, parameters: &MeasurementParameters) -> anyhow::Result<Self> {
         if let Policy::RankedQueue(options) = &config.policy {
-            let workload = run.mix.as_ref().map_or(Workload::Time, Workload::RocksDb);
-            return Ok(Self::Orchestrator(Orchestrator::start(&env.testbed, config, options, run.unit_us, workload)?));
+            let workload = parameters.mix.as_ref().map_or(Workload::ServiceTimeOnly, Workload::RocksDb);
+            return Ok(Self::Orchestrator(Orchestrator::start(
+                &env.testbed,
+                config,
+                options,
+                parameters.unit_us,
+                workload,
+            )?));
         }
-        ensure!(run.mix.is_none(), "{}: expected jbsrq with a mix of key-value requests", config.policy);
-        let service = key_value_service_config(&config.policy, &config.service, run.unit_us)?;
+        ensure!(parameters.mix.is_none(), "{}: expected jbsrq with a mix of key-value requests", config.policy);
+        let service = key_value_service_config(&config.policy, &config.service, parameters.unit_us)?;
         Ok(Self::Dispatcher(Dispatcher::start(&env.testbed, 1, &service, config.cores)?))
     }
 
@@ -99,9 +105,9 @@ impl<'a> RequestDistributor<'a> {
     fn stop(self) -> anyhow::Result<u64> {
         match self {
             Self::Dispatcher(dispatcher) => {
-                let dispatched = dispatcher.query_dispatched_count()?;
+                let dispatched_count = dispatcher.query_dispatched_count()?;
                 dispatcher.stop()?;
-                Ok(dispatched)
+                Ok(dispatched_count)
             }
             Self::Orchestrator(orchestrator) => orchestrator.stop(),
         }
@@ -118,15 +124,18 @@ pub(super) struct TestEnv {
 
 impl TestEnv {
     /// Returns the existing environment if it has the right server and number of workers, or else a new one.
-    pub(super) fn reuse_or_start<'a>(present: &'a mut Option<Self>, config: &rpc::Config) -> anyhow::Result<&'a Self> {
+    pub(super) fn reuse_or_start<'a>(
+        current_env: &'a mut Option<Self>,
+        config: &rpc::Config,
+    ) -> anyhow::Result<&'a Self> {
         let (worker_count, has_server) = (config.cores, !matches!(config.policy, Policy::RankedQueue(_)));
         let is_suited = |env: &Self| env.workers == worker_count && env.server.is_some() == has_server;
-        if !present.as_ref().is_some_and(is_suited) {
+        if !current_env.as_ref().is_some_and(is_suited) {
             // Drop the old environment first, because its dispatcher must be gone.
-            *present = None;
-            *present = Some(Self::start(worker_count, has_server)?);
+            *current_env = None;
+            *current_env = Some(Self::start(worker_count, has_server)?);
         }
-        present.as_ref().context("just started")
+        current_env.as_ref().context("just started")
     }
 
     fn start(workers: u16, has_server: bool) -> anyhow::Result<Self> {
@@ -141,33 +150,34 @@ impl TestEnv {
     fn measure_all(
         &self,
         series: &[&rpc::Config],
-        run: &Run,
+        parameters: &MeasurementParameters,
         record: &mut dyn FnMut(&rpc::Config, Measurement),
     ) -> anyhow::Result<()> {
-        let backend = RequestDistributor::start(self, series[0], run)?;
-        let mut sent = 0;
+        let distributor = RequestDistributor::start(self, series[0], parameters)?;
+        let mut sent_count = 0;
         for config in series {
-            let seen = self.measure(config, run)?;
-            sent += seen.requests_and_lost().0;
-            record(config, seen);
+            let measurement = self.measure(config, parameters)?;
+            sent_count += measurement.requests_and_lost().0;
+            record(config, measurement);
         }
-        let (passed, policy) = (backend.stop()?, &series[0].policy);
-        ensure!(passed >= sent, "{policy}: {passed} of {sent} requests passed coreward");
+        let (handled_count, policy) = (distributor.stop()?, &series[0].policy);
+        ensure!(handled_count >= sent_count, "{policy}: {handled_count} of {sent_count} requests passed coreward");
         Ok(())
     }
 
-    fn measure(&self, config: &rpc::Config, run: &Run) -> anyhow::Result<Measurement> {
-        let &Run { unit_us, seconds, ref mix } = run;
+    fn measure(&self, config: &rpc::Config, parameters: &MeasurementParameters) -> anyhow::Result<Measurement> {
+        let &MeasurementParameters { unit_us, seconds, ref mix } = parameters;
         let rpc::Config { policy, service, load, cores, seed, .. } = config;
         let rate_rps = load * f64::from(*cores) / (service.mean() * unit_us / 1e6);
         let (service, mix) = (service.clone(), mix.clone());
         let requests = RequestLoad { service, mix, unit_us, rate_rps, seconds, seed: *seed };
         let measurement = requests.send(&self.testbed)?;
-        let (sent, lost) = measurement.requests_and_lost();
-        ensure!(lost == 0, "{policy} at a load of {load}: {lost} of {sent} requests were lost");
-        let (short, all) = (measurement.value(Metric::ShortP99)?, measurement.value(Metric::P99)?);
+        let (sent_count, lost_count) = measurement.requests_and_lost();
+        ensure!(lost_count == 0, "{policy} at a load of {load}: {lost_count} of {sent_count} requests were lost");
+        let (short_p99, all_p99) = (measurement.value(Metric::ShortP99)?, measurement.value(Metric::P99)?);
         eprintln!(
-            "run {seed}, {}, {policy}, load {load}: p99 of short requests {short:.2}, of all {all:.2} ({sent})",
+            "run {seed}, {}, {policy}, load {load}: p99 of short requests {short_p99:.2}, of all {all_p99:.2} \
+             ({sent_count})",
             config.service
         );
         Ok(measurement)

@@ -26,37 +26,37 @@ impl CounterReading {
     pub fn read_all(env: &TestEnv) -> anyhow::Result<Self> {
         Ok(Self {
             dispatch_status: env.query_dispatch_status()?,
-            client_counters: counters::read(env.testbed().client())?,
-            server_counters: counters::read(env.testbed().server(1)?)?,
+            client_counters: counters::read_kernel_counters(env.testbed().client())?,
+            server_counters: counters::read_kernel_counters(env.testbed().server(1)?)?,
             purged_datagrams: env.read_purged_datagram_count()?,
-            refused_datagrams: env.server().read_counters()?.iter().map(|worker| worker.refused).sum(),
+            refused_datagrams: env.key_value_server().read_counters()?.iter().map(|worker| worker.refused).sum(),
         })
     }
 
     /// Describes all signs that requests are still pending, or that a worker gets no requests.
     pub fn signs_of_pending_requests(&self) -> Vec<String> {
         let mut signs = Vec::new();
-        let (outstanding, queued) = (self.sum_over_workers("outstanding"), self.sum_over_workers("queued"));
-        if outstanding != 0 || queued != 0 {
-            signs.push(format!("{outstanding} outstanding, {queued} queued: {}", self.dispatch_status));
+        let (outstanding_count, queued_count) = (self.sum_over_workers("outstanding"), self.sum_over_workers("queued"));
+        if outstanding_count != 0 || queued_count != 0 {
+            signs.push(format!("{outstanding_count} outstanding, {queued_count} queued: {}", self.dispatch_status));
         }
         let eligible_workers = count_eligible_workers(&self.dispatch_status);
         if eligible_workers != Some(WORKER_COUNT) {
             signs.push(format!("{eligible_workers:?} workers are eligible: {}", self.dispatch_status));
         }
         for worker in self.dispatch_status["workers"].as_array().into_iter().flatten() {
-            let worker_count = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
-            if worker_count("dispatched") != worker_count("completed").saturating_add(worker_count("abandoned")) {
+            let worker_counter = |name: &str| worker[name].as_u64().unwrap_or(u64::MAX);
+            if worker_counter("dispatched") != worker_counter("completed").saturating_add(worker_counter("abandoned")) {
                 signs.push(format!("dispatched, but neither completed nor abandoned: {worker}"));
             }
         }
         signs
     }
 
-    /// Returns the sum of the counter named `count` over all workers of the dispatch.
-    fn sum_over_workers(&self, count: &str) -> u64 {
+    /// Returns the sum of the counter named `counter_name` over all workers of the dispatch.
+    fn sum_over_workers(&self, counter_name: &str) -> u64 {
         let workers = self.dispatch_status["workers"].as_array().into_iter().flatten();
-        workers.filter_map(|worker| worker[count].as_u64()).sum()
+        workers.filter_map(|worker| worker[counter_name].as_u64()).sum()
     }
 
     fn dispatch_counter(&self, name: &str) -> u64 {
@@ -116,38 +116,42 @@ pub struct RequestLedger {
 }
 
 impl SoakSegment {
-    /// Creates the results of a segment. `before` and `after` are readings at least a second after a segment's last
-    /// request, when no request is pending. `at_once` is an earlier reading after the segment's last request.
+    /// Creates the results of a segment. `reading_before` and `reading_after` are readings at least a second after a
+    /// segment's last request, when no request is pending. `reading_at_once` is an earlier reading after the segment's
+    /// last request.
     pub fn new(
         number: u32,
-        before: &CounterReading,
-        at_once: &CounterReading,
-        after: &CounterReading,
-        made: &FaultCounts,
+        reading_before: &CounterReading,
+        reading_at_once: &CounterReading,
+        reading_after: &CounterReading,
+        fault_counts: &FaultCounts,
         load: &Report,
     ) -> Self {
-        let server = |name: &str| after.server_counter(name) - before.server_counter(name);
-        let (read, responses) = (server("UdpInDatagrams"), server("UdpOutDatagrams"));
-        let refused_datagrams = after.refused_datagrams - before.refused_datagrams;
-        let is_ledger_restarted = made.detachments + made.restarts > 0;
+        let server_growth = |name: &str| reading_after.server_counter(name) - reading_before.server_counter(name);
+        let (read, responses) = (server_growth("UdpInDatagrams"), server_growth("UdpOutDatagrams"));
+        let refused_datagrams = reading_after.refused_datagrams - reading_before.refused_datagrams;
+        let is_ledger_restarted = fault_counts.detachments + fault_counts.restarts > 0;
         let mut segment = Self {
             number,
-            faults: made.clone(),
-            sent: after.client_counter("UdpOutDatagrams") - before.client_counter("UdpOutDatagrams"),
+            faults: fault_counts.clone(),
+            sent: reading_after.client_counter("UdpOutDatagrams") - reading_before.client_counter("UdpOutDatagrams"),
             read,
-            dropped: server("UdpRcvbufErrors") + server("UdpMemErrors"),
-            without_listener: server("UdpNoPorts"),
-            purged: after.purged_datagrams - before.purged_datagrams,
+            dropped: server_growth("UdpRcvbufErrors") + server_growth("UdpMemErrors"),
+            without_listener: server_growth("UdpNoPorts"),
+            purged: reading_after.purged_datagrams - reading_before.purged_datagrams,
             killed_in_service: read as i64 - responses as i64 - refused_datagrams as i64,
             responses,
-            ledger: (!is_ledger_restarted).then(|| RequestLedger::new(before, after, made)),
+            ledger: (!is_ledger_restarted).then(|| RequestLedger::new(reading_before, reading_after, fault_counts)),
             load_requests: load.requests,
             load_lost: load.lost,
             violations: Vec::new(),
         };
-        at_once.signs_of_pending_requests().into_iter().for_each(|violation| segment.record_violation(&violation));
+        reading_at_once
+            .signs_of_pending_requests()
+            .into_iter()
+            .for_each(|violation| segment.record_violation(&violation));
         segment.check_datagrams();
-        segment.check_ledger(before, after);
+        segment.check_ledger(reading_before, reading_after);
         segment
     }
 
@@ -161,57 +165,62 @@ impl SoakSegment {
         )
     }
 
-    fn require_or_record(&mut self, holds: bool, what: impl FnOnce() -> String) {
-        if !holds {
-            self.record_violation(&what());
+    fn require_or_record(&mut self, is_satisfied: bool, to_description: impl FnOnce() -> String) {
+        if !is_satisfied {
+            self.record_violation(&to_description());
         }
     }
 
-    fn record_violation(&mut self, what: &str) {
-        self.violations.push(format!("segment {}: {what}", self.number));
+    fn record_violation(&mut self, description: &str) {
+        self.violations.push(format!("segment {}: {description}", self.number));
     }
 
     /// Checks that every datagram is accounted for, and that datagrams were lost only where a fault loses them.
     fn check_datagrams(&mut self) {
         let accounted_datagrams = self.read + self.dropped + self.without_listener + self.purged;
-        let (sent, made) = (self.sent, self.faults.clone());
-        let (dropped, without_listener, purged) = (self.dropped, self.without_listener, self.purged);
-        let killed_workers = made.kills + made.restarts * WORKER_COUNT;
+        let (sent_datagrams, fault_counts) = (self.sent, self.faults.clone());
+        let (dropped_datagrams, without_listener, purged_datagrams) =
+            (self.dropped, self.without_listener, self.purged);
+        let killed_workers = fault_counts.kills + fault_counts.restarts * WORKER_COUNT;
         // One more datagram per killed worker may be missing, because it arrived while the socket was being closed.
-        let is_accounted_for = (accounted_datagrams..=accounted_datagrams + killed_workers).contains(&sent);
+        let is_accounted_for = (accounted_datagrams..=accounted_datagrams + killed_workers).contains(&sent_datagrams);
         self.require_or_record(is_accounted_for, || {
-            format!("{sent} datagrams were sent, {accounted_datagrams} are accounted for")
+            format!("{sent_datagrams} datagrams were sent, {accounted_datagrams} are accounted for")
         });
-        self.require_or_record(dropped == 0 || made.floods > 0, || {
-            format!("{dropped} datagrams dropped without a flood")
+        self.require_or_record(dropped_datagrams == 0 || fault_counts.floods > 0, || {
+            format!("{dropped_datagrams} datagrams dropped without a flood")
         });
-        self.require_or_record(without_listener == 0 || made.restarts > 0, || {
+        self.require_or_record(without_listener == 0 || fault_counts.restarts > 0, || {
             format!("{without_listener} reached no worker without a restart")
         });
-        self.require_or_record(purged == 0 || killed_workers > 0, || format!("{purged} were purged without a kill"));
+        self.require_or_record(purged_datagrams == 0 || killed_workers > 0, || {
+            format!("{purged_datagrams} were purged without a kill")
+        });
         // A worker counts a request after reading it and again after answering it. A kill may come before either count.
         let killed_in_service = self.killed_in_service;
         let possible_range = -(killed_workers as i64)..=killed_workers as i64;
         self.require_or_record(possible_range.contains(&killed_in_service), || {
             format!("{killed_in_service} requests were read and not answered")
         });
-        let (lost, reasons) = (self.load_lost, dropped + without_listener + purged + killed_workers);
-        self.require_or_record(lost <= reasons, || {
-            format!("{lost} requests of the load are lost, {reasons} with a reason")
+        let (lost_requests, explained_losses) =
+            (self.load_lost, dropped_datagrams + without_listener + purged_datagrams + killed_workers);
+        self.require_or_record(lost_requests <= explained_losses, || {
+            format!("{lost_requests} requests of the load are lost, {explained_losses} with a reason")
         });
     }
 
-    fn check_ledger(&mut self, before: &CounterReading, after: &CounterReading) {
+    fn check_ledger(&mut self, reading_before: &CounterReading, reading_after: &CounterReading) {
         let Some(ledger) = &self.ledger else { return };
-        let (dispatched, answers) = (ledger.dispatched, ledger.completed + ledger.unmatched);
-        let (arrived, made) = (self.read + self.dropped + self.purged, self.faults.clone());
-        let sent_responses = self.responses + made.spoofed + made.answered_by_others;
-        let (abandoned, late) = (ledger.abandoned, ledger.late);
-        let uncounted_requests =
-            ["untracked", "no_worker"].map(|name| after.dispatch_counter(name) - before.dispatch_counter(name));
-        let agrees_with_workers = (arrived..=arrived + made.kills).contains(&dispatched);
+        let (dispatched_count, answers) = (ledger.dispatched, ledger.completed + ledger.unmatched);
+        let (arrived_datagrams, fault_counts) = (self.read + self.dropped + self.purged, self.faults.clone());
+        let sent_responses = self.responses + fault_counts.spoofed + fault_counts.answered_by_others;
+        let (abandoned_count, late_count) = (ledger.abandoned, ledger.late);
+        let uncounted_requests = ["untracked", "no_worker"]
+            .map(|name| reading_after.dispatch_counter(name) - reading_before.dispatch_counter(name));
+        let agrees_with_workers =
+            (arrived_datagrams..=arrived_datagrams + fault_counts.kills).contains(&dispatched_count);
         self.require_or_record(agrees_with_workers, || {
-            format!("{dispatched} dispatched, the workers' sockets were given {arrived}")
+            format!("{dispatched_count} dispatched, the workers' sockets were given {arrived_datagrams}")
         });
         self.require_or_record(answers == sent_responses, || {
             format!("{answers} completed or unmatched, {sent_responses} responses were sent")
@@ -219,21 +228,24 @@ impl SoakSegment {
         self.require_or_record(uncounted_requests == [0, 0], || {
             format!("{uncounted_requests:?} untracked, without a worker")
         });
-        self.require_or_record(abandoned >= self.dropped + self.purged, || format!("{abandoned} abandoned"));
-        self.require_or_record(late >= 0, || format!("{late} responses late"));
+        self.require_or_record(abandoned_count >= self.dropped + self.purged, || {
+            format!("{abandoned_count} abandoned")
+        });
+        self.require_or_record(late_count >= 0, || format!("{late_count} responses late"));
     }
 }
 
 impl RequestLedger {
-    fn new(before: &CounterReading, after: &CounterReading, made: &FaultCounts) -> Self {
-        let worker_growth = |name: &str| after.sum_over_workers(name) - before.sum_over_workers(name);
-        let unmatched_growth = after.dispatch_counter("unmatched") - before.dispatch_counter("unmatched");
+    fn new(reading_before: &CounterReading, reading_after: &CounterReading, fault_counts: &FaultCounts) -> Self {
+        let worker_growth = |name: &str| reading_after.sum_over_workers(name) - reading_before.sum_over_workers(name);
+        let unmatched_growth =
+            reading_after.dispatch_counter("unmatched") - reading_before.dispatch_counter("unmatched");
         Self {
             dispatched: worker_growth("dispatched"),
             completed: worker_growth("completed"),
             abandoned: worker_growth("abandoned"),
             unmatched: unmatched_growth,
-            late: unmatched_growth as i64 - made.spoofed as i64,
+            late: unmatched_growth as i64 - fault_counts.spoofed as i64,
         }
     }
 }

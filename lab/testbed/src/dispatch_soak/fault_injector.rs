@@ -103,10 +103,10 @@ impl<'a> FaultInjector<'a> {
             std::thread::sleep(pause);
             interrupt::ensure_not_interrupted()?;
             let now = Instant::now();
-            let (due, still): (Vec<_>, Vec<_>) =
+            let (due_workers, still_stopped_workers): (Vec<_>, Vec<_>) =
                 self.stopped_workers.drain(..).partition(|(_, resume_at)| *resume_at <= now);
-            self.stopped_workers = still;
-            due.into_iter().for_each(|(pid, _)| self.send_signal(pid, Signal::SIGCONT));
+            self.stopped_workers = still_stopped_workers;
+            due_workers.into_iter().for_each(|(pid, _)| self.send_signal(pid, Signal::SIGCONT));
             if now >= end {
                 return Ok(());
             }
@@ -142,27 +142,31 @@ impl<'a> FaultInjector<'a> {
                 self.fault_counts.detachments += 1;
             }
             _ => {
-                self.env.server().worker_pids().into_iter().for_each(|pid| self.send_signal(pid, Signal::SIGKILL));
+                self.env
+                    .key_value_server()
+                    .worker_pids()
+                    .into_iter()
+                    .for_each(|pid| self.send_signal(pid, Signal::SIGKILL));
                 self.fault_counts.restarts += 1;
             }
         }
         Ok(())
     }
 
-    fn random_duration(&mut self, milliseconds: std::ops::Range<u32>) -> Duration {
-        let random_part_ms = uniform_below(self.rng, milliseconds.end - milliseconds.start);
-        Duration::from_millis((milliseconds.start + random_part_ms).into())
+    fn random_duration(&mut self, range_ms: std::ops::Range<u32>) -> Duration {
+        let random_part_ms = uniform_below(self.rng, range_ms.end - range_ms.start);
+        Duration::from_millis((range_ms.start + random_part_ms).into())
     }
 
     fn random_worker_pid(&mut self) -> Option<u32> {
         let worker_number = uniform_below(self.rng, WORKER_COUNT as u32) as u8;
         // The worker may be missing, because a killed worker may not have been replaced yet.
-        self.env.server().worker_pid(worker_number).ok()
+        self.env.key_value_server().worker_pid(worker_number).ok()
     }
 
     /// Sends a signal to a worker process, unless it has ended.
     fn send_signal(&self, pid: u32, signal: Signal) {
-        if self.env.server().worker_pids().contains(&pid) {
+        if self.env.key_value_server().worker_pids().contains(&pid) {
             let _ = kill(Pid::from_raw(pid as i32), signal);
         }
     }
@@ -177,7 +181,7 @@ impl<'a> FaultInjector<'a> {
         let Some(pid) = self.random_worker_pid() else { return };
         let resume_at = Instant::now() + self.random_duration(STOP_DURATION_RANGE_MS);
         // Stop at most two workers at a time, because the other half can serve the load.
-        if self.stopped_workers.len() < 2 && self.stopped_workers.iter().all(|(stopped, _)| *stopped != pid) {
+        if self.stopped_workers.len() < 2 && self.stopped_workers.iter().all(|(stopped_pid, _)| *stopped_pid != pid) {
             self.send_signal(pid, Signal::SIGSTOP);
             self.stopped_workers.push((pid, resume_at));
             self.fault_counts.stops += 1;
@@ -187,10 +191,10 @@ impl<'a> FaultInjector<'a> {
     /// Sends requests that no worker answers. Another process answers every second one.
     fn send_unanswered_requests(&mut self) {
         let request_count = 1 + uniform_below(self.rng, 20);
-        let request_ids: Vec<u32> = (0..request_count).filter_map(|_| self.unanswered_client.send()).collect();
+        let request_ids: Vec<u32> = (0..request_count).filter_map(|_| self.unanswered_client.send_request()).collect();
         self.fault_counts.without_response += request_ids.len() as u64;
         std::thread::sleep(MAX_DELIVERY_TIME);
-        let Ok(address) = self.unanswered_client.address() else { return };
+        let Ok(address) = self.unanswered_client.source_address() else { return };
         for id in request_ids.into_iter().step_by(2) {
             self.fault_counts.answered_by_others += u64::from(self.spoofer.send_response(address, id).is_ok());
         }
@@ -210,7 +214,7 @@ impl<'a> FaultInjector<'a> {
     fn flood_workers(&mut self) {
         for _ in 0..FLOOD_DATAGRAM_COUNT / FLOOD_BURST_DATAGRAM_COUNT {
             let sent_count =
-                (0..FLOOD_BURST_DATAGRAM_COUNT).filter(|_| self.unanswered_client.send().is_some()).count();
+                (0..FLOOD_BURST_DATAGRAM_COUNT).filter(|_| self.unanswered_client.send_request().is_some()).count();
             self.fault_counts.without_response += sent_count as u64;
             std::thread::sleep(Duration::from_micros(100));
         }

@@ -75,14 +75,15 @@ pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<Dispatch
     let mut rng = seeded_rng(options.seed, RNG_STREAM_FAULTS);
     let total_duration = Duration::from_secs(options.seconds.into());
     let count = total_duration.div_duration_f64(SEGMENT_DURATION).ceil().max(2.0) as u32;
-    let length = (total_duration / count).max(MIN_SEGMENT_DURATION);
+    let segment_duration = (total_duration / count).max(MIN_SEGMENT_DURATION);
     let mut segments = Vec::new();
     let mut total_faults = FaultCounts::default();
     for number in 0..count {
         let mut fault_injector = FaultInjector::new(&mut env, &mut rng, number % 2 == 1)?;
         let counters_before = CounterReading::read_all(fault_injector.env())?;
-        let load_process = fault_injector.env().start_load(length, options.seed.wrapping_add(number.into()))?;
-        let faults_end = Instant::now() + length;
+        let load_process =
+            fault_injector.env().start_load(segment_duration, options.seed.wrapping_add(number.into()))?;
+        let faults_end = Instant::now() + segment_duration;
         fault_injector.inject_until(faults_end).with_context(|| format!("segment {number}"))?;
         let segment_faults = fault_injector.finish()?;
         let settle_deadline = Instant::now() + Duration::from_millis(options.settle_ms.into());
@@ -105,7 +106,7 @@ pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<Dispatch
         total_faults.add(&segment_faults);
         segments.push(segment);
     }
-    let sum_over_segments = |of: fn(&SoakSegment) -> u64| segments.iter().map(of).sum();
+    let sum_over_segments = |select_count: fn(&SoakSegment) -> u64| segments.iter().map(select_count).sum();
     Ok(DispatchSoakOutcome {
         sent: sum_over_segments(|segment| segment.sent),
         load_requests: sum_over_segments(|segment| segment.load_requests),

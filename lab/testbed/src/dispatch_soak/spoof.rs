@@ -30,7 +30,7 @@ impl UnansweredClient {
     }
 
     /// Sends a request and returns its id, or `None` if the kernel rejected it.
-    pub fn send(&mut self) -> Option<u32> {
+    pub fn send_request(&mut self) -> Option<u32> {
         let id = self.next_id;
         self.next_id = id.checked_add(1).unwrap_or(FIRST_UNANSWERED_ID);
         let mut datagram = [0; 12];
@@ -42,7 +42,7 @@ impl UnansweredClient {
     }
 
     /// Returns the source address of the requests. Fails when the kernel does not report it.
-    pub fn address(&self) -> anyhow::Result<SocketAddrV4> {
+    pub fn source_address(&self) -> anyhow::Result<SocketAddrV4> {
         match self.socket.local_addr()? {
             std::net::SocketAddr::V4(address) => Ok(address),
             std::net::SocketAddr::V6(address) => anyhow::bail!("{address}: expected an IPv4 address"),

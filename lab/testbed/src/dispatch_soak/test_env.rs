@@ -56,9 +56,10 @@ impl TestEnv {
     pub fn start(instance: &str) -> anyhow::Result<Self> {
         let testbed = Testbed::create_direct(instance)?;
         let worker_count = WORKER_COUNT.to_string();
-        let server = ["--paced", "--restart", "--service-us", SERVICE_TIME_ARGUMENT, "--workers", &worker_count];
-        let server =
-            testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", RECEIVE_BUFFER_BYTES]].concat())?;
+        let server_options =
+            ["--paced", "--restart", "--service-us", SERVICE_TIME_ARGUMENT, "--workers", &worker_count];
+        let server = testbed
+            .start_key_value_server(1, &[&server_options[..], &["--receive-buffer", RECEIVE_BUFFER_BYTES]].concat())?;
         let config = testbed.directory().join("dispatch.toml");
         // The response timeout is half of the time after which the ledger must be exact.
         let text = format!(
@@ -84,7 +85,7 @@ impl TestEnv {
         &self.testbed
     }
 
-    pub fn server(&self) -> &KeyValueServer {
+    pub fn key_value_server(&self) -> &KeyValueServer {
         &self.key_value_server
     }
 
@@ -105,8 +106,8 @@ impl TestEnv {
             let dispatch_status = self.query_dispatch_status().unwrap_or_default();
             // The status may still come from an older poll by the previous process.
             let ms_since_last_poll = dispatch_status["since_last_poll_ms"].as_u64();
-            let is_polled_by_new_daemon =
-                ms_since_last_poll.is_some_and(|polled| u128::from(polled) < attach_start.elapsed().as_millis());
+            let is_polled_by_new_daemon = ms_since_last_poll
+                .is_some_and(|poll_age_ms| u128::from(poll_age_ms) < attach_start.elapsed().as_millis());
             if is_polled_by_new_daemon && count_eligible_workers(&dispatch_status) >= Some(workers) {
                 return Ok(());
             }
@@ -152,7 +153,7 @@ impl TestEnv {
     }
 
     /// Starts the load generator for a duration. Fails when it cannot be started.
-    pub fn start_load(&self, length: Duration, seed: u64) -> anyhow::Result<Process> {
+    pub fn start_load(&self, duration: Duration, seed: u64) -> anyhow::Result<Process> {
         let mut command = Command::new(lab_command()?);
         command.args([
             "load",
@@ -172,15 +173,15 @@ impl TestEnv {
             "--seed",
             &seed.to_string(),
         ]);
-        command.args(["--first-port", &FIRST_LOAD_PORT.to_string(), "--seconds", &length.as_secs_f64().to_string()]);
+        command.args(["--first-port", &FIRST_LOAD_PORT.to_string(), "--seconds", &duration.as_secs_f64().to_string()]);
         command.stdout(Stdio::piped());
         self.testbed.spawn(self.testbed.client(), command)
     }
 }
 
 /// Returns the number of workers that get requests, according to the status of the dispatch.
-pub fn count_eligible_workers(ledger: &Value) -> Option<u64> {
-    let workers = ledger["workers"].as_array()?;
+pub fn count_eligible_workers(dispatch_status: &Value) -> Option<u64> {
+    let workers = dispatch_status["workers"].as_array()?;
     Some(workers.iter().filter(|worker| worker["eligible"] == true).count() as u64)
 }
 

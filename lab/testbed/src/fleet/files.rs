@@ -52,25 +52,25 @@ pub(super) fn write_controller_files(
                      endpoints = {endpoints:?}\nlease = \"{lease}s\"\n"
                 );
             }
-            let tls_table = tls_table_or_empty(options.tls, testbed, Role::Controller, "controller");
+            let tls_table = tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
             write_file(&config_path(testbed, &controller_name(number)), &(text.clone() + &tls_table))?;
         }
         return write_file(&config_path(testbed, "fleet"), document);
     }
     ensure!(options.controller_count == 1, "several controllers and a file of the fleet: expected `applied`");
     let text = match &options.shared_store_config {
-        Some(shared) => format!("{listen_line}token_directory = {token_directory:?}\n{shared}"),
+        Some(store_config) => format!("{listen_line}token_directory = {token_directory:?}\n{store_config}"),
         None => text + "fleet = \"fleet.toml\"\n",
     };
-    let text = text + &tls_table_or_empty(options.tls, testbed, Role::Controller, "controller");
+    let text = text + &tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
     write_file(&config_path(testbed, "controller"), &text)?;
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     if options.tables_by_interval {
         text += "table_updates = \"interval\"\n";
     }
-    for (number, standing) in pool {
-        let state_name = if *standing == AdminState::Active { "active" } else { "draining" };
-        let server_address_text = options.servers_family.address(server_address(*number));
+    for (number, admin_state) in pool {
+        let state_name = if *admin_state == AdminState::Active { "active" } else { "draining" };
+        let server_address_text = options.servers_family.host_address(server_address(*number));
         write!(
             text,
             "\n[[server]]\nname = \"s{number}\"\naddress = \"{server_address_text}\"\nstate = \"{state_name}\"\n"
@@ -103,7 +103,7 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
     let name = load_balancer_name(number);
     let address = match options.control_family {
         AddressFamily::Ipv4 => String::new(),
-        family => format!("address = \"{}\"\n", family.address(load_balancer_address(number))),
+        family => format!("address = \"{}\"\n", family.host_address(load_balancer_address(number))),
     };
     let text = format!(
         "name = \"{name}\"\ncontroller = {}\ninterface = \"{HOST_DEVICE}\"\npin_directory = \"{}\"\n\
@@ -114,7 +114,7 @@ pub(super) fn write_load_balancer_file(testbed: &Testbed, options: &FleetOptions
         vlan_config_line(testbed.vip_vlan())
             + &address
             + &options.load_balancer_text
-            + &tls_table_or_empty(options.tls, testbed, Role::Lb, &name),
+            + &tls_table_or_empty(options.uses_tls, testbed, Role::Lb, &name),
     );
     write_file(&config_path(testbed, &name), &text)
 }
@@ -123,7 +123,10 @@ pub(super) fn write_rack_controller_file(testbed: &Testbed, options: &FleetOptio
     let (name, listen, controllers) =
         (rack_controller_name(number), rack_controller_listen_address(number), options.format_controller_list());
     let text = format!("name = \"{name}\"\nlisten = \"{listen}\"\ncontroller = {controllers}\n");
-    write_file(&config_path(testbed, &name), &(text + &tls_table_or_empty(options.tls, testbed, Role::Rack, &name)))
+    write_file(
+        &config_path(testbed, &name),
+        &(text + &tls_table_or_empty(options.uses_tls, testbed, Role::Rack, &name)),
+    )
 }
 
 /// Returns the line in agents' files that lists the load balancers whose packets are decapsulated, or an empty text
@@ -132,7 +135,7 @@ fn decapsulation_line(testbed: &Testbed, options: &FleetOptions) -> String {
     if !options.forwarding.encapsulates() {
         return String::new();
     }
-    let lb_address = |number| options.servers_family.address(load_balancer_address(number)).to_string();
+    let lb_address = |number| options.servers_family.host_address(load_balancer_address(number)).to_string();
     let lb_addresses: Vec<String> = testbed.load_balancer_numbers().into_iter().map(lb_address).collect();
     format!("decapsulate_from = {lb_addresses:?}\n")
 }
@@ -153,7 +156,7 @@ pub(super) fn write_agent_file(testbed: &Testbed, options: &FleetOptions, number
         testbed.pin_directory().join(format!("agent-s{number}")).display(),
         testbed.emulated_rss_path(number).display(),
         decapsulation_line(testbed, options),
-        tls_table_or_empty(options.tls, testbed, Role::Agent, &format!("s{number}")) + &options.agent_text,
+        tls_table_or_empty(options.uses_tls, testbed, Role::Agent, &format!("s{number}")) + &options.agent_text,
     );
     write_file(&config_path(testbed, &format!("agent-s{number}")), &text)
 }
@@ -173,24 +176,35 @@ pub fn credential_directory(testbed: &Testbed, role: Role, name: &str) -> PathBu
 
 /// Issues a daemon's ca.crt, own.crt and own.key, signed by the testbed's authority. Returns their directory. Fails
 /// when there is no authority, or when files cannot be written.
-pub fn issue(testbed: &Testbed, role: Role, name: &str, fleet: &Name, validity: Validity) -> anyhow::Result<PathBuf> {
+pub fn issue_certificate(
+    testbed: &Testbed,
+    role: Role,
+    name: &str,
+    fleet: &Name,
+    validity: Validity,
+) -> anyhow::Result<PathBuf> {
     let authority = Authority::open(&certificate_directory(testbed))?;
     let identity = Identity { fleet: fleet.clone(), role, name: name.parse().map_err(anyhow::Error::msg)? };
     let directory = credential_directory(testbed, role, name);
-    authority.issue(&identity, &[], validity)?.write(&directory, &authority)?;
+    authority.issue(&identity, &[], validity)?.write_files(&directory, &authority)?;
     Ok(directory)
 }
 
 /// Returns the table `[tls]` for a daemon's configuration file, or an empty text without TLS.
-fn tls_table_or_empty(tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
-    let CredentialFiles { ca, certificate, key } = certificate_files(testbed, role, name);
-    if tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
+fn tls_table_or_empty(uses_tls: bool, testbed: &Testbed, role: Role, name: &str) -> String {
+    let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } =
+        certificate_files(testbed, role, name);
+    if uses_tls { format!("[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n") } else { String::new() }
 }
 
 /// Returns the paths of a daemon's certificate and key files, in its [`credential_directory`].
 pub fn certificate_files(testbed: &Testbed, role: Role, name: &str) -> CredentialFiles {
     let file_path = |file: &str| credential_directory(testbed, role, name).join(file);
-    CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
+    CredentialFiles {
+        ca_path: file_path("ca.crt"),
+        certificate_path: file_path("own.crt"),
+        key_path: file_path("own.key"),
+    }
 }
 
 fn write_file(path: &Path, text: &str) -> anyhow::Result<()> {

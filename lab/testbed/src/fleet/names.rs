@@ -22,7 +22,7 @@ pub fn controller_address_of(number: u16) -> String {
 
 /// Returns the address and port of controller `number` in the given address family.
 pub fn controller_address_in(family: AddressFamily, number: u16) -> String {
-    SocketAddr::new(family.address(CONTROLLER_ADDRESS), CONTROLLER_PORT + number - 1).to_string()
+    SocketAddr::new(family.host_address(CONTROLLER_ADDRESS), CONTROLLER_PORT + number - 1).to_string()
 }
 
 /// Returns the address and port of rack controller `number`, counted from 1.

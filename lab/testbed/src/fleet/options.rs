@@ -67,7 +67,7 @@ pub struct FleetOptions {
     /// Additional lines in the fleet's file for each server, by server number.
     pub server_lines: BTreeMap<u16, String>,
     /// Whether all daemons use TLS, with certificates from the testbed's authority.
-    pub tls: bool,
+    pub uses_tls: bool,
 }
 
 impl Default for FleetOptions {
@@ -99,7 +99,7 @@ impl Default for FleetOptions {
             preloaded_faults: None,
             server_racks: BTreeMap::new(),
             server_lines: BTreeMap::new(),
-            tls: false,
+            uses_tls: false,
         }
     }
 }

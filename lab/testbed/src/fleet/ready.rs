@@ -16,10 +16,11 @@ use crate::topology::Testbed;
 
 impl Fleet {
     pub(super) fn check_ready(&self, testbed: &Testbed) -> anyhow::Result<()> {
-        let status = self.status(testbed)?;
+        let status = self.query_status(testbed)?;
         let reporting_servers =
             array_or_empty(&status["servers"]).iter().filter(|server| server["reports"] == "fresh").count();
-        let active_servers = self.server_pool.values().filter(|standing| **standing == AdminState::Active).count();
+        let active_servers =
+            self.server_pool.values().filter(|admin_state| **admin_state == AdminState::Active).count();
         let expected_reports = if self.options.runs_agents { active_servers } else { 0 };
         ensure!(
             reporting_servers >= expected_reports,
@@ -37,15 +38,15 @@ impl Fleet {
         let newest_generations: Vec<(&str, u64)> =
             services.map(|service| self.complete_table_generation(testbed, service)).collect::<Result<_, _>>()?;
         // Query the status after the tables, because loads cause new tables all the time.
-        let status = self.status(testbed)?;
-        for (service, whole) in newest_generations {
+        let status = self.query_status(testbed)?;
+        for (service, complete_generation) in newest_generations {
             for number in self.load_balancers.keys() {
                 let generation_in_force =
                     load_balancer_state(&status, *number)?["table_generations"][service].as_u64().unwrap_or(0);
                 let balancer_name = load_balancer_name(*number);
                 ensure!(
-                    generation_in_force >= whole,
-                    "{balancer_name} has table {generation_in_force} of {service}: expected {whole}"
+                    generation_in_force >= complete_generation,
+                    "{balancer_name} has table {generation_in_force} of {service}: expected {complete_generation}"
                 );
             }
         }
@@ -57,9 +58,9 @@ impl Fleet {
         if self.rack_controllers.is_empty() {
             return Ok(());
         }
-        let (connected, expected) =
-            (array_or_empty(&self.status(testbed)?["racks"]).len(), self.rack_controllers.len());
-        ensure!(connected == expected, "{connected} racks are connected: expected {expected}");
+        let (connected_racks, expected_racks) =
+            (array_or_empty(&self.query_status(testbed)?["racks"]).len(), self.rack_controllers.len());
+        ensure!(connected_racks == expected_racks, "{connected_racks} racks are connected: expected {expected_racks}");
         Ok(())
     }
 

@@ -47,8 +47,8 @@ impl KeyValueServer {
     /// Reads the counters of each worker. Fails when the counter file cannot be read.
     pub fn read_counters(&self) -> anyhow::Result<Vec<WorkerCounters>> {
         let counter_values = read_core_load_file(&self.counter_file_path)?;
-        let (each, _) = counter_values.as_chunks::<{ SharedWorkerCounters::COUNTERS_PER_WORKER }>();
-        Ok(each.iter().map(WorkerCounters::from).collect())
+        let (counter_chunks, _) = counter_values.as_chunks::<{ SharedWorkerCounters::COUNTERS_PER_WORKER }>();
+        Ok(counter_chunks.iter().map(WorkerCounters::from).collect())
     }
 }
 

@@ -91,7 +91,7 @@ impl RocksDb {
         let path = CString::new(directory.as_os_str().as_bytes())?;
         let mut error = null_mut();
         // SAFETY: the functions get handles of their own kinds, a C string, and a place for the error.
-        let opened = unsafe {
+        let rocksdb = unsafe {
             let options = (functions.options_create)();
             (functions.options_set_create_if_missing)(options, 1);
             let database = (functions.open)(options, path.as_ptr(), &raw mut error);
@@ -99,11 +99,11 @@ impl RocksDb {
             let [read_options, write_options] = [(functions.readoptions_create)(), (functions.writeoptions_create)()];
             Self { functions, database, read_options, write_options }
         };
-        opened.check(error).with_context(|| directory.display().to_string())?;
+        rocksdb.check(error).with_context(|| directory.display().to_string())?;
         for number in 0..keys {
-            opened.put(key_value::key_name(number).as_bytes(), &initial_value(number, value_length))?;
+            rocksdb.put(key_value::key_name(number).as_bytes(), &initial_value(number, value_length))?;
         }
-        Ok(opened)
+        Ok(rocksdb)
     }
 
     /// Frees RocksDB's error text, and returns it as an error.
@@ -167,16 +167,16 @@ impl RocksDb {
         unsafe {
             let iterator = create_iterator(self.database, self.read_options);
             iter_seek(iterator, key.as_ptr().cast(), key.len());
-            let slice = |read: unsafe extern "C" fn(Handle, *mut usize) -> *const c_char| {
+            let read_slice = |iterator_getter: unsafe extern "C" fn(Handle, *mut usize) -> *const c_char| {
                 let mut length = 0;
-                let bytes = read(iterator, &raw mut length);
+                let bytes = iterator_getter(iterator, &raw mut length);
                 std::slice::from_raw_parts(bytes.cast::<u8>(), length)
             };
             for _ in 0..count {
                 if iter_valid(iterator) == 0 {
                     break;
                 }
-                use_pair(slice(iter_key), slice(iter_value));
+                use_pair(read_slice(iter_key), read_slice(iter_value));
                 iter_next(iterator);
             }
             iter_destroy(iterator);
@@ -199,7 +199,7 @@ impl Drop for RocksDb {
 
 impl Database for RocksDb {
     fn answer(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
-        let logged = |error: anyhow::Error| {
+        let log_error = |error: anyhow::Error| {
             tracing::warn!(
                 event = "request-failed",
                 error = format!("{error:#}"),
@@ -208,31 +208,31 @@ impl Database for RocksDb {
         };
         match request.request_type {
             RequestType::GET => {
-                let mut found = None;
-                if let Err(error) = self.get(request.key, |value| found = Some(value.to_vec())) {
-                    logged(error);
+                let mut found_value = None;
+                if let Err(error) = self.get(request.key, |value| found_value = Some(value.to_vec())) {
+                    log_error(error);
                 }
                 response.begin(
                     request,
-                    if found.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound },
+                    if found_value.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound },
                     worker,
                 );
-                if let Some(value) = found {
-                    response.push(request.key, &value);
+                if let Some(value) = found_value {
+                    response.push_pair(request.key, &value);
                 }
             }
             RequestType::PUT => {
-                let put = self.put(request.key, request.value).map_err(logged);
+                let put_result = self.put(request.key, request.value).map_err(log_error);
                 response.begin(
                     request,
-                    if put.is_ok() { ResponseStatus::Done } else { ResponseStatus::NotFound },
+                    if put_result.is_ok() { ResponseStatus::Done } else { ResponseStatus::NotFound },
                     worker,
                 );
             }
-            scan => {
+            scan_type => {
                 response.begin(request, ResponseStatus::Done, worker);
-                let pairs = scan.scan_pairs().unwrap_or(0).into();
-                self.scan(request.key, pairs, |key, value| _ = response.push(key, value));
+                let pair_count = scan_type.scan_pairs().unwrap_or(0).into();
+                self.scan(request.key, pair_count, |key, value| _ = response.push_pair(key, value));
             }
         }
     }
@@ -259,7 +259,7 @@ mod tests {
                 println!("SKIPPED rocksdb_answers_as_the_store_in_memory: {error}");
                 return;
             }
-            opened => opened.unwrap(),
+            open_result => open_result.unwrap(),
         };
         let memory = Store::with_keys(1000, 10, 2000);
         for (request_type, key, value) in [
@@ -275,10 +275,10 @@ mod tests {
             assert_eq!(answers[0], answers[1], "{request_type} {key}");
         }
         drop(rocksdb);
-        let again = RocksDb::open(directory.path(), 0, 0).unwrap();
-        let mut found: Vec<u8> = Vec::new();
-        assert!(again.get(b"absent", |value| found.extend(value)).unwrap());
-        assert_eq!(found, b"now present");
+        let reopened_database = RocksDb::open(directory.path(), 0, 0).unwrap();
+        let mut stored_value: Vec<u8> = Vec::new();
+        assert!(reopened_database.get(b"absent", |value| stored_value.extend(value)).unwrap());
+        assert_eq!(stored_value, b"now present");
         let error = RocksDb::open(Path::new("/dev/null/database"), 0, 0).map(drop).unwrap_err();
         assert!(format!("{error:#}").starts_with("/dev/null/database: RocksDB: IO error"), "{error:#}");
     }

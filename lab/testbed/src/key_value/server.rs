@@ -146,8 +146,8 @@ impl<'a> KeyValueMaster<'a> {
     }
 
     fn counters_of_worker(&self, worker: u8) -> SharedWorkerCounters {
-        let (each, _) = self.counter_file.counters().as_chunks();
-        SharedWorkerCounters(&each[usize::from(worker)])
+        let (counter_chunks, _) = self.counter_file.counters().as_chunks();
+        SharedWorkerCounters(&counter_chunks[usize::from(worker)])
     }
 
     fn read_all_counters(&self) -> Vec<WorkerCounters> {
@@ -169,8 +169,8 @@ impl<'a> KeyValueMaster<'a> {
     }
 
     fn publish_files(&self) -> anyhow::Result<()> {
-        if let (Some(path), Some(busy)) = (&self.args.busy_file, &self.core_load_file) {
-            busy.publish(path)?;
+        if let (Some(path), Some(core_load_file)) = (&self.args.busy_file, &self.core_load_file) {
+            core_load_file.publish(path)?;
         }
         if let Some(path) = &self.args.counter_file {
             self.counter_file.publish(path)?;
@@ -185,28 +185,29 @@ impl<'a> KeyValueMaster<'a> {
     }
 
     fn serve_by_threads(&mut self) -> anyhow::Result<()> {
-        let (failed, failures) = std::sync::mpsc::channel();
+        let (error_sender, error_receiver) = std::sync::mpsc::channel();
         for worker in 0..self.args.workers {
             let (socket, counters, busy_ns) =
                 (self.open_socket()?, self.counters_of_worker(worker), self.busy_ns_of_worker(worker));
-            let (store, pace, failed) = (Arc::clone(&self.store), self.service_time.clone(), failed.clone());
+            let (store, service_time, error_sender) =
+                (Arc::clone(&self.store), self.service_time.clone(), error_sender.clone());
             let run_worker = move || {
                 let worker = KeyValueWorker {
                     number: worker.into(),
                     socket: &socket,
                     store: &store,
-                    service_time: &pace,
+                    service_time: &service_time,
                     counters,
                     published_busy_ns: busy_ns,
                 };
                 // Sending fails only if the master has ended.
-                let _ = failed.send(worker.run().unwrap_err());
+                let _ = error_sender.send(worker.run().unwrap_err());
             };
             std::thread::Builder::new().name(format!("core{worker}")).spawn(run_worker)?;
         }
         self.publish_files()?;
         while interrupt::ensure_not_interrupted().is_ok() {
-            if let Ok(failure) = failures.recv_timeout(WORKER_POLL_INTERVAL) {
+            if let Ok(failure) = error_receiver.recv_timeout(WORKER_POLL_INTERVAL) {
                 return Err(failure);
             }
         }

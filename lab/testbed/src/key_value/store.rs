@@ -36,11 +36,11 @@ impl Store {
     /// Creates a store with `keys` keys, whose names are [`key_value::key_name`] of the numbers from 0. Each value has
     /// `value_length` bytes.
     pub(crate) fn with_keys(keys: u32, value_length: usize, max_pair_count: usize) -> Self {
-        let pair = |number: u32| {
+        let initial_pair = |number: u32| {
             let key = key_value::key_name(number).into_bytes();
             (key.into_boxed_slice(), initial_value(number, value_length).into_boxed_slice())
         };
-        Self { pairs: RwLock::new((0..keys).map(pair).collect()), pairs_max: max_pair_count }
+        Self { pairs: RwLock::new((0..keys).map(initial_pair).collect()), pairs_max: max_pair_count }
     }
 
     fn get(&self, request: &Request<'_>, worker: u16, response: &mut ResponseWriter) {
@@ -48,15 +48,15 @@ impl Store {
         let value = pairs.get(request.key);
         response.begin(request, if value.is_some() { ResponseStatus::Done } else { ResponseStatus::NotFound }, worker);
         if let Some(value) = value {
-            assert!(response.push(request.key, value), "requests have values that fit");
+            assert!(response.push_pair(request.key, value), "requests have values that fit");
         }
     }
 
     fn put(&self, key: &[u8], value: &[u8]) -> ResponseStatus {
         // A writer that panicked left the map valid, before or after its PUT.
         let mut pairs = self.pairs.write();
-        if let Some(present) = pairs.get_mut(key) {
-            *present = value.into();
+        if let Some(stored_value) = pairs.get_mut(key) {
+            *stored_value = value.into();
         } else if pairs.len() < self.pairs_max {
             pairs.insert(key.into(), value.into());
         } else {
@@ -65,10 +65,10 @@ impl Store {
         ResponseStatus::Done
     }
 
-    fn scan(&self, from: &[u8], count: usize, response: &mut ResponseWriter) {
-        let from = (Bound::Included(from), Bound::Unbounded);
-        for (key, value) in self.read().range::<[u8], _>(from).take(count) {
-            assert!(response.push(key, value), "127 pairs, each within one datagram");
+    fn scan(&self, first_key: &[u8], count: usize, response: &mut ResponseWriter) {
+        let key_range = (Bound::Included(first_key), Bound::Unbounded);
+        for (key, value) in self.read().range::<[u8], _>(key_range).take(count) {
+            assert!(response.push_pair(key, value), "127 pairs, each within one datagram");
         }
     }
 
@@ -85,10 +85,10 @@ impl Database for Store {
                 let status = self.put(request.key, request.value);
                 response.begin(request, status, worker);
             }
-            scan => {
+            scan_type => {
                 response.begin(request, ResponseStatus::Done, worker);
-                if let Some(pairs) = scan.scan_pairs() {
-                    self.scan(request.key, pairs.into(), response);
+                if let Some(pair_count) = scan_type.scan_pairs() {
+                    self.scan(request.key, pair_count.into(), response);
                 }
             }
         }
@@ -107,15 +107,15 @@ mod tests {
         let request = Request { request_type: request_type.parse().unwrap(), id: 1, service_ns: 0, key, value };
         let mut response = ResponseWriter::default();
         store.answer(&request, 2, &mut response);
-        let (mut status, mut all) = (0, Vec::new());
+        let (mut status, mut all_pairs) = (0, Vec::new());
         for datagram in response.finish_response() {
             assert!(datagram.len() <= MAX_DATAGRAM_BYTES);
             let (header, pairs) = parse_response(datagram).unwrap();
             assert_eq!(header.worker_index.get(), 2);
-            status = header.status;
-            all.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
+            status = header.status_code;
+            all_pairs.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
         }
-        (status, all)
+        (status, all_pairs)
     }
 
     #[test]
@@ -127,8 +127,8 @@ mod tests {
         assert_eq!(request(&store, "GET", b"new", b""), (0, vec![(b"new".to_vec(), b"second".to_vec())]));
         assert_eq!(request(&store, "PUT", b"another", b""), (ResponseStatus::StoreFull as u8, vec![]));
         assert_eq!(request(&store, "PUT", b"new", b""), (ResponseStatus::Done as u8, vec![]));
-        let (_, got) = request(&store, "GET", key_name(2).as_bytes(), b"");
-        assert_eq!(got, [(key_name(2).into_bytes(), vec![2, 3, 4, 5])]);
+        let (_, pairs) = request(&store, "GET", key_name(2).as_bytes(), b"");
+        assert_eq!(pairs, [(key_name(2).into_bytes(), vec![2, 3, 4, 5])]);
     }
 
     #[test]

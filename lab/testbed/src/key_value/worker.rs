@@ -37,9 +37,9 @@ impl SharedWorkerCounters {
     const BUSY_NS_INDEX: usize = 3;
 
     /// Adds to the counter at an index. Each counter has one writer, and readers need no ordering with other memory.
-    fn add(&self, which: usize, more: u64) {
-        let sum = u64::from_le(self.0[which].load(Ordering::Relaxed)) + more;
-        self.0[which].store(sum.to_le(), Ordering::Relaxed);
+    fn add(&self, counter_index: usize, increment: u64) {
+        let sum = u64::from_le(self.0[counter_index].load(Ordering::Relaxed)) + increment;
+        self.0[counter_index].store(sum.to_le(), Ordering::Relaxed);
     }
 
     /// Returns the current values of all counters.
@@ -87,7 +87,7 @@ impl KeyValueWorker<'_> {
         let (mut receiver, mut response, mut core) =
             (TimestampedReceiver::default(), ResponseWriter::default(), VirtualCore::default());
         let mut buffer = vec![0; 65_536];
-        let mut is_first_refusal = true;
+        let mut is_first_rejection = true;
         loop {
             let received_datagram = match receiver.receive(self.socket, &mut buffer) {
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
@@ -112,13 +112,13 @@ impl KeyValueWorker<'_> {
                         .all(|datagram| self.socket.send_to(datagram, client_address).is_ok());
                     self.counters.add(SharedWorkerCounters::ANSWERED_INDEX, is_sent.into());
                 }
-                Err(refused) => {
+                Err(rejection) => {
                     self.counters.add(SharedWorkerCounters::REJECTED_INDEX, 1);
-                    if std::mem::take(&mut is_first_refusal) {
+                    if std::mem::take(&mut is_first_rejection) {
                         tracing::warn!(
                             event = "request-rejected",
                             worker = self.number,
-                            error = %refused,
+                            error = %rejection,
                             "request rejected without a response; further rejections are only counted"
                         );
                     }
@@ -151,17 +151,20 @@ impl KeyValueWorker<'_> {
         }
         let busy_ns = service_ns.map_or_else(|| now_ns() - start_ns, u64::from);
         self.counters.add(SharedWorkerCounters::BUSY_NS_INDEX, busy_ns);
-        if let Some(published) = self.published_busy_ns {
-            published.store(self.counters.read()[SharedWorkerCounters::BUSY_NS_INDEX].to_le(), Ordering::Relaxed);
+        if let Some(published_busy_ns) = self.published_busy_ns {
+            published_busy_ns
+                .store(self.counters.read()[SharedWorkerCounters::BUSY_NS_INDEX].to_le(), Ordering::Relaxed);
         }
         Ok(())
     }
 }
 
 /// Sleeps until a time of CLOCK_MONOTONIC (ns).
-pub(crate) fn sleep_until(moment_ns: u64) {
-    let moment = TimeSpec::from_duration(Duration::from_nanos(moment_ns));
-    while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &moment) == Err(Errno::EINTR) {}
+pub(crate) fn sleep_until(deadline_ns: u64) {
+    let deadline = TimeSpec::from_duration(Duration::from_nanos(deadline_ns));
+    while clock_nanosleep(ClockId::CLOCK_MONOTONIC, ClockNanosleepFlags::TIMER_ABSTIME, &deadline) == Err(Errno::EINTR)
+    {
+    }
 }
 
 /// Sets the receive buffer's size to `bytes`, beyond net.core.rmem_max if permitted. Fails if the kernel grants less.

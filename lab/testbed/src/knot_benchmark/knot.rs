@@ -74,7 +74,7 @@ fn is_query_answered(query: &str) -> anyhow::Result<bool> {
     socket.connect(DNS_SERVICE_ADDRESS)?;
     socket.set_read_timeout(Some(Duration::from_millis(500)))?;
     let mut datagram = Vec::new();
-    query.parse::<DnsQuery>()?.write(1, &mut datagram);
+    query.parse::<DnsQuery>()?.write_datagram(1, &mut datagram);
     socket.send(&datagram)?;
     let mut buffer = [0; 4096];
     let length = socket.recv(&mut buffer)?;

@@ -45,9 +45,9 @@ pub struct KnotBenchmarkArgs {
     pub format: Format,
 }
 
-fn parse_number_between(text: &str, low: f64, high: f64) -> Result<f64, String> {
-    let number = text.parse().ok().filter(|number| (low..=high).contains(number));
-    number.ok_or_else(|| format!("expected a number from {low} to {high}"))
+fn parse_number_between(text: &str, minimum: f64, maximum: f64) -> Result<f64, String> {
+    let number = text.parse().ok().filter(|number| (minimum..=maximum).contains(number));
+    number.ok_or_else(|| format!("expected a number from {minimum} to {maximum}"))
 }
 
 fn parse_rate(text: &str) -> Result<f64, String> {
@@ -100,8 +100,8 @@ pub fn main(args: &KnotBenchmarkArgs) -> anyhow::Result<()> {
 /// Runs knotd on a server of a new testbed, and measures every policy in turn. Fails without root or knotd, when a
 /// process does not start, when an answer has an error, or when the machine is too busy.
 pub fn compare_policies(args: &KnotBenchmarkArgs) -> anyhow::Result<Comparison> {
-    if let Some(missing) = missing_privilege() {
-        anyhow::bail!(missing);
+    if let Some(privilege_error) = missing_privilege() {
+        anyhow::bail!(privilege_error);
     }
     raise_socket_limit()?;
     let testbed = Testbed::create_direct(&instance::unique_name("stockserver")?)?;
@@ -149,8 +149,8 @@ fn measure_policy(testbed: &Testbed, policy: &str, args: &KnotBenchmarkArgs, see
 
 impl PolicyMeasurement {
     fn new(policy: &str, reports: &[Report]) -> anyhow::Result<Self> {
-        let summarize_runs = |of: &dyn Fn(&Report) -> Option<f64>| {
-            let values: Vec<f64> = reports.iter().filter_map(of).collect();
+        let summarize_runs = |value: &dyn Fn(&Report) -> Option<f64>| {
+            let values: Vec<f64> = reports.iter().filter_map(value).collect();
             ensure!(values.len() == reports.len(), "{policy}: queries of one kind were not answered");
             SeedSummary::from_values(&values).ok_or_else(|| anyhow::anyhow!("no run"))
         };
@@ -171,11 +171,16 @@ impl Printable for Comparison {
     }
 
     fn rows(&self) -> Vec<Vec<String>> {
-        let policy_row = |of: &PolicyMeasurement| {
-            let summaries = [&of.answered_rps, &of.plain_p50_us, &of.plain_p99_us, &of.signed_p99_us];
+        let policy_row = |measurement: &PolicyMeasurement| {
+            let summaries = [
+                &measurement.answered_rps,
+                &measurement.plain_p50_us,
+                &measurement.plain_p99_us,
+                &measurement.signed_p99_us,
+            ];
             let summaries =
-                summaries.map(|spread| format!("{:.0} ({:.0}-{:.0})", spread.median, spread.low, spread.high));
-            std::iter::once(of.policy.clone()).chain(summaries).chain([of.lost.to_string()]).collect()
+                summaries.map(|summary| format!("{:.0} ({:.0}-{:.0})", summary.median, summary.low, summary.high));
+            std::iter::once(measurement.policy.clone()).chain(summaries).chain([measurement.lost.to_string()]).collect()
         };
         self.policies.iter().map(policy_row).collect()
     }

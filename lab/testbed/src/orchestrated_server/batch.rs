@@ -17,11 +17,11 @@ const BATCH_SERVICE: u8 = 1;
 /// Time without a response after which all outstanding requests count as lost.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Keeps `window` requests with a service time of `service_us` (us) outstanding until `stop` is set. Starts again after
-/// an error, such as the end of the orchestrator.
-pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) {
-    while !stop.load(Relaxed) {
-        if let Err(error) = send_requests(memory, window, service_us, stop) {
+/// Keeps `window` requests with a service time of `service_us` (us) outstanding until `stop_flag` is set. Starts again
+/// after an error, such as the end of the orchestrator.
+pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop_flag: &AtomicBool) {
+    while !stop_flag.load(Relaxed) {
+        if let Err(error) = send_requests(memory, window, service_us, stop_flag) {
             tracing::warn!(
                 event = "batch-failed",
                 error = format!("{error:#}"),
@@ -32,23 +32,23 @@ pub fn run_batch_client(memory: &Path, window: usize, service_us: u32, stop: &At
     }
 }
 
-fn send_requests(memory: &Path, window: usize, service_us: u32, stop: &AtomicBool) -> anyhow::Result<()> {
-    let services = Runtime::connect(memory)?.services();
+fn send_requests(memory: &Path, window: usize, service_us: u32, stop_flag: &AtomicBool) -> anyhow::Result<()> {
+    let services = Runtime::connect(memory)?.service_entries();
     let batch_service =
         services.get(usize::from(BATCH_SERVICE)).context("one service: expected a second one for the batch")?;
     let socket = UdpSocket::bind("0.0.0.0:0")?;
     socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
     let request_type = RequestType::work(BATCH_SERVICE).expect("below 16");
-    let (mut unit, mut under_way, mut buffer) = (0, 0, [0; MAX_DATAGRAM_BYTES]);
+    let (mut request_id, mut outstanding_count, mut buffer) = (0, 0, [0; MAX_DATAGRAM_BYTES]);
     let mut datagram = Vec::new();
-    while !stop.load(Relaxed) {
-        while under_way < window {
-            let request = Request { request_type, id: unit, service_ns: service_us * 1000, key: b"", value: b"" };
-            request.write(&mut datagram);
+    while !stop_flag.load(Relaxed) {
+        while outstanding_count < window {
+            let request = Request { request_type, id: request_id, service_ns: service_us * 1000, key: b"", value: b"" };
+            request.write_datagram(&mut datagram);
             socket.send_to(&datagram, batch_service.address)?;
-            (unit, under_way) = (unit.wrapping_add(1), under_way + 1);
+            (request_id, outstanding_count) = (request_id.wrapping_add(1), outstanding_count + 1);
         }
-        under_way = if socket.recv(&mut buffer).is_ok() { under_way - 1 } else { 0 };
+        outstanding_count = if socket.recv(&mut buffer).is_ok() { outstanding_count - 1 } else { 0 };
     }
     Ok(())
 }

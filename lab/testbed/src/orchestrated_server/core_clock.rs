@@ -22,7 +22,7 @@ pub struct CoreClock {
     /// Number of the service that ran in the last slice.
     last_service: Cell<u8>,
     /// Computed end of the last slice (ns), which precedes the actual wake-up.
-    virtual_end_ns: Cell<u64>,
+    computed_end_ns: Cell<u64>,
     /// Time at which the worker woke up after the last slice (ns).
     wake_up_ns: Cell<u64>,
 }
@@ -32,8 +32,8 @@ impl CoreClock {
     /// an idle worker. `switch` is the time that the core needs to switch to another service.
     pub fn new(slice: Duration, sleep: Duration, switch: Duration) -> Self {
         let [max_slice_ns, idle_sleep_ns, switch_ns] = [slice, sleep, switch].map(|time| time.as_nanos() as u64);
-        let (virtual_end_ns, wake_up_ns) = (Cell::new(0), Cell::new(0));
-        Self { max_slice_ns, idle_sleep_ns, switch_ns, last_service: Cell::new(0), virtual_end_ns, wake_up_ns }
+        let (computed_end_ns, wake_up_ns) = (Cell::new(0), Cell::new(0));
+        Self { max_slice_ns, idle_sleep_ns, switch_ns, last_service: Cell::new(0), computed_end_ns, wake_up_ns }
     }
 
     /// Sleeps for the service time of a request. Meanwhile, `yield_point` may serve other requests.
@@ -57,17 +57,17 @@ impl CoreClock {
     fn begin_request(&self, now_ns: u64) {
         let has_slept = now_ns - self.wake_up_ns.get() >= self.idle_sleep_ns;
         let earliest_start_ns = if has_slept { now_ns } else { now_ns.saturating_sub(MAX_CATCH_UP_NS) };
-        self.virtual_end_ns.set(self.virtual_end_ns.get().max(earliest_start_ns));
+        self.computed_end_ns.set(self.computed_end_ns.get().max(earliest_start_ns));
     }
 
     /// Starts a slice of a service, and returns when it begins on the emulated core (ns).
     fn begin_slice(&self, service: u8) -> u64 {
         let switch_ns = if self.last_service.replace(service) == service { 0 } else { self.switch_ns };
-        self.virtual_end_ns.get() + switch_ns
+        self.computed_end_ns.get() + switch_ns
     }
 
     fn end_slice(&self, end_ns: u64, now_ns: u64) {
-        self.virtual_end_ns.set(end_ns);
+        self.computed_end_ns.set(end_ns);
         self.wake_up_ns.set(now_ns);
     }
 }
@@ -88,7 +88,7 @@ mod tests {
         core_clock.begin_request(100 * MS);
         core_clock.end_slice(101 * MS, 104 * MS);
         core_clock.begin_request(105 * MS);
-        assert_eq!(core_clock.virtual_end_ns.get(), 101 * MS);
+        assert_eq!(core_clock.computed_end_ns.get(), 101 * MS);
     }
 
     #[test]
@@ -97,7 +97,7 @@ mod tests {
         core_clock.begin_request(100 * MS);
         core_clock.end_slice(101 * MS, 102 * MS);
         core_clock.begin_request(112 * MS);
-        assert_eq!(core_clock.virtual_end_ns.get(), 112 * MS);
+        assert_eq!(core_clock.computed_end_ns.get(), 112 * MS);
     }
 
     #[test]
@@ -106,19 +106,19 @@ mod tests {
         core_clock.begin_request(100 * MS);
         core_clock.end_slice(101 * MS, 1000 * MS);
         core_clock.begin_request(1001 * MS);
-        assert_eq!(core_clock.virtual_end_ns.get(), 1001 * MS - MAX_CATCH_UP_NS);
+        assert_eq!(core_clock.computed_end_ns.get(), 1001 * MS - MAX_CATCH_UP_NS);
     }
 
     #[test]
     fn preempted_request_takes_its_time_and_that_of_others() {
-        let (clock, before) = (clock_of_core(), now_ns());
+        let (clock, start_ns) = (clock_of_core(), now_ns());
         let mut yield_count = 0;
         clock.serve_request(0, Duration::from_millis(3), || {
             yield_count += 1;
             clock.serve_request(0, Duration::from_millis(2), || ());
         });
         assert_eq!(yield_count, 2);
-        assert!(now_ns() - before >= 7 * MS, "3 ms and twice 2 ms");
+        assert!(now_ns() - start_ns >= 7 * MS, "3 ms and twice 2 ms");
     }
 
     #[test]

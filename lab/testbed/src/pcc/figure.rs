@@ -13,7 +13,7 @@ use crate::stream::client::StreamWorkload;
 
 /// Interrupts the measurement that is running.
 pub fn interrupt_measurement() {
-    interrupt::request();
+    interrupt::request_interruption();
 }
 
 /// Measures every series of `scenario` with every seed. The label of a series must be the name of a method. Fails when
@@ -26,11 +26,12 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
         .collect::<anyhow::Result<_>>()?;
     let seed_count = *scenario.seeds.get_ref();
     let stream_workload = StreamWorkload::default();
-    let of = methods.len() * seed_count as usize * (stream_workload.warm_up_seconds + stream_workload.seconds) as usize;
+    let total_seconds =
+        methods.len() * seed_count as usize * (stream_workload.warm_up_seconds + stream_workload.seconds) as usize;
     let elapsed_seconds = std::cell::Cell::new(0);
     let report_progress = || {
         elapsed_seconds.set(elapsed_seconds.get() + 1);
-        progress(elapsed_seconds.get(), of);
+        progress(elapsed_seconds.get(), total_seconds);
     };
     let mut samples = Vec::new();
     // Sort by seed, so that disturbances of the machine affect all methods alike.
@@ -38,7 +39,7 @@ pub fn measure(scenario: &Scenario, progress: ProgressCallback<'_>) -> anyhow::R
         for method in &methods {
             let pcc_run =
                 PccRun::measure(*method, &StreamWorkload { seed, ..stream_workload.clone() }, &report_progress)?;
-            eprintln!("{}", pcc_run.line());
+            eprintln!("{}", pcc_run.summary_line());
             for panel in &scenario.panel {
                 let is_in_panel = scenario.panel_series(panel).any(|series| series.label.get_ref() == method.name);
                 if is_in_panel {

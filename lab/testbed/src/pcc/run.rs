@@ -55,8 +55,8 @@ impl PccRun {
     /// Runs a method. Calls `tick` once a second. Fails without root, when a process does not start or ends early, when
     /// the machine is too busy, or when interrupted.
     pub fn measure(method: Method, streams: &StreamWorkload, tick: &dyn Fn()) -> anyhow::Result<Self> {
-        if let Some(missing) = missing_privilege() {
-            anyhow::bail!(missing);
+        if let Some(privilege_error) = missing_privilege() {
+            anyhow::bail!(privilege_error);
         }
         let mut env = TestEnv::start(method, streams.seed)?;
         let mut cpu_meter = CpuMeter::new()?;
@@ -65,12 +65,14 @@ impl PccRun {
         let stream_client = env.testbed.start_stream_client(streams, Some(start_ns))?;
         cpu_meter.start()?;
         let mut pending_changes = timeline::CHANGES_BY_HALF_SECOND.iter().peekable();
-        for half in 0..2 * (warm_up_seconds + u64::from(streams.seconds)) {
-            interrupt::sleep_until(start_ns + half * 500_000_000)?;
-            while let Some((_, due)) = pending_changes.next_if(|(at, _)| at + 2 * warm_up_seconds == half) {
-                env.apply_changes(due)?;
+        for half_second in 0..2 * (warm_up_seconds + u64::from(streams.seconds)) {
+            interrupt::sleep_until(start_ns + half_second * 500_000_000)?;
+            while let Some((_, due_changes)) = pending_changes
+                .next_if(|(change_half_second, _)| change_half_second + 2 * warm_up_seconds == half_second)
+            {
+                env.apply_changes(due_changes)?;
             }
-            if half % 2 == 0 {
+            if half_second % 2 == 0 {
                 tick();
             }
         }
@@ -85,15 +87,15 @@ impl PccRun {
                 "the client was late with one connection in a hundred: the machine is too busy"
             );
         }
-        let status = env.fleet.status(&env.testbed)?;
+        let status = env.fleet.query_status(&env.testbed)?;
         let load_balancers = status["load_balancers"].as_array().into_iter().flatten();
         let servers = status["servers"].as_array().into_iter().flatten();
-        let (before, seconds) = report.seconds.split_at(streams.warm_up_seconds as usize);
+        let (warm_up_results, seconds) = report.seconds.split_at(streams.warm_up_seconds as usize);
         Ok(Self {
             method: method.name,
             seed: streams.seed,
             seconds: seconds.to_vec(),
-            warm_up: StreamSecond::sum(before),
+            warm_up: StreamSecond::sum(warm_up_results),
             open_at_end: report.open_at_end,
             lateness_us,
             machine_busy_pct: cpu_meter.busy_pct(),
@@ -111,7 +113,7 @@ impl PccRun {
         self.seconds.iter().map(StreamSecond::broken_pct).fold(0.0, f64::max)
     }
 
-    pub fn line(&self) -> String {
+    pub fn summary_line(&self) -> String {
         let sums = self.sum_of_seconds();
         let BrokenConnections { refused, reset, timed_out, closed_early, wrong_answer, other } = sums.broken;
         format!(
@@ -138,7 +140,7 @@ struct TestEnv {
     seed: u64,
     next_server_number: u16,
     /// Number of servers that have left the pool.
-    left_server_count: u64,
+    departed_server_count: u64,
     testbed: Testbed,
 }
 
@@ -146,7 +148,7 @@ impl TestEnv {
     fn start(method: Method, seed: u64) -> anyhow::Result<Self> {
         let testbed = Testbed::create(TestbedOptions {
             instance: instance::unique_name("pcc")?,
-            servers: timeline::SERVER_COUNT + timeline::count(FleetChange::AddServer),
+            servers: timeline::INITIAL_SERVER_COUNT + timeline::count(FleetChange::AddServer),
             cores: 1,
             has_rings: true,
             load_balancers: timeline::INITIAL_LOAD_BALANCER_COUNT,
@@ -166,11 +168,11 @@ impl TestEnv {
         };
         let mut fleet = Fleet::start(&testbed, options).with_context(|| format!("method {}", method.name))?;
         let mut pool = fleet.server_pool().clone();
-        let next_server_number = timeline::SERVER_COUNT + 1;
+        let next_server_number = timeline::INITIAL_SERVER_COUNT + 1;
         pool.retain(|number, _| *number < next_server_number);
         fleet.set_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;
-        Ok(Self { fleet, _stream_servers: stream_servers, seed, next_server_number, left_server_count: 0, testbed })
+        Ok(Self { fleet, _stream_servers: stream_servers, seed, next_server_number, departed_server_count: 0, testbed })
     }
 
     /// Applies all changes that are due at one time with a single new version of the controller's file.
@@ -196,17 +198,17 @@ impl TestEnv {
     }
 
     fn next_leaving_server(&mut self, pool: &BTreeMap<u16, AdminState>) -> u16 {
-        let active_servers = pool.iter().filter(|(_, standing)| **standing == AdminState::Active);
+        let active_servers = pool.iter().filter(|(_, admin_state)| **admin_state == AdminState::Active);
         let active_servers: Vec<u16> = active_servers.map(|(number, _)| *number).collect();
-        self.left_server_count += 1;
-        timeline::leaving_server(&active_servers, self.seed, self.left_server_count)
+        self.departed_server_count += 1;
+        timeline::leaving_server(&active_servers, self.seed, self.departed_server_count)
     }
 }
 
 /// Returns the sums of the counters by name, without those that are 0.
-fn sum_counters<'a>(all: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
+fn sum_counters<'a>(counter_objects: impl Iterator<Item = &'a serde_json::Value>) -> BTreeMap<String, u64> {
     let mut sums = BTreeMap::new();
-    for (name, count) in all.filter_map(serde_json::Value::as_object).flatten() {
+    for (name, count) in counter_objects.filter_map(serde_json::Value::as_object).flatten() {
         *sums.entry(name.clone()).or_default() += count.as_u64().unwrap_or(0);
     }
     sums.retain(|_, count| *count > 0);

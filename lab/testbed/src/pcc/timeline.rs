@@ -6,7 +6,7 @@ use coreward_model::rss::{seeded_rng, uniform_below};
 const RNG_STREAM_LEAVING_SERVERS: u64 = 6;
 
 /// Number of servers in the pool at the start.
-pub const SERVER_COUNT: u16 = 24;
+pub const INITIAL_SERVER_COUNT: u16 = 24;
 pub const INITIAL_LOAD_BALANCER_COUNT: u16 = 2;
 
 /// Change of the server pool or of the load balancers.
@@ -49,18 +49,20 @@ pub fn count(change: FleetChange) -> u16 {
 
 /// Returns the number of servers in the pool at the end of second `second`, counted from 0.
 pub fn server_count_after(second: u64) -> u16 {
-    let changes_before =
-        CHANGES_BY_HALF_SECOND.iter().filter(|(half, _)| *half <= 2 * second + 1).flat_map(|(_, changes)| *changes);
-    changes_before.fold(SERVER_COUNT, |servers, change| match change {
+    let changes_before = CHANGES_BY_HALF_SECOND
+        .iter()
+        .filter(|(half_second, _)| *half_second <= 2 * second + 1)
+        .flat_map(|(_, changes)| *changes);
+    changes_before.fold(INITIAL_SERVER_COUNT, |servers, change| match change {
         FleetChange::AddServer => servers + 1,
         FleetChange::DrainServer | FleetChange::RemoveServer => servers - 1,
         FleetChange::AddLoadBalancer | FleetChange::KillLoadBalancer => servers,
     })
 }
 
-/// Returns the server in `pool` that leaves as number `turn`, which is the same under every method.
-pub fn leaving_server(pool: &[u16], seed: u64, turn: u64) -> u16 {
-    let mut rng = seeded_rng(seed << 8 | turn, RNG_STREAM_LEAVING_SERVERS);
+/// Returns the server in `pool` that leaves as number `leave_number`, which is the same under every method.
+pub fn leaving_server(pool: &[u16], seed: u64, leave_number: u64) -> u16 {
+    let mut rng = seeded_rng(seed << 8 | leave_number, RNG_STREAM_LEAVING_SERVERS);
     pool[uniform_below(&mut rng, pool.len() as u32) as usize]
 }
 
@@ -73,6 +75,6 @@ mod tests {
         let left_servers = count(FleetChange::DrainServer) + count(FleetChange::RemoveServer);
         assert_eq!((count(FleetChange::AddServer), left_servers), (7, 8));
         assert_eq!([0, 4, 5, 6, 12, 15, 22, 44].map(server_count_after), [24, 25, 27, 29, 31, 29, 23, 23]);
-        assert!(CHANGES_BY_HALF_SECOND.is_sorted_by_key(|(half, _)| *half));
+        assert!(CHANGES_BY_HALF_SECOND.is_sorted_by_key(|(half_second, _)| *half_second));
     }
 }

@@ -262,9 +262,9 @@ impl<'a> ClientEventLoop<'a> {
         }
         let now_ns = now_ns();
         while let Some(due_ns) = self.next_connection_due_ns().filter(|due_ns| *due_ns <= now_ns) {
-            if let Some((identity, kind)) = self.connection_source.pop_connection() {
+            if let Some((identity, mix_index)) = self.connection_source.pop_connection() {
                 self.lateness_histogram.saturating_record((now_ns - due_ns) / 1_000);
-                self.open_connection(identity as u32, kind, now_ns)?;
+                self.open_connection(identity as u32, mix_index, now_ns)?;
             }
         }
         if now_ns >= self.next_timeout_check_ns {
@@ -280,7 +280,7 @@ impl<'a> ClientEventLoop<'a> {
 
     /// Returns the time at which the next connection is due (ns), or `None` after the end of the run.
     fn next_connection_due_ns(&self) -> Option<u64> {
-        Some(self.start_ns + self.connection_source.next()).filter(|due_ns| *due_ns < self.run_end_ns())
+        Some(self.start_ns + self.connection_source.next_start()).filter(|due_ns| *due_ns < self.run_end_ns())
     }
 
     /// Returns the source address and port of connection `number`, which no other connection has.
@@ -350,13 +350,13 @@ impl<'a> ClientEventLoop<'a> {
     }
 
     /// Reads all available bytes, and the end of the stream if it has arrived. Fails on a wrong byte.
-    fn receive_response(&mut self, number: u64) -> Result<(), ConnectionFailure> {
-        let Some(connection) = self.connections.get_mut(&number) else { return Ok(()) };
-        let (seed, bytes) = (connection.request.content_seed.get(), connection.request.response_length());
+    fn receive_response(&mut self, connection_id: u64) -> Result<(), ConnectionFailure> {
+        let Some(connection) = self.connections.get_mut(&connection_id) else { return Ok(()) };
+        let (seed, expected_bytes) = (connection.request.content_seed.get(), connection.request.response_length());
         let mut buffer = [0; 2048];
         loop {
             let length = match connection.stream.read(&mut buffer) {
-                Ok(0) if connection.received_bytes == bytes => break,
+                Ok(0) if connection.received_bytes == expected_bytes => break,
                 Ok(0) => return Err(ConnectionFailure::ClosedEarly),
                 Ok(length) => length,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
@@ -364,13 +364,15 @@ impl<'a> ClientEventLoop<'a> {
             };
             let is_right_byte =
                 |(offset, byte): (u64, &u8)| *byte == content_byte(seed, connection.received_bytes + offset);
-            if connection.received_bytes + length as u64 > bytes || !(0..).zip(&buffer[..length]).all(is_right_byte) {
+            if connection.received_bytes + length as u64 > expected_bytes
+                || !(0..).zip(&buffer[..length]).all(is_right_byte)
+            {
                 return Err(ConnectionFailure::WrongAnswer);
             }
             connection.received_bytes += length as u64;
         }
         let mix_index = connection.mix_index;
-        self.connections.remove(&number);
+        self.connections.remove(&connection_id);
         self.connection_source.connection_ended(mix_index);
         let now_ns = now_ns();
         if now_ns < self.run_end_ns() {
@@ -379,9 +381,9 @@ impl<'a> ClientEventLoop<'a> {
         Ok(())
     }
 
-    fn count_broken_connection(&mut self, number: u64, failure: &ConnectionFailure) {
-        let Some(connection) = self.connections.remove(&number) else { return };
-        self.results_of_second_at(now_ns()).broken.count_failure(failure, number as usize);
+    fn count_broken_connection(&mut self, connection_id: u64, failure: &ConnectionFailure) {
+        let Some(connection) = self.connections.remove(&connection_id) else { return };
+        self.results_of_second_at(now_ns()).broken.count_failure(failure, connection_id as usize);
         self.connection_source.connection_ended(connection.mix_index);
     }
 
@@ -389,9 +391,9 @@ impl<'a> ClientEventLoop<'a> {
     fn fail_timed_out_connections(&mut self, now_ns: u64) {
         let timed_out_connections =
             self.connections.iter().filter(|(_, connection)| connection.next_byte_due_ns() + DATA_TIMEOUT_NS < now_ns);
-        let timed_out_ids: Vec<u64> = timed_out_connections.map(|(number, _)| *number).collect();
-        for number in timed_out_ids {
-            self.count_broken_connection(number, &io::Error::from(io::ErrorKind::TimedOut).into());
+        let timed_out_ids: Vec<u64> = timed_out_connections.map(|(connection_id, _)| *connection_id).collect();
+        for connection_id in timed_out_ids {
+            self.count_broken_connection(connection_id, &io::Error::from(io::ErrorKind::TimedOut).into());
         }
     }
 
@@ -415,7 +417,12 @@ impl Testbed {
     /// Starts a client that uses all addresses of the client host. Its warm-up starts at `start_ns`. Fails when it
     /// cannot be started.
     pub fn start_stream_client(&self, streams: &StreamWorkload, start_ns: Option<u64>) -> anyhow::Result<StreamClient> {
-        self.start_stream_client_at_address(self.service(), 0..self.options().client_addresses, streams, start_ns)
+        self.start_stream_client_at_address(
+            self.service_address(),
+            0..self.options().client_addresses,
+            streams,
+            start_ns,
+        )
     }
 
     /// Starts a client of another service, from some of the client host's addresses. Other clients may use the rest.
@@ -448,7 +455,7 @@ impl Testbed {
 impl StreamClient {
     /// Sends SIGTERM, which ends the client within a second, and waits for its report. Fails when the client has ended
     /// before, has failed, or still runs after `limit`.
-    pub fn end(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
+    pub fn terminate_and_report(mut self, limit: Duration) -> anyhow::Result<StreamReport> {
         let exit_status = self.client_process.try_wait()?;
         ensure!(exit_status.is_none(), "the stream client has ended before: {exit_status:?}");
         self.client_process.send_signal(Signal::SIGTERM)?;

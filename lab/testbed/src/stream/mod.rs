@@ -55,8 +55,8 @@ pub fn content_byte(seed: u32, position: u64) -> u8 {
 /// Raises this process's limit of open files to the maximum, for thousands of connections.
 fn raise_open_file_limit() -> anyhow::Result<()> {
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
-    let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    Ok(setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?)
+    let (_, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    Ok(setrlimit(Resource::RLIMIT_NOFILE, hard_limit, hard_limit)?)
 }
 
 #[cfg(test)]
@@ -74,8 +74,9 @@ mod tests {
 
     #[test]
     fn responses_with_other_seeds_have_other_bytes() {
-        let differing_bytes =
-            |a: u32, b: u32| (0..125).filter(|at| content_byte(a, *at) != content_byte(b, *at)).count();
+        let differing_bytes = |a: u32, b: u32| {
+            (0..125).filter(|position| content_byte(a, *position) != content_byte(b, *position)).count()
+        };
         for (a, b) in [(1, 2), (7, 0x8000_0007), (0, u32::MAX)] {
             assert!(differing_bytes(a, b) > 50, "{a} and {b}: {}", differing_bytes(a, b));
         }

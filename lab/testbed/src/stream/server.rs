@@ -47,12 +47,12 @@ pub fn run(args: &StreamServerArgs) -> anyhow::Result<()> {
     };
     let listeners_and_load_files: Vec<(TcpListener, CounterFile)> =
         args.servers.iter().map(start).collect::<anyhow::Result<_>>()?;
-    for ((_, busy), (_, file)) in listeners_and_load_files.iter().zip(&args.servers) {
-        busy.publish(file)?;
+    for ((_, core_load_file), (_, file)) in listeners_and_load_files.iter().zip(&args.servers) {
+        core_load_file.publish(file)?;
     }
     let emulated_cores = listeners_and_load_files
         .iter()
-        .map(|(listener, busy)| EmulatedCore::new(listener, &busy.counters()[0]))
+        .map(|(listener, core_load_file)| EmulatedCore::new(listener, &core_load_file.counters()[0]))
         .collect();
     match EventLoop::new(StreamProtocol, emulated_cores)?.run()? {}
 }
@@ -75,8 +75,8 @@ impl ServerProtocol for StreamProtocol {
 
     fn receive(&self, stream: &mut StreamState, bytes: &[u8], queue: &mut ResponseQueue<'_>) -> bool {
         let (buffer, length) = &mut stream.request_buffer;
-        let Some(room) = buffer.get_mut(*length..*length + bytes.len()) else { return false };
-        room.copy_from_slice(bytes);
+        let Some(remaining_buffer) = buffer.get_mut(*length..*length + bytes.len()) else { return false };
+        remaining_buffer.copy_from_slice(bytes);
         *length += bytes.len();
         if *length == REQUEST_BYTES {
             let request = StreamRequest::read_from_bytes(buffer).expect("REQUEST_BYTES");
@@ -109,26 +109,27 @@ pub struct StreamServerProcess {
 impl Testbed {
     /// Starts one process that serves on all present servers. Fails when it does not listen within ten seconds.
     pub fn start_stream_servers(&self) -> anyhow::Result<StreamServerProcess> {
-        self.start_stream_servers_at_address(self.service(), |number| fleet::core_load_file_path(self, number))
+        self.start_stream_servers_at_address(self.service_address(), |number| fleet::core_load_file_path(self, number))
     }
 
-    /// Starts stream servers at another address. `busy` returns the path of each server's core load file.
+    /// Starts stream servers at another address. `to_core_load_file_path` returns the path of each server's core load
+    /// file.
     pub fn start_stream_servers_at_address(
         &self,
         listen: impl Into<SocketAddr>,
-        busy: impl Fn(u16) -> PathBuf,
+        to_core_load_file_path: impl Fn(u16) -> PathBuf,
     ) -> anyhow::Result<StreamServerProcess> {
         let server_numbers = self.server_numbers();
         ensure!(!server_numbers.is_empty(), "a testbed without servers");
         let mut command = Command::new(fleet::lab_command()?);
         command.args(["testbed", "stream-server", "--listen", &listen.into().to_string()]);
         for number in &server_numbers {
-            let core_load_file_path = busy(*number);
+            let core_load_file_path = to_core_load_file_path(*number);
             command.arg("--server").arg(format!("{}={}", self.server(*number)?.name(), core_load_file_path.display()));
         }
         let mut process = self.spawn(self.controller(), command)?;
         for number in server_numbers {
-            process.wait_for_file("the process of the stream servers", &busy(number))?;
+            process.wait_for_file("the process of the stream servers", &to_core_load_file_path(number))?;
         }
         Ok(StreamServerProcess { process })
     }

@@ -21,14 +21,14 @@ use serde_json::{Value, json};
 
 /// Port of the browser's driver in the controller's namespace.
 const DRIVER_PORT: u16 = 9515;
-const DASHBOARD: &str = "http://127.0.0.1:7401/";
-const TIMEOUT: Duration = Duration::from_secs(30);
+const DASHBOARD_URL: &str = "http://127.0.0.1:7401/";
+const PAGE_TIMEOUT: Duration = Duration::from_secs(30);
 const SERVER_COUNT: u16 = 6;
 const CORE_COUNT: u16 = 4;
 /// Maximum duration of the traffic that the browser shows (s).
 const MAX_TRAFFIC_SECONDS: u64 = 90;
 /// Delay before the screenshot, so that the lines and the heat map contain data.
-const PICTURE_DELAY: Duration = Duration::from_secs(45);
+const SCREENSHOT_DELAY: Duration = Duration::from_secs(45);
 
 /// Starts the browser's driver in its own process namespace. When the driver ends, so do all processes of the browser.
 fn start_browser_driver(testbed: &Testbed) -> anyhow::Result<Process> {
@@ -41,7 +41,7 @@ fn start_browser_driver(testbed: &Testbed) -> anyhow::Result<Process> {
     testbed.spawn(testbed.controller(), command)
 }
 
-async fn connect() -> anyhow::Result<Client> {
+async fn connect_to_driver() -> anyhow::Result<Client> {
     let options = json!({
         "goog:chromeOptions": {
             // The sandbox does not work for root, and /dev/shm is small in containers.
@@ -52,43 +52,47 @@ async fn connect() -> anyhow::Result<Client> {
     });
     let Value::Object(options) = options else { unreachable!("an object") };
     let capabilities: Capabilities = options.into_iter().collect();
-    let end = tokio::time::Instant::now() + TIMEOUT;
+    let deadline = tokio::time::Instant::now() + PAGE_TIMEOUT;
     loop {
-        let client = ClientBuilder::new(HttpConnector::new())
+        let connect_result = ClientBuilder::new(HttpConnector::new())
             .capabilities(capabilities.clone())
             .connect(&format!("http://127.0.0.1:{DRIVER_PORT}"))
             .await;
-        match client {
+        match connect_result {
             Ok(client) => return Ok(client),
-            Err(error) if tokio::time::Instant::now() > end => return Err(error).context("no browser"),
+            Err(error) if tokio::time::Instant::now() > deadline => return Err(error).context("no browser"),
             Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
         }
     }
 }
 
-/// Waits until a script in the page returns true. `what` describes the condition.
-async fn wait_until(client: &Client, what: &str, script: &str) -> anyhow::Result<()> {
-    let end = tokio::time::Instant::now() + TIMEOUT;
+/// Waits until a script in the page returns true. `description` describes the condition.
+async fn wait_until(client: &Client, description: &str, script: &str) -> anyhow::Result<()> {
+    let deadline = tokio::time::Instant::now() + PAGE_TIMEOUT;
     loop {
         if client.execute(&format!("return {script};"), Vec::new()).await? == Value::Bool(true) {
             return Ok(());
         }
-        ensure!(tokio::time::Instant::now() < end, "not within {TIMEOUT:?}: {what}; the page: {}", page(client).await?);
+        ensure!(
+            tokio::time::Instant::now() < deadline,
+            "not within {PAGE_TIMEOUT:?}: {description}; the page: {}",
+            page_text(client).await?
+        );
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-async fn page(client: &Client) -> anyhow::Result<String> {
+async fn page_text(client: &Client) -> anyhow::Result<String> {
     Ok(client.find(Locator::Css("body")).await?.text().await?)
 }
 
-async fn by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
+async fn find_by_id(client: &Client, id: &str) -> anyhow::Result<Element> {
     client.find(Locator::Id(id)).await.with_context(|| format!("no element {id}"))
 }
 
 /// Logs in with a token through the form on the page.
 async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
-    by_id(client, "token").await?.send_keys(token).await?;
+    find_by_id(client, "token").await?.send_keys(token).await?;
     client.find(Locator::Css("#login button")).await?.click().await?;
     Ok(())
 }
@@ -96,8 +100,8 @@ async fn log_in(client: &Client, token: &str) -> anyhow::Result<()> {
 /// Returns the error messages in the browser's log.
 async fn browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
     #[derive(Debug)]
-    struct BrowserLog;
-    impl fantoccini::wd::WebDriverCompatibleCommand for BrowserLog {
+    struct GetBrowserLog;
+    impl fantoccini::wd::WebDriverCompatibleCommand for GetBrowserLog {
         fn endpoint(&self, base: &url::Url, session: Option<&str>) -> Result<url::Url, url::ParseError> {
             base.join(&format!("session/{}/se/log", session.unwrap_or_default()))
         }
@@ -105,74 +109,74 @@ async fn browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
             (http::Method::POST, Some(r#"{"type": "browser"}"#.to_owned()))
         }
     }
-    let lines = client.issue_cmd(BrowserLog).await?;
-    let lines = lines.as_array().context("a log")?;
-    Ok(lines.iter().filter(|line| line["level"] == "SEVERE").map(|line| line["message"].to_string()).collect())
+    let log_lines = client.issue_cmd(GetBrowserLog).await?;
+    let log_lines = log_lines.as_array().context("a log")?;
+    Ok(log_lines.iter().filter(|line| line["level"] == "SEVERE").map(|line| line["message"].to_string()).collect())
 }
 
-async fn check_dashboard(token: String, drain: &(dyn Fn() -> anyhow::Result<()> + Sync)) -> anyhow::Result<()> {
-    let client = connect().await?;
-    client.goto(DASHBOARD).await?;
+async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Result<()> + Sync)) -> anyhow::Result<()> {
+    let client = connect_to_driver().await?;
+    client.goto(DASHBOARD_URL).await?;
     wait_until(&client, "the form to log in", "!document.getElementById('login').hidden").await?;
-    ensure!(!page(&client).await?.contains("web0"), "seen without a token: {}", page(&client).await?);
+    ensure!(!page_text(&client).await?.contains("web0"), "seen without a token: {}", page_text(&client).await?);
     log_in(&client, "not-the-token-not-the-token-not-the").await?;
     wait_until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
     // The browser logs every 401, of which two are expected here.
-    let expected = browser_errors(&client).await?;
-    ensure!(expected.iter().all(|line| line.contains("401")), "{expected:?}");
+    let expected_errors = browser_errors(&client).await?;
+    ensure!(expected_errors.iter().all(|line| line.contains("401")), "{expected_errors:?}");
 
     log_in(&client, &token).await?;
     wait_until(&client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
-    let cores = usize::from(SERVER_COUNT * CORE_COUNT);
-    let under = format!(
-        "document.getElementById('under').textContent.startsWith('{SERVER_COUNT} servers, {cores} cores; loads of \
+    let core_count = usize::from(SERVER_COUNT * CORE_COUNT);
+    let summary_script = format!(
+        "document.getElementById('under').textContent.startsWith('{SERVER_COUNT} servers, {core_count} cores; loads of \
          {SERVER_COUNT}')"
     );
-    wait_until(&client, "the loads of every core", &under).await?;
+    wait_until(&client, "the loads of every core", &summary_script).await?;
     for expected in ["web0", "10.200.0.1:80", "crossrss-plus", "lb1", "connected"] {
         wait_until(&client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
     }
-    let names = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
-    let names = client.execute(&format!("return {names};"), Vec::new()).await?;
+    let names_script = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
+    let names = client.execute(&format!("return {names_script};"), Vec::new()).await?;
     ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
-    let reporting =
+    let reporting_script =
         format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
-    wait_until(&client, "reports of every server", &reporting).await?;
+    wait_until(&client, "reports of every server", &reporting_script).await?;
     // Loads are drawn if the newest column has a colour per core, and if not all colours are equal.
-    let colours = "(() => { const map = document.getElementById('heat'); \
+    let colours_script = "(() => { const map = document.getElementById('heat'); \
         const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
         const seen = new Set(); \
         for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
         return seen.size > 3; })()";
-    wait_until(&client, "colours of different loads", colours).await?;
-    let flow = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
-    wait_until(&client, "new connections", flow).await?;
+    wait_until(&client, "colours of different loads", colours_script).await?;
+    let traffic_script = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
+    wait_until(&client, "new connections", traffic_script).await?;
 
-    if let Ok(picture) = std::env::var("COREWARD_SCREENSHOT") {
-        tokio::time::sleep(PICTURE_DELAY).await;
-        drain()?;
+    if let Ok(screenshot_path) = std::env::var("COREWARD_SCREENSHOT") {
+        tokio::time::sleep(SCREENSHOT_DELAY).await;
+        drain_server()?;
         tokio::time::sleep(Duration::from_secs(8)).await;
-        fs::write(&picture, client.screenshot().await?).context(picture)?;
+        fs::write(&screenshot_path, client.screenshot().await?).context(screenshot_path)?;
     } else {
-        drain()?;
+        drain_server()?;
     }
-    let draining = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
+    let draining_script = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
         row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
-    wait_until(&client, "the server that drains", draining).await?;
+    wait_until(&client, "the server that drains", draining_script).await?;
     // For a short time, agents report that server's MAC address as missing, until they have resolved it.
     wait_until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')")
         .await?;
     wait_until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
         .await?;
     // The page must not load any resource from another origin.
-    let origins = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
+    let origins_script = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
                    URL(entry.name).origin))].join();";
-    let origins = client.execute(origins, Vec::new()).await?;
-    ensure!(origins == DASHBOARD.trim_end_matches('/'), "{origins}");
+    let origins = client.execute(origins_script, Vec::new()).await?;
+    ensure!(origins == DASHBOARD_URL.trim_end_matches('/'), "{origins}");
     // The session is in a viewer's cookie, which no script may read.
     ensure!(client.execute("return document.cookie;", Vec::new()).await? == "", "a script can read the session");
 
-    by_id(&client, "logout").await?.click().await?;
+    find_by_id(&client, "logout").await?.click().await?;
     wait_until(
         &client,
         "the form again",

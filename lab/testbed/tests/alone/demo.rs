@@ -12,9 +12,9 @@ use coreward_testbed::{missing_testbed_rights, skip_if};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-fn demo_command(arguments: &[&str], out: &Path) -> anyhow::Result<Command> {
+fn demo_command(arguments: &[&str], output_directory: &Path) -> anyhow::Result<Command> {
     let mut command = Command::new(lab_command()?);
-    command.arg("demo").args(arguments).arg("--out").arg(out);
+    command.arg("demo").args(arguments).arg("--out").arg(output_directory);
     Ok(command)
 }
 
@@ -48,10 +48,10 @@ fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
     }
     let core_variance_pct = |policy: usize| policies[policy]["core_variance_pct"].as_f64().context("core_variance_pct");
     let noise_floor_pct = results["noise_floor_pct"].as_f64().context("noise_floor_pct")?;
-    for core_aware in [1, 2] {
+    for policy_index in [1, 2] {
         assert!(
-            noise_floor_pct < core_variance_pct(core_aware)?
-                && core_variance_pct(core_aware)? * 5.0 <= core_variance_pct(0)?,
+            noise_floor_pct < core_variance_pct(policy_index)?
+                && core_variance_pct(policy_index)? * 5.0 <= core_variance_pct(0)?,
             "{results:#}"
         );
     }

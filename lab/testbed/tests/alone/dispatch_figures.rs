@@ -17,8 +17,8 @@ fn figure(arguments: &[&str]) -> anyhow::Result<FigureResult> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// Asserts that every panel has these curves, each with values of at least `least` at every point.
-fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], least: f64) {
+/// Asserts that every panel has these curves, each with values of at least `minimum` at every point.
+fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], minimum: f64) {
     assert_eq!(result.table.panels.len(), panels);
     for panel in &result.table.panels {
         let curve_labels: Vec<&str> = panel.curves.iter().map(|curve| curve.label.as_str()).collect();
@@ -30,7 +30,7 @@ fn assert_complete(result: &FigureResult, panels: usize, series: &[&str], least:
             panel.title
         );
         let mut cells = panel.curves.iter().flat_map(|curve| &curve.cells);
-        assert!(cells.all(|cell| cell.spread.median >= least), "{panel:?}");
+        assert!(cells.all(|table_cell| table_cell.spread.median >= minimum), "{panel:?}");
     }
 }
 
@@ -43,7 +43,7 @@ fn request_figure_is_measured_live() -> anyhow::Result<()> {
     assert_complete(&result, 2, &series, 0.0);
     let panel_curves = &result.table.panels[0].curves;
     assert!(
-        panel_curves.iter().flat_map(|curve| &curve.cells).all(|cell| cell.spread.median >= 1.0),
+        panel_curves.iter().flat_map(|curve| &curve.cells).all(|table_cell| table_cell.spread.median >= 1.0),
         "{panel_curves:?}"
     );
     // Claims about a load of 70 % have no values to check.

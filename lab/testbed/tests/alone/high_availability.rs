@@ -42,10 +42,13 @@ fn etcd_config_table(members: &[LocalMember]) -> String {
 
 fn start_controller(testbed: &Testbed, members: &[LocalMember], number: u16) -> Process {
     let config_path = testbed.directory().join(format!("controller{number}.toml"));
-    let (listen, api, tokens) = (controller_address_of(number), api_address_of(number), testbed.directory());
+    let (listen, api, token_directory) = (controller_address_of(number), api_address_of(number), testbed.directory());
     fs::write(
         &config_path,
-        format!("listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {tokens:?}\n{}", etcd_config_table(members)),
+        format!(
+            "listen = \"{listen}\"\napi = \"{api}\"\ntoken_directory = {token_directory:?}\n{}",
+            etcd_config_table(members)
+        ),
     )
     .unwrap();
     let log_file = File::create(testbed.directory().join(format!("controller{number}.log"))).unwrap();
@@ -88,10 +91,10 @@ fn fleet_document(servers: u16) -> String {
 }
 
 /// Repeats a query until it returns a value, because at times no controller or no etcd member leads.
-fn retry_until_some<T>(what: &str, ask: impl Fn() -> Option<T>) -> T {
+fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
     let mut query_result = None;
-    eventually(TAKEOVER_TIMEOUT, what, || {
-        query_result = ask();
+    eventually(TAKEOVER_TIMEOUT, description, || {
+        query_result = query();
         query_result.is_some()
     });
     query_result.expect("it is there")
@@ -178,7 +181,7 @@ impl HighAvailabilityEnv {
 
     fn kill_controller(&mut self, number: u16) {
         match number {
-            1 => self.fleet.kill("controller").unwrap(),
+            1 => self.fleet.kill_daemon("controller").unwrap(),
             _ => drop(self.other_controllers[usize::from(number) - 2].take().expect("it runs")),
         }
     }

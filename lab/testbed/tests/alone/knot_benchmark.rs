@@ -22,11 +22,11 @@ fn knotd_answers_every_dispatched_query() -> anyhow::Result<()> {
     let comparison: serde_json::Value = serde_json::from_slice(&output.stdout)?;
     let policies = comparison["policies"].as_array().context("policies")?;
     assert_eq!(policies.len(), 3);
-    for measured in policies {
-        assert_eq!(measured["lost"], 0, "{measured}");
+    for policy_result in policies {
+        assert_eq!(policy_result["lost"], 0, "{policy_result}");
         // Arrivals are a Poisson process, so 300 are expected with a standard deviation of 17.
-        let answered_rps = measured["answered_rps"]["median"].as_f64().context("answered_rps")?;
-        assert!((200.0..400.0).contains(&answered_rps), "{measured}");
+        let answered_rps = policy_result["answered_rps"]["median"].as_f64().context("answered_rps")?;
+        assert!((200.0..400.0).contains(&answered_rps), "{policy_result}");
     }
     Ok(())
 }

@@ -21,10 +21,11 @@ const BURST_INTERVAL: Duration = Duration::from_millis(2);
 
 /// Returns the Internet checksum of the bytes (RFC 1071).
 fn internet_checksum(bytes: &[u8]) -> u16 {
-    let words = bytes.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], *pair.get(1).unwrap_or(&0)])));
+    let words =
+        bytes.chunks(2).map(|byte_pair| u32::from(u16::from_be_bytes([byte_pair[0], *byte_pair.get(1).unwrap_or(&0)])));
     let sum: u32 = words.sum();
-    let folded = (sum & 0xffff) + (sum >> 16);
-    !((folded & 0xffff) + (folded >> 16)) as u16
+    let folded_sum = (sum & 0xffff) + (sum >> 16);
+    !((folded_sum & 0xffff) + (folded_sum >> 16)) as u16
 }
 
 /// Returns an IPv4 packet with a SYN to the service. It has the same options as Linux's SYNs (MSS, SACK permitted,
@@ -44,31 +45,33 @@ fn syn_packet(source: Ipv4Addr, port: u16, sequence: u32) -> Vec<u8> {
         [&addresses[..], &[0, libc::IPPROTO_TCP as u8, 0, tcp_segment.len() as u8], &tcp_segment].concat();
     let tcp_checksum = internet_checksum(&checksummed_bytes);
     tcp_segment[16..18].copy_from_slice(&tcp_checksum.to_be_bytes());
-    let mut ip = vec![0x45, 0, 0, 20 + tcp_segment.len() as u8, 0, 0, 0x40, 0, 64, libc::IPPROTO_TCP as u8, 0, 0];
-    ip.extend(&addresses);
-    let ip_checksum = internet_checksum(&ip);
-    ip[10..12].copy_from_slice(&ip_checksum.to_be_bytes());
-    [ip, tcp_segment].concat()
+    let mut ip_header =
+        vec![0x45, 0, 0, 20 + tcp_segment.len() as u8, 0, 0, 0x40, 0, 64, libc::IPPROTO_TCP as u8, 0, 0];
+    ip_header.extend(&addresses);
+    let ip_checksum = internet_checksum(&ip_header);
+    ip_header[10..12].copy_from_slice(&ip_checksum.to_be_bytes());
+    [ip_header, tcp_segment].concat()
 }
 
-/// Sends SYNs from spoofed sources until `done`, and returns the number of SYNs sent.
-fn flood_with_syns(client: &Namespace, done: &AtomicBool) -> anyhow::Result<u64> {
+/// Sends SYNs from spoofed sources until `stop_flag`, and returns the number of SYNs sent.
+fn flood_with_syns(client: &Namespace, stop_flag: &AtomicBool) -> anyhow::Result<u64> {
     client.run_within(|| {
         // SAFETY: takes integers, returns a new descriptor or -1.
         let socket_fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW) };
         anyhow::ensure!(socket_fd >= 0, "a raw socket: {}", std::io::Error::last_os_error());
         // SAFETY: the descriptor is new and has no other owner.
         let socket = unsafe { OwnedFd::from_raw_fd(socket_fd) };
-        let to = nix::sys::socket::SockaddrIn::from(SERVICE_ADDRESS);
+        let destination = nix::sys::socket::SockaddrIn::from(SERVICE_ADDRESS);
         let mut rng = seeded_rng(1, 99);
         let mut sent_syns = 0;
-        while !done.load(Ordering::Relaxed) {
+        while !stop_flag.load(Ordering::Relaxed) {
             for _ in 0..SYNS_PER_BURST {
                 let source_address = Ipv4Addr::from_bits(SPOOFED_SOURCE_PREFIX.1 + uniform_below(&mut rng, 1 << 15));
                 let source_port = 1024 + uniform_below(&mut rng, 60_000) as u16;
                 let packet = syn_packet(source_address, source_port, uniform_below(&mut rng, u32::MAX));
                 let flags = nix::sys::socket::MsgFlags::empty();
-                sent_syns += u64::from(nix::sys::socket::sendto(socket.as_raw_fd(), &packet, &to, flags).is_ok());
+                sent_syns +=
+                    u64::from(nix::sys::socket::sendto(socket.as_raw_fd(), &packet, &destination, flags).is_ok());
             }
             std::thread::sleep(BURST_INTERVAL);
         }
@@ -85,23 +88,23 @@ fn assert_connections_survive_syn_flood(instance: &str, consistency: Consistency
     };
     let mut env = TestEnv::start(options, FleetOptions { consistency, policy: "rr".to_owned(), ..Default::default() });
     // This route keeps the router from sending an ARP request for each spoofed address.
-    let mut ip = std::process::Command::new("ip");
-    ip.args(["route", "add", "blackhole", SPOOFED_SOURCE_PREFIX.0]);
-    env.testbed.run_command(env.testbed.client_router().unwrap(), ip).unwrap();
-    let (done, client) = (AtomicBool::new(false), env.testbed.client().clone());
+    let mut ip_command = std::process::Command::new("ip");
+    ip_command.args(["route", "add", "blackhole", SPOOFED_SOURCE_PREFIX.0]);
+    env.testbed.run_command(env.testbed.client_router().unwrap(), ip_command).unwrap();
+    let (stop_flag, client) = (AtomicBool::new(false), env.testbed.client().clone());
     std::thread::scope(|scope| {
-        let flood_thread = scope.spawn(|| flood_with_syns(&client, &done));
+        let flood_thread = scope.spawn(|| flood_with_syns(&client, &stop_flag));
         let stream_client = env.start_streams(100.0);
         pause(3_000);
         env.set_admin_state(1, Some(AdminState::Draining));
         pause(2_000);
         assert_unbroken(stream_client);
-        done.store(true, Ordering::Relaxed);
+        stop_flag.store(true, Ordering::Relaxed);
         let sent_syns = flood_thread.join().unwrap().unwrap();
         println!("{sent_syns} SYNs");
         assert!(sent_syns > 20_000, "{sent_syns} SYNs are no flood");
     });
-    let read_counters = |number| counters::read(env.testbed.server(number).unwrap()).unwrap();
+    let read_counters = |number| counters::read_kernel_counters(env.testbed.server(number).unwrap()).unwrap();
     let server_counters: Vec<_> = [2, 3].map(read_counters).into();
     for name in ["TcpExtSyncookiesSent", "TcpExtSyncookiesRecv"] {
         assert!(

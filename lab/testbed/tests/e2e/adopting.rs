@@ -46,7 +46,7 @@ impl TestEnv {
                 .map(|index| {
                     let timestamps_setting = if index % 4 == 0 { "0" } else { "1" };
                     std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", timestamps_setting)?;
-                    let mut connection = HttpConnection::open_to(self.testbed.service(), None)?;
+                    let mut connection = HttpConnection::open_to(self.testbed.service_address(), None)?;
                     let first_worker = connection.query_worker()?;
                     Ok((connection, first_worker))
                 })
@@ -58,19 +58,20 @@ impl TestEnv {
     /// Starts wrk on keep-alive connections, for a number of seconds.
     fn start_wrk(&self, seconds: u32) -> Process {
         let mut wrk = Command::new("wrk");
-        let page_url = format!("http://{}/who", self.testbed.service());
+        let page_url = format!("http://{}/who", self.testbed.service_address());
         wrk.args(["-t1", "-c8", &format!("-d{seconds}"), "--timeout", "5s", &page_url]);
         wrk.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
         self.testbed.spawn(self.testbed.client(), wrk).unwrap()
     }
 
-    fn start_fleet(&self, more: &str) -> Fleet {
-        let options = FleetOptions { policy: "rr".to_owned(), fleet_text: more.to_owned(), ..FleetOptions::default() };
+    fn start_fleet(&self, fleet_text: &str) -> Fleet {
+        let options =
+            FleetOptions { policy: "rr".to_owned(), fleet_text: fleet_text.to_owned(), ..FleetOptions::default() };
         Fleet::start(&self.testbed, options).unwrap()
     }
 
     fn load_balancer_counter(&self, fleet: &Fleet, name: &str) -> u64 {
-        let status = fleet.status(&self.testbed).unwrap();
+        let status = fleet.query_status(&self.testbed).unwrap();
         status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
     }
 
@@ -88,19 +89,24 @@ impl TestEnv {
     }
 
     /// Replaces the additional lines in the fleet's file, and waits until they are applied everywhere.
-    fn set_fleet_text_and_wait(&self, fleet: &mut Fleet, more: &str) {
-        let generation_before = fleet.status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
-        fleet.set_fleet_text(&self.testbed, more).unwrap();
+    fn set_fleet_text_and_wait(&self, fleet: &mut Fleet, fleet_text: &str) {
+        let generation_before =
+            fleet.query_status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap();
+        fleet.set_fleet_text(&self.testbed, fleet_text).unwrap();
         eventually(RELOAD_TIMEOUT, "the controller reads the fleet's file", || {
-            fleet.status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap() > generation_before
+            fleet.query_status(&self.testbed).unwrap()["configuration_generation"].as_u64().unwrap() > generation_before
         });
         eventually_in_force(fleet, &self.testbed);
     }
 
     /// Runs `coreward DAEMON --config FILE --detach` on a host.
-    fn run_detach(&self, host: &coreward_testbed::Namespace, daemon: &str, file: &str) {
+    fn run_detach(&self, host: &coreward_testbed::Namespace, daemon: &str, config_name: &str) {
         let mut command = Command::new(coreward_testbed::fleet::coreward_command().unwrap());
-        command.arg(daemon).arg("--config").arg(self.testbed.directory().join(format!("{file}.toml"))).arg("--detach");
+        command
+            .arg(daemon)
+            .arg("--config")
+            .arg(self.testbed.directory().join(format!("{config_name}.toml")))
+            .arg("--detach");
         self.testbed.run_command(host, command).unwrap();
     }
 }
@@ -114,7 +120,7 @@ impl HeldConnections {
     }
 
     fn servers(&self) -> std::collections::BTreeSet<u16> {
-        self.0.iter().map(|(_, who)| who.server).collect()
+        self.0.iter().map(|(_, worker)| worker.server_number).collect()
     }
 }
 
@@ -130,11 +136,11 @@ fn finish_wrk(mut wrk: Process) -> Vec<String> {
 }
 
 fn migrate_from_line(family: AddressFamily) -> String {
-    format!("migrate_from = \"{}\"\n", family.address(baseline_lb::BASELINE_ADDRESS))
+    format!("migrate_from = \"{}\"\n", family.host_address(baseline_lb::BASELINE_ADDRESS))
 }
 
 fn migrate_to_line(family: AddressFamily) -> String {
-    format!("migrate_to = \"{}\"\n", family.address(baseline_lb::BASELINE_ADDRESS))
+    format!("migrate_to = \"{}\"\n", family.host_address(baseline_lb::BASELINE_ADDRESS))
 }
 
 #[test]

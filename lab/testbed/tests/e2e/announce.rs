@@ -96,7 +96,7 @@ fn announced_load_balancers_join_and_leave_without_breaking_connections() {
     eventually(*TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
 
     // The daemon is killed, but its data plane and announcements continue.
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     env.wait_for_connections(150);
     assert_eq!(next_hop_load_balancers(&env), [1, 2]);
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
@@ -110,7 +110,7 @@ fn announced_load_balancers_join_and_leave_without_breaking_connections() {
     eventually(*TIMEOUT, "it announces the VIP again", || next_hop_load_balancers(&env) == [1, 2]);
 
     // Taking the load balancer out of service withdraws the VIP first, then detaches the program.
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     let mut detach_command = Command::new(coreward_command().unwrap());
     detach_command.args(["lb", "--detach", "--config"]).arg(env.testbed.directory().join("lb1.toml"));
     env.testbed.run_command(env.testbed.load_balancer(1).unwrap(), detach_command).unwrap();

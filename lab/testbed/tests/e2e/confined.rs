@@ -43,7 +43,7 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
     // Workers' sockets are found, connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
     let server = |fleet: &Fleet| {
-        let status = fleet.status(&testbed).unwrap();
+        let status = fleet.query_status(&testbed).unwrap();
         status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
     };
     eventually(*TIMEOUT, "the agent dispatches to both workers", || {

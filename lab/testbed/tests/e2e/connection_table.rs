@@ -36,7 +36,7 @@ fn count_connections(env: &TestEnv) -> usize {
     let connections_output = env.testbed.run_command(env.testbed.load_balancer(1).unwrap(), command).unwrap().stdout;
     let connections_output = String::from_utf8(connections_output).unwrap();
     let connection_count =
-        connections_output.split_once(": ").and_then(|(_, rest)| rest.split(' ').next()?.parse().ok());
+        connections_output.split_once(": ").and_then(|(_, count_text)| count_text.split(' ').next()?.parse().ok());
     connection_count.unwrap_or_else(|| panic!("no count in {connections_output}"))
 }
 
@@ -90,7 +90,7 @@ fn half_open_connections_are_freed_without_a_controller() {
     let mut env = start_env("halves");
     let _open_connection = open_connection(&env);
     eventually(*TIMEOUT, "a connection", || count_connections(&env) == 1);
-    env.fleet.kill("controller").unwrap();
+    env.fleet.kill_daemon("controller").unwrap();
     (0..20).for_each(|_| send_lone_syn(env.testbed.client()));
     eventually(*TIMEOUT, "twenty half-open ones", || count_connections(&env) == 21);
     eventually(*TIMEOUT, "they are freed, and no other", || count_connections(&env) == 1);

@@ -64,9 +64,9 @@ impl ContainerEnv {
         self.env.set_admin_state(3, Some(AdminState::Active));
     }
 
-    fn has_warning(&self, words: &str) -> bool {
-        let status = self.env.fleet.status(&self.env.testbed).unwrap();
-        status["servers"].to_string().contains(words)
+    fn has_warning(&self, warning_text: &str) -> bool {
+        let status = self.env.fleet.query_status(&self.env.testbed).unwrap();
+        status["servers"].to_string().contains(warning_text)
     }
 }
 

@@ -50,13 +50,19 @@ fn issue_certificate(
     authority
         .issue(&identity, &certificate_addresses, Validity::from_now(DAY))
         .unwrap()
-        .write(&bundle_directory, authority)
+        .write_files(&bundle_directory, authority)
         .unwrap();
     let file_path = |name: &str| bundle_directory.join(name);
-    CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
+    CredentialFiles {
+        ca_path: file_path("ca.crt"),
+        certificate_path: file_path("own.crt"),
+        key_path: file_path("own.key"),
+    }
 }
 
-fn tls_config_table(CredentialFiles { ca, certificate, key }: &CredentialFiles) -> String {
+fn tls_config_table(
+    CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key }: &CredentialFiles,
+) -> String {
     format!("ca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n")
 }
 
@@ -78,8 +84,8 @@ impl TestEnv {
         }
         let operator_credentials = issue_certificate(&authority, &directory, Role::Operator, "ann", None);
         let [member] = &LocalMember::local_cluster(1, CONTROLLER_ADDRESS.into(), 2379)[..] else { unreachable!("one") };
-        let CredentialFiles { ca, certificate, key } = etcd_credentials;
-        let client_tls = ClientTls { ca, certificate, key };
+        let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = etcd_credentials;
+        let client_tls = ClientTls { ca_file: ca, certificate_file: certificate, key_file: key };
         let command = member.secure_start_command(std::slice::from_ref(member), &testbed.directory(), &client_tls);
         let spawn_result = testbed.spawn(testbed.controller(), command);
         let etcd_process = spawn_result.expect("etcd cannot be started: `scripts/install run` installs it");
@@ -88,15 +94,22 @@ impl TestEnv {
 
     fn credential_files(&self, role: Role, name: &str) -> CredentialFiles {
         let file_path = |file: &str| certificate_directory(&self.testbed).join(format!("{role}-{name}")).join(file);
-        CredentialFiles { ca: file_path("ca.crt"), certificate: file_path("own.crt"), key: file_path("own.key") }
+        CredentialFiles {
+            ca_path: file_path("ca.crt"),
+            certificate_path: file_path("own.crt"),
+            key_path: file_path("own.key"),
+        }
     }
 
-    fn write_controller_config(&self, name: &str, number: u16, more: &str) -> PathBuf {
+    fn write_controller_config(&self, name: &str, number: u16, extra_config: &str) -> PathBuf {
         let config_path = self.testbed.directory().join(format!("{name}.toml"));
         let own_tls_table = tls_config_table(&self.credential_files(Role::Controller, &format!("c{number}")));
         let (listen, api) = (controller_address_of(number), controller_api_url(number).replace("https://", ""));
-        fs::write(&config_path, format!("listen = \"{listen}\"\napi = \"{api}\"\n{more}\n[tls]\n{own_tls_table}"))
-            .unwrap();
+        fs::write(
+            &config_path,
+            format!("listen = \"{listen}\"\napi = \"{api}\"\n{extra_config}\n[tls]\n{own_tls_table}"),
+        )
+        .unwrap();
         config_path
     }
 
@@ -106,14 +119,14 @@ impl TestEnv {
         self.write_controller_config("alone", 1, &format!("store = {store_path:?}\n"))
     }
 
-    /// Writes the configuration file of one of several controllers, which authenticates to etcd with `own`.
-    fn write_etcd_config(&self, name: &str, number: u16, own: &CredentialFiles) -> PathBuf {
+    /// Writes the configuration file of one of several controllers, which authenticates to etcd with `own_credentials`.
+    fn write_etcd_config(&self, name: &str, number: u16, own_credentials: &CredentialFiles) -> PathBuf {
         let etcd_endpoint = self.etcd_member.secure_endpoint();
         let token_directory = self.testbed.directory();
         let etcd_config = format!(
             "token_directory = {token_directory:?}\n[etcd]\nendpoints = [\"{etcd_endpoint}\"]\nlease = \
              \"4s\"\n[etcd.tls]\n{}",
-            tls_config_table(own)
+            tls_config_table(own_credentials)
         );
         self.write_controller_config(name, number, &etcd_config)
     }
@@ -143,7 +156,7 @@ impl TestEnv {
     /// Runs `coreward ARGUMENTS` against these controllers by https, with an operator's certificate.
     fn run_as_operator(&self, controllers: &[u16], arguments: &[&str]) -> Result<String, String> {
         let api_urls: Vec<String> = controllers.iter().map(|number| controller_api_url(*number)).collect();
-        let CredentialFiles { ca, certificate, key } = &self.operator_credentials;
+        let CredentialFiles { ca_path: ca, certificate_path: certificate, key_path: key } = &self.operator_credentials;
         let [ca, certificate, key] = [ca, certificate, key].map(|file| file.to_str().unwrap());
         let api_urls = api_urls.join(",");
         let contact_options = ["--controller", &api_urls, "--ca", ca, "--certificate", certificate, "--key", key];
@@ -216,8 +229,8 @@ fn commands_find_the_leader_and_drains_outlive_it() {
     // Followers name the leader and the address of its API.
     let mut leader_number = 0;
     eventually(TAKEOVER_TIMEOUT, "the others name the leader", || {
-        let Some((found, refusals)) = env.leader_and_refusals(&controller_numbers) else { return false };
-        leader_number = found;
+        let Some((leader, refusals)) = env.leader_and_refusals(&controller_numbers) else { return false };
+        leader_number = leader;
         let expected_hint =
             format!("{} (API: {}) does", controller_address_of(leader_number), controller_api_url(leader_number));
         refusals.iter().all(|refusal| refusal.contains(&expected_hint))
@@ -228,7 +241,7 @@ fn commands_find_the_leader_and_drains_outlive_it() {
     let (file, controller) =
         (&etcd_config_paths[usize::from(follower_number) - 1], &controller_processes[usize::from(follower_number) - 1]);
     let text = fs::read_to_string(file).unwrap();
-    let operator_fingerprint = read_certificates(&env.operator_credentials.certificate).unwrap()[0].fingerprint;
+    let operator_fingerprint = read_certificates(&env.operator_credentials.certificate_path).unwrap()[0].fingerprint;
     let write_and_reload = |text: &str| {
         fs::write(file, text).unwrap();
         controller.as_ref().unwrap().send_signal(Signal::SIGHUP).unwrap();
@@ -293,8 +306,8 @@ fn controller_rejected_by_etcd_reports_the_reason() {
     let foreign_credentials =
         issue_certificate(&create_authority(&foreign_directory), &foreign_directory, Role::Controller, "c1", None);
     let own_credentials = env.credential_files(Role::Controller, "c1");
-    let untrusted_by_etcd = CredentialFiles { ca: own_credentials.ca.clone(), ..foreign_credentials.clone() };
-    let distrusting_etcd = CredentialFiles { ca: foreign_credentials.ca.clone(), ..own_credentials.clone() };
+    let untrusted_by_etcd = CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() };
+    let distrusting_etcd = CredentialFiles { ca_path: foreign_credentials.ca_path.clone(), ..own_credentials.clone() };
     let etcd_endpoint = env.etcd_member.secure_endpoint();
     for (name, files, expected) in [
         ("foreign", untrusted_by_etcd, "etcd refuses our certificate, or that we show none"),
@@ -319,12 +332,12 @@ fn controller_rejected_by_etcd_reports_the_reason() {
     let config_path = env.write_etcd_config(
         "renewed",
         1,
-        &CredentialFiles { ca: own_credentials.ca.clone(), ..foreign_credentials.clone() },
+        &CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() },
     );
     let _controller = env.start_controller(&config_path);
     let read_log = || fs::read_to_string(config_path.with_extension("log")).unwrap();
     eventually(TAKEOVER_TIMEOUT, "it is refused", || read_log().contains("etcd refuses our certificate"));
-    fs::copy(&own_credentials.certificate, &foreign_credentials.certificate).unwrap();
-    fs::copy(&own_credentials.key, &foreign_credentials.key).unwrap();
+    fs::copy(&own_credentials.certificate_path, &foreign_credentials.certificate_path).unwrap();
+    fs::copy(&own_credentials.key_path, &foreign_credentials.key_path).unwrap();
     eventually(TAKEOVER_TIMEOUT, "it leads", || env.run_as_operator(&[1], &["fleet", "show"]).is_ok());
 }

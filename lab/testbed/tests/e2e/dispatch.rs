@@ -19,16 +19,16 @@ fn dispatch_config(testbed: &Testbed, policy: &str) -> String {
 
 /// Returns the services that the server dispatches, from `coreward status`.
 fn query_dispatch_status(fleet: &Fleet, testbed: &Testbed) -> Value {
-    fleet.status(testbed).unwrap()["servers"][0]["dispatch"].clone()
+    fleet.query_status(testbed).unwrap()["servers"][0]["dispatch"].clone()
 }
 
-fn sum_over_workers(dispatched: &Value, count: &str) -> u64 {
-    let workers = dispatched[0]["workers"].as_array().unwrap();
-    workers.iter().map(|worker| worker[count].as_u64().unwrap()).sum()
+fn sum_over_workers(dispatch_status: &Value, counter_name: &str) -> u64 {
+    let workers = dispatch_status[0]["workers"].as_array().unwrap();
+    workers.iter().map(|worker| worker[counter_name].as_u64().unwrap()).sum()
 }
 
-fn count_eligible_workers(dispatched: &Value) -> usize {
-    let workers = dispatched[0]["workers"].as_array().into_iter().flatten();
+fn count_eligible_workers(dispatch_status: &Value) -> usize {
+    let workers = dispatch_status[0]["workers"].as_array().into_iter().flatten();
     workers.filter(|worker| worker["eligible"] == true).count()
 }
 
@@ -36,8 +36,9 @@ fn count_eligible_workers(dispatched: &Value) -> usize {
 fn agent_dispatches_as_its_configuration_says() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tdispatch")?;
-    let server = ["--workers", "4", "--paced", "--service-us", "GET=300"];
-    let server = testbed.start_key_value_server(1, &[&server[..], &["--receive-buffer", "16000000"]].concat())?;
+    let server_options = ["--workers", "4", "--paced", "--service-us", "GET=300"];
+    let server =
+        testbed.start_key_value_server(1, &[&server_options[..], &["--receive-buffer", "16000000"]].concat())?;
     let agent_config = dispatch_config(&testbed, "jsq");
     let mut fleet = Fleet::start(&testbed, FleetOptions { agent_text: agent_config, ..FleetOptions::default() })?;
     // The load generator sends requests to the server directly, without the load balancer.
@@ -74,8 +75,8 @@ fn agent_dispatches_as_its_configuration_says() -> anyhow::Result<()> {
         status_workers.iter().all(|worker| worker_pids.contains(&(worker["pid"].as_u64().unwrap() as u32))),
         "{dispatched_services} {worker_pids:?}"
     );
-    let text = operator_command(&testbed, &["status"])?;
-    let text = String::from_utf8(testbed.run_command(testbed.controller(), text)?.stdout)?;
+    let status_command = operator_command(&testbed, &["status"])?;
+    let text = String::from_utf8(testbed.run_command(testbed.controller(), status_command)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE_ADDRESS} at s1: jsq\n")), "{text}");
 
     check_reload_restart_and_detach(&testbed, &mut fleet)

@@ -55,7 +55,13 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    fn run_doctor(&self, host: &Namespace, config: &Path, conditions: DoctorConditions, more: &[&str]) -> DoctorReport {
+    fn run_doctor(
+        &self,
+        host: &Namespace,
+        config: &Path,
+        conditions: DoctorConditions,
+        extra_arguments: &[&str],
+    ) -> DoctorReport {
         let limit_script = match conditions {
             DoctorConditions::LowFileLimit => "ulimit -n 256; ",
             _ => "",
@@ -76,12 +82,12 @@ impl TestEnv {
             command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
         }
         command.arg(coreward_testbed::fleet::coreward_command().unwrap());
-        command.args(["doctor", "--format", "json", "--config"]).arg(config).args(more);
+        command.args(["doctor", "--format", "json", "--config"]).arg(config).args(extra_arguments);
         command.stderr(Stdio::null());
         let output = self.testbed.run_command(host, command).unwrap().stdout;
         let output = String::from_utf8(output).unwrap();
-        let (report, rest) = output.split_once("\nexit ").unwrap_or_else(|| panic!("{output}"));
-        let (code, drop_in) = rest.split_once('\n').unwrap();
+        let (report, exit_text) = output.split_once("\nexit ").unwrap_or_else(|| panic!("{output}"));
+        let (exit_code, drop_in) = exit_text.split_once('\n').unwrap();
         let report: Value = serde_json::from_str(report).unwrap_or_else(|error| panic!("{error}: {report}"));
         let findings = report["findings"].as_array().unwrap().iter();
         let text_of = |value: &Value| value.as_str().unwrap().to_owned();
@@ -96,11 +102,11 @@ impl TestEnv {
                 })
                 .collect(),
             fix_messages: report["fixed"].as_array().unwrap().iter().map(text_of).collect(),
-            is_success: code == "0",
+            is_success: exit_code == "0",
             sysctl_drop_in: drop_in.to_owned(),
         };
-        let has_faults = doctor_report.findings.values().any(|found| found.starts_with("fault"));
-        assert_eq!(doctor_report.is_success, !has_faults, "the exit code is {code}: {doctor_report:?}");
+        let has_faults = doctor_report.findings.values().any(|finding_text| finding_text.starts_with("fault"));
+        assert_eq!(doctor_report.is_success, !has_faults, "the exit code is {exit_code}: {doctor_report:?}");
         doctor_report
     }
 
@@ -110,9 +116,9 @@ impl TestEnv {
         self.testbed.run_command(host, command).unwrap();
     }
 
-    fn record_failure_unless(&self, holds: bool, otherwise: impl FnOnce() -> String) {
-        if !holds {
-            self.failures.borrow_mut().push(otherwise());
+    fn record_failure_unless(&self, is_satisfied: bool, to_message: impl FnOnce() -> String) {
+        if !is_satisfied {
+            self.failures.borrow_mut().push(to_message());
         }
     }
 
@@ -127,14 +133,15 @@ impl TestEnv {
         self.testbed.run_command(host, command).unwrap();
     }
 
-    /// Starts two nginx workers on both services' ports, each with its own CPU (`pinned`) or socket (`reuseport`).
-    fn start_nginx(&mut self, pinned: bool, reuseport: bool) {
+    /// Starts two nginx workers on both services' ports, each with its own CPU (`has_pinned_workers`) or socket
+    /// (`has_reuseport`).
+    fn start_nginx(&mut self, has_pinned_workers: bool, has_reuseport: bool) {
         self.stop_nginx();
         let directory = self.testbed.directory().join("doctor-nginx");
         fs::create_dir_all(&directory).unwrap();
         let directory_path = directory.display();
-        let affinity_line = if pinned { "worker_cpu_affinity auto;" } else { "" };
-        let reuseport_option = if reuseport { "reuseport" } else { "" };
+        let affinity_line = if has_pinned_workers { "worker_cpu_affinity auto;" } else { "" };
+        let reuseport_option = if has_reuseport { "reuseport" } else { "" };
         let path_lines: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
             .map(|kind| format!("{kind}_temp_path {directory_path}/{kind};\n"))
             .concat();
@@ -185,46 +192,47 @@ impl CheckedHost {
     fn assert_only_new_finding(
         &self,
         env: &TestEnv,
-        what: &str,
+        description: &str,
         check: &str,
         conditions: DoctorConditions,
-        more: &[&str],
+        extra_arguments: &[&str],
     ) {
-        let doctor_report = env.run_doctor(&self.namespace, &self.config_path, conditions, more);
+        let doctor_report = env.run_doctor(&self.namespace, &self.config_path, conditions, extra_arguments);
         let new_findings: Vec<&String> =
             doctor_report.findings.keys().filter(|name| !self.baseline_report.findings.contains_key(*name)).collect();
         env.record_failure_unless(new_findings == [check], || {
-            format!("{what}: expected {check} alone: {doctor_report:?}; before: {:?}", self.baseline_report)
+            format!("{description}: expected {check} alone: {doctor_report:?}; before: {:?}", self.baseline_report)
         });
-        println!("{what}: {check}, {:?}", doctor_report.findings.get(check));
+        println!("{description}: {check}, {:?}", doctor_report.findings.get(check));
     }
 
-    /// Returns this host with another configuration file, in which texts are replaced and the lines `more` are added.
-    fn with_replacements(&self, replace: &[(&str, &str)], more: &str) -> Self {
+    /// Returns this host with another configuration file, in which texts are replaced and the lines `extra_config` are
+    /// added.
+    fn with_replacements(&self, replacements: &[(&str, &str)], extra_config: &str) -> Self {
         let mut text = fs::read_to_string(&self.config_path).unwrap();
-        for (from, to) in replace {
-            assert!(text.contains(from), "{from}: {text}");
-            text = text.replace(from, to);
+        for (old_text, new_text) in replacements {
+            assert!(text.contains(old_text), "{old_text}: {text}");
+            text = text.replace(old_text, new_text);
         }
         let config = self.config_path.with_extension("other.toml");
-        fs::write(&config, format!("{more}{text}")).unwrap();
+        fs::write(&config, format!("{extra_config}{text}")).unwrap();
         Self { namespace: self.namespace.clone(), config_path: config, baseline_report: self.baseline_report.clone() }
     }
 
-    fn assert_no_new_finding(&self, env: &TestEnv, after: &str) {
+    fn assert_no_new_finding(&self, env: &TestEnv, previous_step: &str) {
         let doctor_report = env.run_doctor(&self.namespace, &self.config_path, DoctorConditions::Normal, &[]);
-        let check_names = |printed: &DoctorReport| printed.findings.keys().cloned().collect::<Vec<_>>();
+        let check_names = |report: &DoctorReport| report.findings.keys().cloned().collect::<Vec<_>>();
         env.record_failure_unless(check_names(&doctor_report) == check_names(&self.baseline_report), || {
-            format!("after {after}: {doctor_report:?}")
+            format!("after {previous_step}: {doctor_report:?}")
         });
     }
 
     /// Injects a fault by a shell script, asserts that doctor detects it, and undoes it by another script.
-    fn assert_detected(&self, env: &TestEnv, check: &str, inject: &str, undo: &str) {
-        env.run_script(&self.namespace, inject);
-        self.assert_only_new_finding(env, inject, check, DoctorConditions::Normal, &[]);
-        env.run_script(&self.namespace, undo);
-        self.assert_no_new_finding(env, inject);
+    fn assert_detected(&self, env: &TestEnv, check: &str, inject_script: &str, undo_script: &str) {
+        env.run_script(&self.namespace, inject_script);
+        self.assert_only_new_finding(env, inject_script, check, DoctorConditions::Normal, &[]);
+        env.run_script(&self.namespace, undo_script);
+        self.assert_no_new_finding(env, inject_script);
     }
 
     /// Asserts that doctor detects a fault, and that `--fix` repairs the fault and reports that.
@@ -334,7 +342,8 @@ fn check_frames_dropped_by_veth(env: &TestEnv) {
     // With GRO alone, veth accepts the frames and delivers none.
     env.run_script(env.testbed.switch(), "ethtool -K lb1 gro on");
     let report = env.run_doctor(env.testbed.load_balancer(1).unwrap(), &config, DoctorConditions::Normal, &[]);
-    let is_found = report.findings.get("xdp-send").is_some_and(|found| found.contains("has no XDP program"));
+    let is_found =
+        report.findings.get("xdp-send").is_some_and(|finding_text| finding_text.contains("has no XDP program"));
     env.record_failure_unless(is_found, || format!("GRO alone at the other end of a veth: {report:?}"));
 }
 
@@ -348,20 +357,22 @@ fn check_server_addresses(env: &TestEnv, server: &CheckedHost) {
         &vip_on_device_command,
         &format!("ip address delete {FIRST_VIP}/32 dev {HOST_DEVICE}"),
     );
-    for (check, name, right) in [("arp-ignore", "arp_ignore", "1"), ("arp-announce", "arp_announce", "2")] {
+    for (check, name, correct_value) in [("arp-ignore", "arp_ignore", "1"), ("arp-announce", "arp_announce", "2")] {
         let set_sysctl_command =
             |device: &str, value: &str| format!("echo {value} > /proc/sys/net/ipv4/conf/{device}/{name}");
         env.run_script(&server.namespace, &set_sysctl_command("all", "0"));
         let doctor_report = server.assert_fixed(env, check, &set_sysctl_command("all", "0"), DoctorConditions::Normal);
         if Path::new("/etc/sysctl.d").is_dir() {
             env.record_failure_unless(
-                doctor_report.sysctl_drop_in.contains(&format!("\nnet.ipv4.conf.{HOST_DEVICE}.{name} = {right}\n")),
+                doctor_report
+                    .sysctl_drop_in
+                    .contains(&format!("\nnet.ipv4.conf.{HOST_DEVICE}.{name} = {correct_value}\n")),
                 || format!("{doctor_report:?}"),
             );
         }
         env.run_script(
             &server.namespace,
-            &format!("{}; {}", set_sysctl_command("all", right), set_sysctl_command(HOST_DEVICE, "0")),
+            &format!("{}; {}", set_sysctl_command("all", correct_value), set_sysctl_command(HOST_DEVICE, "0")),
         );
         server.assert_no_new_finding(env, name);
     }
@@ -569,11 +580,11 @@ fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &
 struct MountedDisk(PathBuf);
 
 impl MountedDisk {
-    fn mount(place: PathBuf) -> Self {
-        fs::create_dir_all(&place).unwrap();
+    fn mount(mount_point: PathBuf) -> Self {
+        fs::create_dir_all(&mount_point).unwrap();
         let options = Some("size=16m,mode=700");
-        mount(Some("tmpfs"), &place, Some("tmpfs"), MsFlags::empty(), options).unwrap();
-        Self(place)
+        mount(Some("tmpfs"), &mount_point, Some("tmpfs"), MsFlags::empty(), options).unwrap();
+        Self(mount_point)
     }
 }
 

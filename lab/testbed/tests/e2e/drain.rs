@@ -40,7 +40,7 @@ impl TestEnv {
     }
 
     fn is_only_server(&self, server: u16) -> bool {
-        open_keepalive_connections(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server == server)
+        open_keepalive_connections(&self.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == server)
     }
 
     fn coreward_command_for(&self, arguments: &[&str]) -> Command {
@@ -65,9 +65,9 @@ impl TestEnv {
     }
 
     fn server_status(&self, server: &str) -> Value {
-        let status = self.fleet.status(&self.testbed).unwrap();
+        let status = self.fleet.query_status(&self.testbed).unwrap();
         let servers = status["servers"].as_array().unwrap();
-        servers.iter().find(|known| known["name"] == server).unwrap().clone()
+        servers.iter().find(|server_entry| server_entry["name"] == server).unwrap().clone()
     }
 
     fn server_state(&self, server: &str) -> String {
@@ -85,13 +85,13 @@ impl BackgroundCommand {
         fs::read_to_string(&self.output_path).unwrap()
     }
 
-    fn wait_for_output(&self, words: &str) {
+    fn wait_for_output(&self, expected_text: &str) {
         let mut output_text = String::new();
         let has_words = || {
             output_text = self.output();
-            output_text.contains(words)
+            output_text.contains(expected_text)
         };
-        eventually(*TIMEOUT, &format!("{words:?}"), has_words);
+        eventually(*TIMEOUT, &format!("{expected_text:?}"), has_words);
     }
 
     /// Waits for the end of the command. Returns whether it succeeded, and its output.
@@ -105,35 +105,36 @@ fn partition_by_server(
     connections: ConnectionsAndWorkers,
     server: u16,
 ) -> (ConnectionsAndWorkers, ConnectionsAndWorkers) {
-    connections.into_iter().partition(|(_, answerer)| answerer.server == server)
+    connections.into_iter().partition(|(_, answerer)| answerer.server_number == server)
 }
 
 #[test]
 fn drain_ends_when_the_last_connection_closes() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("drained");
-    let (mut leaving, mut staying) = partition_by_server(open_at_each_server(&env.testbed, &[1, 2], 2), 1);
-    let open_connections = leaving.len();
+    let (mut connections_to_s1, mut connections_to_s2) =
+        partition_by_server(open_at_each_server(&env.testbed, &[1, 2], 2), 1);
+    let open_connections = connections_to_s1.len();
     let mut waiting_command = env.spawn_coreward("wait", &["drain", "s1", "--wait", "--timeout", "2m"]);
     waiting_command.wait_for_output(&format!("s1 is draining: {open_connections} connections remain\n"));
     assert!(env.is_only_server(2));
 
-    env.fleet.kill("controller").unwrap();
+    env.fleet.kill_daemon("controller").unwrap();
     waiting_command
         .wait_for_output("the drain is on record, what remains is not known: no controller answers at 127.0.0.1:7401");
-    assert_answered(&mut leaving);
-    leaving.truncate(1);
+    assert_answered(&mut connections_to_s1);
+    connections_to_s1.truncate(1);
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     waiting_command.wait_for_output("s1 is draining: 1 connection remains\n");
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     assert_eq!(env.server_state("s1"), "draining");
     assert!(env.is_only_server(2));
-    assert_answered(&mut leaving);
-    assert_answered(&mut staying);
+    assert_answered(&mut connections_to_s1);
+    assert_answered(&mut connections_to_s2);
     assert!(waiting_command.process.try_wait().unwrap().is_none(), "{}", waiting_command.output());
-    leaving.clear();
-    let (is_success, printed) = waiting_command.wait_for_end();
-    assert!(is_success && printed.ends_with("s1 is drained: no connection remains\n"), "{printed}");
+    connections_to_s1.clear();
+    let (is_success, output) = waiting_command.wait_for_end();
+    assert!(is_success && output.ends_with("s1 is drained: no connection remains\n"), "{output}");
 
     // s1 is drained, so s2 is the last server of web0 and cannot be drained.
     let refusal = env.run_coreward(&["drain", "s2"]).unwrap_err();
@@ -145,42 +146,43 @@ fn drain_ends_when_the_last_connection_closes() {
     );
     assert!(env.run_coreward(&["undrain", "s1"]).unwrap().starts_with("s1 is "));
     eventually(*TIMEOUT, "server 1 is back", || !env.is_only_server(2));
-    assert_answered(&mut staying);
+    assert_answered(&mut connections_to_s2);
 }
 
 #[test]
 fn interrupted_or_timed_out_wait_leaves_the_server_drained() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start("drainend");
-    let (mut of_1, _of_2) = partition_by_server(open_at_each_server(&env.testbed, &[1], 2), 1);
+    let (mut connections_to_s1, _connections_to_s2) =
+        partition_by_server(open_at_each_server(&env.testbed, &[1], 2), 1);
     let mut interrupted_command = env.spawn_coreward("interrupted", &["drain", "s1", "--service", "web0", "--wait"]);
     // The agent has counted by now, so the short timeout below covers only a query.
-    interrupted_command.wait_for_output(&format!(" {} connections remain\n", of_1.len()));
+    interrupted_command.wait_for_output(&format!(" {} connections remain\n", connections_to_s1.len()));
     interrupted_command.process.send_signal(Signal::SIGINT).unwrap();
-    let (is_success, printed) = interrupted_command.wait_for_end();
+    let (is_success, output) = interrupted_command.wait_for_end();
     assert!(
-        !is_success && printed.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"),
-        "{printed}"
+        !is_success && output.ends_with("interrupted; s1 stays drained: `coreward undrain s1` ends that\n"),
+        "{output}"
     );
     let mut timed_out_command = env.spawn_coreward("impatient", &["drain", "s1", "--wait", "--timeout", "6s"]);
-    let (is_success, printed) = timed_out_command.wait_for_end();
+    let (is_success, output) = timed_out_command.wait_for_end();
     let expected_end = format!(
         "coreward: {} connections remain after 6s; s1 stays drained: `coreward undrain s1` ends that\n",
-        of_1.len()
+        connections_to_s1.len()
     );
-    assert!(!is_success && printed.ends_with(&expected_end), "{printed}");
+    assert!(!is_success && output.ends_with(&expected_end), "{output}");
     // Without an agent no connections are counted.
-    env.fleet.kill("agent-s1").unwrap();
+    env.fleet.kill_daemon("agent-s1").unwrap();
     eventually(*TIMEOUT, "the report of s1 is stale", || env.server_status("s1")["reports"] != "fresh");
     let mut command_without_counts = env.spawn_coreward("uncounted", &["drain", "s1", "--wait", "--timeout", "5s"]);
-    let (is_success, printed) = command_without_counts.wait_for_end();
+    let (is_success, output) = command_without_counts.wait_for_end();
     assert!(
-        !is_success && printed.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
-        "{printed}"
+        !is_success && output.contains("(waiting for its agent, which does not report) after 5s; s1 stays drained"),
+        "{output}"
     );
     assert_eq!(env.server_state("s1"), "draining");
     assert!(env.is_only_server(2));
-    assert_answered(&mut of_1);
+    assert_answered(&mut connections_to_s1);
     let top_output = env.run_coreward(&["top", "--once"]).unwrap();
     assert!(top_output.lines().any(|line| line.starts_with("s1 ") && line.contains("draining")), "{top_output}");
     assert!(top_output.contains("! s1: draining: by `coreward drain`"), "{top_output}");
@@ -197,14 +199,15 @@ fn logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
 fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start_with_options("drainjson", FleetOptions { json_logs: true, ..FleetOptions::default() });
-    let (mut leaving, _staying) = partition_by_server(open_at_each_server(&env.testbed, &[1], 1), 1);
+    let (mut connections_to_s1, _connections_to_s2) =
+        partition_by_server(open_at_each_server(&env.testbed, &[1], 1), 1);
     let parse_json =
         |text: String| serde_json::from_str::<Value>(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
     let drain_report = parse_json(env.run_coreward(&["drain", "s1", "--format", "json"]).unwrap());
     assert_eq!((&drain_report["server"], &drain_report["state"]), (&"s1".into(), &"draining".into()), "{drain_report}");
     assert_eq!(drain_report["drained"]["by"], "command", "{drain_report}");
-    assert_answered(&mut leaving);
-    leaving.clear();
+    assert_answered(&mut connections_to_s1);
+    connections_to_s1.clear();
     // The output is one object with the final state.
     let wait_report =
         parse_json(env.run_coreward(&["drain", "s1", "--wait", "--timeout", "1m", "--format", "json"]).unwrap());
@@ -238,8 +241,8 @@ fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     let read_lb_log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
     eventually(*TIMEOUT, "the level of the start", || read_lb_log().contains("\"log_level\":\"as at the start\""));
     let later_log = read_lb_log();
-    let (_, after) = later_log.split_once("\"log_level\":\"as at the start\"").unwrap();
-    assert!(!after.contains("DEBUG"), "{after}");
+    let (_, log_at_start_level) = later_log.split_once("\"log_level\":\"as at the start\"").unwrap();
+    assert!(!log_at_start_level.contains("DEBUG"), "{log_at_start_level}");
 }
 
 #[test]
@@ -252,12 +255,12 @@ fn apply_waits_until_every_daemon_has_the_document() {
         FleetOptions { applied_document: Some(fleet_document.to_owned()), ..FleetOptions::default() },
     );
     let document_path = env.testbed.directory().join("next.toml");
-    let apply_and_wait = |env: &TestEnv, more: &str, timeout: &str| {
-        fs::write(&document_path, format!("{more}{fleet_document}")).unwrap();
+    let apply_and_wait = |env: &TestEnv, extra_config: &str, timeout: &str| {
+        fs::write(&document_path, format!("{extra_config}{fleet_document}")).unwrap();
         env.run_coreward(&["apply", document_path.to_str().unwrap(), "--yes", "--wait", "--timeout", timeout])
     };
     apply_and_wait(&env, "buckets = 256\n", "1m").unwrap();
-    let status = env.fleet.status(&env.testbed).unwrap();
+    let status = env.fleet.query_status(&env.testbed).unwrap();
     let generation = &status["configuration_generation"];
     let lb_generations = status["load_balancers"]
         .as_array()
@@ -266,9 +269,12 @@ fn apply_waits_until_every_daemon_has_the_document() {
         .map(|balancer| &balancer["state"]["configuration_generation"]);
     let server_generations =
         status["servers"].as_array().unwrap().iter().map(|server| &server["configuration_generation"]);
-    assert!(lb_generations.chain(server_generations).all(|acknowledged| acknowledged == generation), "{status}");
+    assert!(
+        lb_generations.chain(server_generations).all(|applied_generation| applied_generation == generation),
+        "{status}"
+    );
     // The error names a load balancer that cannot answer.
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     let apply_without_lb = || apply_and_wait(&env, "buckets = 64\n", "2s").unwrap_err();
     let error = apply_without_lb();
     assert!(error.contains("lb1") || error.contains("lb lb1"), "{error}");

@@ -79,7 +79,7 @@ fn open_slowly(testbed: &Testbed, count: usize) -> ConnectionsAndWorkers {
 }
 
 fn connections_per_server(connections: &ConnectionsAndWorkers) -> [usize; 3] {
-    [1, 2, 3].map(|server| connections.iter().filter(|(_, answerer)| answerer.server == server).count())
+    [1, 2, 3].map(|server| connections.iter().filter(|(_, answerer)| answerer.server_number == server).count())
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn load_balancer_places_by_its_own_counts_after_its_table_expired() {
     skip_if!(missing_testbed_rights());
     let mut env = TestEnv::start();
     env.wait_for_expired_tables(0.0);
-    env.fleet.kill("controller").unwrap();
+    env.fleet.kill_daemon("controller").unwrap();
     env.wait_for_expired_tables(1.0);
     let mut connections = open_slowly(&env.testbed, 80);
     println!("expired: {:?}", connections_per_server(&connections));
@@ -100,7 +100,7 @@ fn load_balancer_places_by_its_own_counts_after_its_table_expired() {
     // connections.
     let stop_time = SystemTime::now();
     env.nginx_servers[1] = None;
-    connections.retain(|(_, answerer)| answerer.server != 2);
+    connections.retain(|(_, answerer)| answerer.server_number != 2);
     let log_words = "event=\"server-masked\" server=\"s2\" service=\"web0\"";
     eventually(*TIMEOUT, log_words, || duration_until_logged(&env.testbed, 1, log_words, stop_time).is_some());
     connections.append(&mut open_slowly(&env.testbed, 30));
@@ -108,7 +108,7 @@ fn load_balancer_places_by_its_own_counts_after_its_table_expired() {
     assert!(is_near(connections_per_server(&connections), [30, 0, 60]), "{:?}", connections_per_server(&connections));
 
     // The next daemon process does not find a controller either.
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_expired_tables(1.0);

@@ -34,7 +34,7 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    fn start(instance: &str, load_balancers: u16, keys: &str) -> Self {
+    fn start(instance: &str, load_balancers: u16, fleet_text: &str) -> Self {
         let options = TestbedOptions {
             instance: instance.to_owned(),
             servers: 3,
@@ -50,7 +50,7 @@ impl TestEnv {
         }
         let options = FleetOptions {
             policy: "rr".to_owned(),
-            fleet_text: keys.to_owned(),
+            fleet_text: fleet_text.to_owned(),
             steers_connections: false,
             ..Default::default()
         };
@@ -65,7 +65,7 @@ impl TestEnv {
     }
 
     fn status(&self) -> Value {
-        self.fleet.status(&self.testbed).unwrap()
+        self.fleet.query_status(&self.testbed).unwrap()
     }
 
     fn server_state_and_reason(&self, number: u16) -> (String, String) {
@@ -106,7 +106,7 @@ impl TestEnv {
     fn servers_with_new_connections(&self) -> Vec<u16> {
         let mut server_numbers: Vec<u16> = open_keepalive_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER)
             .into_iter()
-            .map(|(_, answerer)| answerer.server)
+            .map(|(_, answerer)| answerer.server_number)
             .collect();
         server_numbers.sort_unstable();
         server_numbers.dedup();
@@ -122,11 +122,11 @@ impl TestEnv {
         [1, 2].map(|number| self.load_balancer_log(number).len())
     }
 
-    /// Waits until both load balancers have logged `words` after the byte offsets `after`.
-    fn wait_for_log_words(&self, after: [usize; 2], words: &str) {
-        eventually(STATE_TIMEOUT, words, || {
-            (1..).zip(after).all(|(number, after)| {
-                self.load_balancer_log(number).get(after..).is_some_and(|log| log.contains(words))
+    /// Waits until both load balancers have logged `log_words` after the byte offsets `log_offsets`.
+    fn wait_for_log_words(&self, log_offsets: [usize; 2], log_words: &str) {
+        eventually(STATE_TIMEOUT, log_words, || {
+            (1..).zip(log_offsets).all(|(number, log_offset)| {
+                self.load_balancer_log(number).get(log_offset..).is_some_and(|log| log.contains(log_words))
             })
         });
     }
@@ -168,7 +168,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     env.wait_for_state(1, "active");
     env.wait_until_only_reach(&[1, 2, 3]);
     assert_answered(&mut connections);
-    connections.retain(|(_, answerer)| answerer.server != 2);
+    connections.retain(|(_, answerer)| answerer.server_number != 2);
 
     // The machine is up, but no process listens.
     env.nginx_servers[1] = None;
@@ -238,7 +238,7 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     assert_answered(&mut connections);
 
     // The load balancer masks servers without a controller, too.
-    env.fleet.kill("controller").unwrap();
+    env.fleet.kill_daemon("controller").unwrap();
     env.set_healthy(2, false);
     eventually(STATE_TIMEOUT, "first packets are dropped without a controller", || is_new_connection_dropped(&env));
     assert_answered(&mut connections);
@@ -249,18 +249,25 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
 /// Opens new connections. Returns the number of the server that answers each, or `None` if it is refused or not
 /// answered.
 fn answering_servers(env: &TestEnv) -> Vec<Option<u16>> {
-    let request =
-        || HttpConnection::open(None).and_then(|mut connection| connection.query_worker()).ok().map(|who| who.server);
-    env.testbed.client().run_within(|| Ok((0..MIN_CONNECTIONS_FOR_EVERY_SERVER).map(|_| request()).collect())).unwrap()
+    let query_server = || {
+        HttpConnection::open(None)
+            .and_then(|mut connection| connection.query_worker())
+            .ok()
+            .map(|worker| worker.server_number)
+    };
+    env.testbed
+        .client()
+        .run_within(|| Ok((0..MIN_CONNECTIONS_FOR_EVERY_SERVER).map(|_| query_server()).collect()))
+        .unwrap()
 }
 
 /// Waits until new connections go to exactly these servers, and none fails.
 fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
     eventually(STATE_TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
-        let mut answering = answering_servers(env);
-        answering.sort_unstable();
-        answering.dedup();
-        answering == servers.iter().copied().map(Some).collect::<Vec<_>>()
+        let mut responding_servers = answering_servers(env);
+        responding_servers.sort_unstable();
+        responding_servers.dedup();
+        responding_servers == servers.iter().copied().map(Some).collect::<Vec<_>>()
     });
 }
 
@@ -268,10 +275,10 @@ fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
 fn down_server_gets_no_new_connections_without_a_controller() {
     skip_if!(missing_testbed_rights());
     // This is the load balancer's initial limit, which it raises to the maximum that it may have.
-    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-    setrlimit(Resource::RLIMIT_NOFILE, hard.min(1024), hard).unwrap();
+    let (soft_limit, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, hard_limit.min(1024), hard_limit).unwrap();
     let mut env = TestEnv::start("static", 2, HEALTH_CHECK_CONFIG);
-    setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+    setrlimit(Resource::RLIMIT_NOFILE, soft_limit, hard_limit).unwrap();
     env.wait_until_all_are_checked();
     let limits_text = fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon("lb1").unwrap().pid())).unwrap();
     let open_file_limits: Vec<&str> =
@@ -288,20 +295,20 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
 
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    env.fleet.kill("controller").unwrap();
+    env.fleet.kill_daemon("controller").unwrap();
     let stop_time = SystemTime::now();
     env.nginx_servers[1] = None;
     wait_until_served_by(&env, &[1, 3]);
     assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
-    connections.retain(|(_, answerer)| answerer.server != 2);
+    connections.retain(|(_, answerer)| answerer.server_number != 2);
     assert_answered(&mut connections);
     // All servers are down, and none is masked, because the load balancer may be at fault.
     let log_lengths_before = env.log_lengths();
     (1..=3).for_each(|number| env.set_healthy(number, false));
     env.wait_for_log_words(log_lengths_before, "event=\"server-unmasked\" server=\"s2\" service=\"web0\"");
     eventually(STATE_TIMEOUT, "s1 and s3 get new connections", || {
-        let answering = answering_servers(&env);
-        answering.contains(&Some(1)) && answering.contains(&Some(3))
+        let responding_servers = answering_servers(&env);
+        responding_servers.contains(&Some(1)) && responding_servers.contains(&Some(3))
     });
     (1..=3).for_each(|number| env.set_healthy(number, true));
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
@@ -315,14 +322,14 @@ fn load_balancer_restarted_without_a_controller_continues_its_checks() {
     let mut env = TestEnv::start("restarted", 1, HEALTH_CHECK_CONFIG);
     env.wait_until_all_are_checked();
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    env.fleet.kill("controller").unwrap();
+    env.fleet.kill_daemon("controller").unwrap();
     let stop_time = SystemTime::now();
     env.nginx_servers[1] = None;
     wait_until_served_by(&env, &[1, 3]);
     assert_masked_within(MAX_DETECTION_TIME, &env.testbed, "s2", stop_time);
-    connections.retain(|(_, answerer)| answerer.server == 1);
+    connections.retain(|(_, answerer)| answerer.server_number == 1);
 
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     // A server that recovers gets new connections again, and a server that goes down after it gets none.
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());

@@ -9,7 +9,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::Instant;
 
 use coreward_testbed::addresses::{FIRST_VIP, load_balancer_address, server_address};
-use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, certificate_files, issue};
+use coreward_testbed::fleet::{Fleet, FleetOptions, certificate_directory, certificate_files, issue_certificate};
 use coreward_testbed::{Namespace, Process, TIMEOUT, Testbed, TestbedOptions, missing_testbed_rights, skip_if};
 use coreward_tls::authority::{Authority, DAY, Validity};
 use coreward_tls::{CredentialFiles, Role};
@@ -76,14 +76,14 @@ impl SegmentSniffer {
         for segment in self.segments.try_iter() {
             let (own_port, port) = segment.ports;
             let connections = self.connections_by_port.entry(port).or_default();
-            let same_ports = connections.iter_mut().rfind(|(of, _)| *of == own_port);
+            let same_ports = connections.iter_mut().rfind(|(connection_port, _)| *connection_port == own_port);
             let open_connection = same_ports
-                .map(|(_, probed)| probed)
-                .filter(|probed| !segment.is_syn || probed.reset_destination.is_none());
+                .map(|(_, connection)| connection)
+                .filter(|connection| !segment.is_syn || connection.reset_destination.is_none());
             match open_connection {
-                Some(probed) => {
-                    probed.reset_destination =
-                        probed.reset_destination.or(segment.is_rst.then_some(segment.destination))
+                Some(connection) => {
+                    connection.reset_destination =
+                        connection.reset_destination.or(segment.is_rst.then_some(segment.destination))
                 }
                 None => connections.push((
                     own_port,
@@ -94,14 +94,14 @@ impl SegmentSniffer {
     }
 
     fn connections_to_port(&self, port: u16) -> Vec<CheckConnection> {
-        self.connections_by_port.get(&port).into_iter().flatten().map(|(_, probed)| *probed).collect()
+        self.connections_by_port.get(&port).into_iter().flatten().map(|(_, connection)| *connection).collect()
     }
 }
 
 /// Parses the headers of a TCP segment in IPv4 without options. Returns `None` if it is not from the load balancer.
 fn parse_segment(packet: &[u8]) -> Option<TcpSegment> {
-    let address_at = |at: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(at..at + 4)?).ok()?));
-    let port_at = |at: usize| Some(u16::from_be_bytes(packet.get(at..at + 2)?.try_into().ok()?));
+    let address_at = |offset: usize| Some(Ipv4Addr::from(<[u8; 4]>::try_from(packet.get(offset..offset + 4)?).ok()?));
+    let port_at = |offset: usize| Some(u16::from_be_bytes(packet.get(offset..offset + 2)?.try_into().ok()?));
     let flags = packet.get(33)?;
     let is_from_load_balancer = address_at(12)? == load_balancer_address(1);
     let (is_syn, is_rst) = (flags & 0x12 == 0x02, flags & 0x04 != 0);
@@ -119,13 +119,15 @@ fn start_nginx(testbed: &Testbed) -> Process {
     fs::create_dir_all(&directory).unwrap();
     let fleet_name = "probed".parse().unwrap();
     Authority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY).unwrap();
-    issue(testbed, Role::Agent, "s1", &fleet_name, Validity::from_now(DAY)).unwrap();
-    let CredentialFiles { certificate, key, .. } = certificate_files(testbed, Role::Agent, "s1");
-    let listen_lines =
-        |port: u16, more: &str| format!("listen {port}{more}; listen {}{more}; ", port + SERVER_PORT_OFFSET);
+    issue_certificate(testbed, Role::Agent, "s1", &fleet_name, Validity::from_now(DAY)).unwrap();
+    let CredentialFiles { certificate_path: certificate, key_path: key, .. } =
+        certificate_files(testbed, Role::Agent, "s1");
+    let listen_lines = |port: u16, listen_flags: &str| {
+        format!("listen {port}{listen_flags}; listen {}{listen_flags}; ", port + SERVER_PORT_OFFSET)
+    };
     let all_listen_lines = [listen_lines(8001, ""), listen_lines(8002, ""), listen_lines(8003, " ssl")].concat();
     let configuration_path = directory.join("nginx.conf");
-    let (errors, pid) = (directory.join("start.log"), directory.join("pid"));
+    let (error_log_path, pid_path) = (directory.join("start.log"), directory.join("pid"));
     let (directory, key, certificate) = (directory.display(), key.display(), certificate.display());
     let text = format!(
         "user root; daemon off; master_process off; pid {directory}/pid; error_log {directory}/error.log;\n\
@@ -136,10 +138,10 @@ fn start_nginx(testbed: &Testbed) -> Process {
     );
     fs::write(&configuration_path, text).unwrap();
     let mut nginx_command = Command::new("nginx");
-    nginx_command.arg("-c").arg(configuration_path).arg("-e").arg(errors);
+    nginx_command.arg("-c").arg(configuration_path).arg("-e").arg(error_log_path);
     nginx_command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let mut nginx_process = testbed.spawn(testbed.server(1).unwrap(), nginx_command).unwrap();
-    nginx_process.wait_for_file("nginx", &pid).unwrap();
+    nginx_process.wait_for_file("nginx", &pid_path).unwrap();
     nginx_process
 }
 
@@ -157,11 +159,11 @@ fn listen_without_accepting(testbed: &Testbed) -> Vec<Socket> {
 
 /// Returns the configuration of a service for each kind of check at each address.
 fn service_configs() -> String {
-    let service_config = |port: u16, check: &str, at: &str| {
+    let service_config = |port: u16, check: &str, check_address: &str| {
         format!(
             "\n[[service]]\nname = \"s{port}\"\nvip = \"{FIRST_VIP}:{port}\"\npolicy = \
              \"rr\"\n[service.health]\n{check}\n\
-             at = \"{at}\"\ninterval = \"100ms\"\ntimeout = \"500ms\"\n"
+             at = \"{check_address}\"\ninterval = \"100ms\"\ntimeout = \"500ms\"\n"
         )
     };
     let configs_of_port = |(port, check, _): (u16, &str, bool)| {
@@ -200,7 +202,7 @@ fn wait_for_checks(sniffer: &mut SegmentSniffer) {
 }
 
 /// Asserts, after the checks have ended, that all connections were reset at the address to which they were opened.
-fn assert_all_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, what: &str) {
+fn assert_all_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, description: &str) {
     let deadline = Instant::now() + *TIMEOUT / 4;
     loop {
         let open_connections = connections_at_server(testbed);
@@ -209,7 +211,7 @@ fn assert_all_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, what: 
         }
         assert!(
             Instant::now() < deadline,
-            "{what}: {} are open at the server: {open_connections:#?}",
+            "{description}: {} are open at the server: {open_connections:#?}",
             open_connections.len()
         );
         pause(50);
@@ -219,14 +221,16 @@ fn assert_all_were_reset(testbed: &Testbed, sniffer: &mut SegmentSniffer, what: 
         let port_connections = sniffer.connections_to_port(port);
         // The server may send a reset itself, as its answer to TLS's last record after it has closed its end.
         let may_reset_itself = port % SERVER_PORT_OFFSET == 3;
-        let was_reset = |probed: &CheckConnection| {
-            probed.reset_destination == Some(address) || probed.reset_destination.is_none() && may_reset_itself
+        let was_reset = |connection: &CheckConnection| {
+            connection.reset_destination == Some(address) || connection.reset_destination.is_none() && may_reset_itself
         };
-        let other_connections: Vec<&CheckConnection> =
-            port_connections.iter().filter(|probed| probed.syn_destination != address || !was_reset(probed)).collect();
+        let other_connections: Vec<&CheckConnection> = port_connections
+            .iter()
+            .filter(|connection| connection.syn_destination != address || !was_reset(connection))
+            .collect();
         assert!(
             other_connections.is_empty(),
-            "{what}: port {port}: {} of {}: {other_connections:?}",
+            "{description}: port {port}: {} of {}: {other_connections:?}",
             other_connections.len(),
             port_connections.len()
         );

@@ -37,7 +37,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
     assert_eq!(servers_with_connections(env), BTreeSet::from([1, 2, 3]));
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(150);
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     env.wait_for_connections(75);
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
@@ -76,7 +76,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
     };
     let env = start_ipv6_env("ipv6show", options);
     let lb_host = env.testbed.load_balancer(1).unwrap();
-    let vip = env.testbed.service();
+    let vip = env.testbed.service_address();
     eventually(*TIMEOUT, "the VIP is announced", || {
         // List all tables, because the table does not exist before its first route, and `ip` would report that as an
         // error.
@@ -91,7 +91,7 @@ fn ipv6_services_are_checked_announced_and_explained() {
     assert!(mixed_families_error.to_string().contains("different address families"), "{mixed_families_error}");
     // No server listens at the port of the checks.
     eventually(*TIMEOUT, "servers are down", || {
-        let status = env.fleet.status(&env.testbed).unwrap();
+        let status = env.fleet.query_status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap();
         members.len() == 3 && members.iter().all(|member| member["state"] == "down")
     });
@@ -103,13 +103,13 @@ fn ipv6_servers_are_resolved_by_neighbour_discovery() {
     let mut env =
         start_ipv6_env("ipv6nds", FleetOptions { servers_family: AddressFamily::Ipv6, ..FleetOptions::default() });
     assert_changes_break_no_connection(&mut env);
-    let unresolved_servers = |env: &TestEnv| {
-        let status = env.fleet.status(&env.testbed).unwrap();
+    let is_s3_unresolved = |env: &TestEnv| {
+        let status = env.fleet.query_status(&env.testbed).unwrap();
         status["load_balancers"][0]["state"]["unresolved_servers"] == serde_json::json!(["s3"])
     };
     let server = env.testbed.server(3).unwrap();
     run_command_text(&env.testbed, server, &format!("ip link set {HOST_DEVICE} down"));
-    eventually(*TIMEOUT, "the load balancer misses the server", || unresolved_servers(&env));
+    eventually(*TIMEOUT, "the load balancer misses the server", || is_s3_unresolved(&env));
 }
 
 #[test]
@@ -131,11 +131,11 @@ fn daemons_reach_the_controller_and_each_other_by_ipv6() {
     };
     let mut env = TestEnv::start(options, FleetOptions { policy: "rr".to_owned(), ..fleet_options });
     eventually(*TIMEOUT, "load balancers find each other", || {
-        let status = env.fleet.status(&env.testbed).unwrap();
+        let status = env.fleet.query_status(&env.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
-        let lb_addresses =
+        let has_no_unresolved_peer =
             |balancer: &serde_json::Value| balancer["state"]["unresolved_load_balancers"] == serde_json::json!([]);
-        balancers.len() == 2 && balancers.iter().all(lb_addresses)
+        balancers.len() == 2 && balancers.iter().all(has_no_unresolved_peer)
     });
     assert_changes_break_no_connection(&mut env);
 }
@@ -149,17 +149,17 @@ fn ipv6_servers_are_checked_at_the_vip() {
         "ipv6vip",
         FleetOptions { fleet_text: health_config, servers_family: AddressFamily::Ipv6, ..FleetOptions::default() },
     );
-    let has_checks = |server: &str, up: bool| {
-        let status = env.fleet.status(&env.testbed).unwrap();
+    let has_checks = |server: &str, is_up: bool| {
+        let status = env.fleet.query_status(&env.testbed).unwrap();
         let members = status["services"][0]["members"].as_array().unwrap().clone();
         let is_expected_member =
-            |member: &serde_json::Value| member["server"] == server && member["checks"][0]["up"] == up;
+            |member: &serde_json::Value| member["server"] == server && member["checks"][0]["up"] == is_up;
         members.iter().any(is_expected_member)
     };
     for server in ["s1", "s2", "s3"] {
         eventually(*TIMEOUT, "checks of every server succeed", || has_checks(server, true));
     }
-    let vip = env.testbed.service().ip();
+    let vip = env.testbed.service_address().ip();
     run_command_text(&env.testbed, env.testbed.server(3).unwrap(), &format!("ip -6 address delete {vip}/128 dev lo"));
     eventually(*TIMEOUT, "checks of the server without the VIP fail", || has_checks("s3", false));
     assert!(has_checks("s1", true));
@@ -170,7 +170,7 @@ fn ipv6_servers_are_checked_at_the_vip() {
 fn server_does_not_answer_neighbour_solicitations_for_a_vip_on_lo() {
     skip_if!(missing_testbed_rights());
     let env = start_ipv6_env("ipv6nd", FleetOptions::default());
-    let vip = env.testbed.service();
+    let vip = env.testbed.service_address();
     let client = env.testbed.client();
     let server = env.testbed.server(1).unwrap();
     // The client sends a solicitation for the VIP, as a neighbour would.

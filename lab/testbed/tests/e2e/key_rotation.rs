@@ -19,7 +19,7 @@ fn key_rotation_breaks_no_connection() {
         |env: &TestEnv, key: u32| env.run_coreward(&["keys", "show"]).unwrap().contains(&format!("key {key} stamps"));
     assert!(stamps_with_new_key(&env, 0));
     env.set_admin_state(1, Some(AdminState::Draining));
-    for (key, upgraded) in [(1, "lb1"), (0, "agent-s1")] {
+    for (key, upgraded_daemon) in [(1, "lb1"), (0, "agent-s1")] {
         // Force the rotation, because it follows the previous one sooner than is safe for idle connections. These are
         // not idle.
         env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
@@ -27,7 +27,7 @@ fn key_rotation_breaks_no_connection() {
         eventually_in_force(&env.fleet, &env.testbed);
         // Agents stamp with a new key a second later.
         env.wait_for_connections(225);
-        env.fleet.upgrade_daemon(&env.testbed, upgraded).unwrap();
+        env.fleet.upgrade_daemon(&env.testbed, upgraded_daemon).unwrap();
     }
     env.fleet.kill_load_balancer(&mut env.testbed, 1, Duration::from_millis(150)).unwrap();
     assert_unbroken(stream_client);

@@ -46,21 +46,21 @@ impl KeyValueClient {
         let (key, value) = (key.as_bytes(), value.as_bytes());
         let request = Request { request_type: request_type.parse()?, id, service_ns: 0, key, value };
         let mut datagram = Vec::new();
-        request.write(&mut datagram);
+        request.write_datagram(&mut datagram);
         self.socket.send(&datagram)?;
-        let (mut buffer, mut all, mut parts) = ([0; MAX_DATAGRAM_BYTES + 1], Vec::new(), 1);
+        let (mut buffer, mut all_pairs, mut part_count) = ([0; MAX_DATAGRAM_BYTES + 1], Vec::new(), 1);
         let mut status_and_worker = (0, 0);
         let mut next_part = 0;
-        while next_part < parts {
+        while next_part < part_count {
             let length = self.socket.recv(&mut buffer).with_context(|| format!("no answer to {request:?}"))?;
             let (header, pairs) = parse_response(&buffer[..length]).context("a response")?;
             assert_eq!((header.id.get(), header.request_type), (id, request.request_type.as_byte()));
-            assert_eq!(header.part, next_part, "parts come in order on one segment");
-            all.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
-            (status_and_worker, parts) = ((header.status, header.worker_index.get()), header.part_count);
+            assert_eq!(header.part_index, next_part, "parts come in order on one segment");
+            all_pairs.extend(pairs.into_iter().map(|(key, value)| (key.to_vec(), value.to_vec())));
+            (status_and_worker, part_count) = ((header.status_code, header.worker_index.get()), header.part_count);
             next_part += 1;
         }
-        Ok((status_and_worker.0, status_and_worker.1, all))
+        Ok((status_and_worker.0, status_and_worker.1, all_pairs))
     }
 }
 
@@ -68,7 +68,7 @@ impl KeyValueClient {
 fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = Testbed::create_direct("tkvget")?;
-    let assert_put_and_get = |shared: bool| {
+    let assert_put_and_get = |is_store_shared: bool| {
         testbed.client().run_within(|| {
             let mut clients: Vec<KeyValueClient> =
                 (0..24).map(|_| KeyValueClient::open()).collect::<anyhow::Result<_>>()?;
@@ -77,7 +77,7 @@ fn get_returns_the_value_of_the_last_put() -> anyhow::Result<()> {
             for client in &mut clients {
                 let (status, worker, pairs) = client.request_and_wait("GET", "new", "")?;
                 other_worker_answers += usize::from(worker != writer);
-                if shared || worker == writer {
+                if is_store_shared || worker == writer {
                     assert_eq!(
                         (status, pairs),
                         (ResponseStatus::Done as u8, vec![(b"new".to_vec(), b"value".to_vec())])
@@ -116,7 +116,7 @@ fn invalid_request_is_counted_and_not_answered() -> anyhow::Result<()> {
         client.socket.send(&[1; 65_000])?;
         let mut request_without_time = Vec::new();
         let request_type = "SCAN47".parse()?;
-        Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write(&mut request_without_time);
+        Request { request_type, id: 99, service_ns: 0, key: b"", value: b"" }.write_datagram(&mut request_without_time);
         client.socket.send(&request_without_time)?;
         // The server answers in order, so an answer to an earlier request would come first, with another id.
         client.request_and_wait("GET", &key_name(1), "")?;
@@ -169,12 +169,12 @@ fn killed_worker_is_restarted() -> anyhow::Result<()> {
     let testbed = Testbed::create_direct("tkvrestart")?;
     let server = testbed.start_key_value_server(1, &["--workers", "2", "--restart"])?;
     // Compare process ids, because the socket exists before the worker starts.
-    let worker_pid_other_than = |before: Option<u32>| {
+    let worker_pid_other_than = |old_pid: Option<u32>| {
         let deadline = std::time::Instant::now() + *TIMEOUT;
         loop {
             match server.worker_pid(1) {
-                Ok(pid) if before != Some(pid) => return pid,
-                _ => assert!(std::time::Instant::now() < deadline, "no worker 1 but {before:?}"),
+                Ok(pid) if old_pid != Some(pid) => return pid,
+                _ => assert!(std::time::Instant::now() < deadline, "no worker 1 but {old_pid:?}"),
             }
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -218,18 +218,22 @@ fn interrupted_load_reports_its_measurements() -> anyhow::Result<()> {
 
 #[test]
 fn contradictory_options_are_rejected() -> anyhow::Result<()> {
-    let error = |arguments: &str| -> anyhow::Result<String> {
+    let error_output = |arguments: &str| -> anyhow::Result<String> {
         let output = Command::new(lab_command()?).args(arguments.split(' ')).output()?;
         assert!(!output.status.success(), "{arguments}");
         Ok(String::from_utf8(output.stderr)?)
     };
-    assert!(error("load 127.0.0.1:9 --rate 0")?.contains("expected a number above 0"));
-    assert!(error("load 127.0.0.1:9 --rate 1 --mix GET=2")?.contains("share of GET: \"2\""));
-    assert!(error("load 127.0.0.1:9 --rate 1 --mix SCAN5=1 --multiplier 2")?.contains("no service time of SCAN5"));
-    assert!(error("load 127.0.0.1:9 --rate 1 --first-port 65500")?.contains("ports 65500 to 65563 of 64 flows"));
-    assert!(error("load 127.0.0.1:9 --rate 1 --sources 192.0.2.1")?.contains("cannot bind the source 192.0.2.1:0"));
-    let server = "testbed key-value-server --listen 127.0.0.1:0";
-    assert!(error(&format!("{server} --paced --multiplier 0"))?.contains("multiplier 0: expected"));
-    assert!(error(&format!("{server} --service-us GET=1"))?.contains("--paced"));
+    assert!(error_output("load 127.0.0.1:9 --rate 0")?.contains("expected a number above 0"));
+    assert!(error_output("load 127.0.0.1:9 --rate 1 --mix GET=2")?.contains("share of GET: \"2\""));
+    assert!(
+        error_output("load 127.0.0.1:9 --rate 1 --mix SCAN5=1 --multiplier 2")?.contains("no service time of SCAN5")
+    );
+    assert!(error_output("load 127.0.0.1:9 --rate 1 --first-port 65500")?.contains("ports 65500 to 65563 of 64 flows"));
+    assert!(
+        error_output("load 127.0.0.1:9 --rate 1 --sources 192.0.2.1")?.contains("cannot bind the source 192.0.2.1:0")
+    );
+    let server_arguments = "testbed key-value-server --listen 127.0.0.1:0";
+    assert!(error_output(&format!("{server_arguments} --paced --multiplier 0"))?.contains("multiplier 0: expected"));
+    assert!(error_output(&format!("{server_arguments} --service-us GET=1"))?.contains("--paced"));
     Ok(())
 }

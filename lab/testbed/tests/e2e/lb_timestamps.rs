@@ -36,7 +36,7 @@ fn start_env(instance: &str, family: AddressFamily, tcp_timestamps: &[&str]) -> 
 }
 
 fn query_lb_state(env: &TestEnv) -> Value {
-    env.fleet.status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
+    env.fleet.query_status(&env.testbed).unwrap()["load_balancers"][0]["state"].clone()
 }
 
 /// Returns the state and the fault of the load balancer's model of a server's timestamp clock.
@@ -66,7 +66,7 @@ fn open_until_clocks_are_known(env: &TestEnv, state: &str) {
     let client = env.testbed.client();
     // Use ports below those of later streams.
     client.set_sysctls(&[("ipv4/ip_local_port_range", "2000 9000")]).unwrap();
-    let vip = env.testbed.service().ip();
+    let vip = env.testbed.service_address().ip();
     // Several answers on one connection, 200 ms apart, show the rate of its clock.
     let one_connection_script =
         format!("exec 3<>/dev/tcp/{vip}/80; for n in {{1..5}}; do printf x >&3; sleep 0.2; done");
@@ -104,23 +104,28 @@ fn packets_by_decision(env: &TestEnv) -> [u64; 2] {
     ["by_cookie", "by_flow_table"].map(|decision| stamped_services[0][decision].as_u64().unwrap())
 }
 
-/// Asserts that the cookie has placed at least 99 % of the packets of established connections since `before`.
-fn assert_decided_by_cookie(env: &TestEnv, before: [u64; 2]) {
+/// Asserts that the cookie has placed at least 99 % of the packets of established connections since `packets_before`.
+fn assert_decided_by_cookie(env: &TestEnv, packets_before: [u64; 2]) {
     let packets_after = packets_by_decision(env);
-    let [by_cookie, by_flow_table] = [0, 1].map(|decision| packets_after[decision] - before[decision]);
+    let [by_cookie, by_flow_table] = [0, 1].map(|decision| packets_after[decision] - packets_before[decision]);
     println!("{by_cookie} packets by the cookie, {by_flow_table} by the flow table");
     assert!(by_cookie > 1_000 && by_flow_table <= by_cookie / 100, "{by_cookie} by the cookie, {by_flow_table} not");
-    let vip = env.testbed.service().to_string();
+    let vip = env.testbed.service_address().to_string();
     let client_address = if vip.starts_with('[') { "[2001:db8::7]:40312" } else { "192.0.2.7:40312" };
     let text = env.run_coreward(&["explain", "--vip", &vip, "--client", client_address]).unwrap();
     assert!(text.contains(" % of its established packets by the cookie."), "{text}");
 }
 
 /// Asserts that no connection breaks while servers join and leave, keys change, and the load balancer restarts.
-fn assert_no_connection_breaks(instance: &str, family: AddressFamily, tcp_timestamps: &str, known: &str) {
+fn assert_no_connection_breaks(
+    instance: &str,
+    family: AddressFamily,
+    tcp_timestamps: &str,
+    expected_clock_state: &str,
+) {
     let mut env = start_env(instance, family, &[tcp_timestamps; 5]);
     // Make all connections stamped, because a load balancer that loses its state breaks those that are not.
-    open_until_clocks_are_known(&env, known);
+    open_until_clocks_are_known(&env, expected_clock_state);
     env.set_admin_state(5, None);
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     let packets_before = packets_by_decision(&env);
@@ -131,7 +136,7 @@ fn assert_no_connection_breaks(instance: &str, family: AddressFamily, tcp_timest
     env.set_admin_state(5, Some(AdminState::Active));
     env.wait_for_connections(75);
     assert_decided_by_cookie(&env, packets_before);
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     env.wait_for_connections(30);
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(75);
@@ -154,7 +159,7 @@ fn assert_no_connection_breaks(instance: &str, family: AddressFamily, tcp_timest
     }
     for server in ["s1", "s3", "s4", "s5"] {
         eventually(*TIMEOUT, server, || {
-            server_clock_state_and_fault(&env, server) == (known.to_owned(), String::new())
+            server_clock_state_and_fault(&env, server) == (expected_clock_state.to_owned(), String::new())
         });
     }
     assert_unbroken(stream_client);
@@ -169,17 +174,17 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     let packets_before = packets_by_decision(&env);
     let stream_client = env.start_streams(250.0);
     for round in 0..20 {
-        let (drained, removed) = (1 + round % 5, 1 + (round + 2) % 5);
-        env.set_admin_state(drained, Some(AdminState::Draining));
+        let (drained_server, removed_server) = (1 + round % 5, 1 + (round + 2) % 5);
+        env.set_admin_state(drained_server, Some(AdminState::Draining));
         env.wait_for_connections(1_250);
-        env.set_admin_state(removed, None);
+        env.set_admin_state(removed_server, None);
         env.wait_for_connections(1_250);
-        env.set_admin_state(drained, Some(AdminState::Active));
+        env.set_admin_state(drained_server, Some(AdminState::Active));
         if round % 5 == 0 {
             env.run_coreward(&["keys", "rotate", "--force"]).unwrap();
         }
         env.wait_for_connections(1_250);
-        env.set_admin_state(removed, Some(AdminState::Active));
+        env.set_admin_state(removed_server, Some(AdminState::Active));
         env.wait_for_connections(1_250);
     }
     assert_decided_by_cookie(&env, packets_before);
@@ -199,7 +204,7 @@ fn unstampable_server_is_reported_and_its_connections_continue() {
     env.wait_for_connections(75);
     env.set_admin_state(1, None);
     env.wait_for_connections(75);
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.wait_for_connections(75);
     env.set_admin_state(1, Some(AdminState::Active));

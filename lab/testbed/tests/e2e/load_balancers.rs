@@ -34,7 +34,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
     assert_eq!(env.fleet.add_load_balancer(&mut env.testbed).unwrap(), 3);
     env.wait_for_connections(75);
     for daemon in ["lb1", "lb3"] {
-        env.fleet.kill(daemon).unwrap();
+        env.fleet.kill_daemon(daemon).unwrap();
         env.wait_for_connections(30);
         env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
     }

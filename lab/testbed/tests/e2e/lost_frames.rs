@@ -26,12 +26,12 @@ struct TestEnv {
 }
 
 impl TestEnv {
-    /// Starts the environment. The command `at_switch` changes the other end of the load balancer's device before the
-    /// daemon starts.
-    fn start(instance: &str, at_switch: &str) -> Self {
+    /// Starts the environment. The command `switch_script` changes the other end of the load balancer's device before
+    /// the daemon starts.
+    fn start(instance: &str, switch_script: &str) -> Self {
         let options = TestbedOptions { instance: instance.to_owned(), servers: 2, cores: 1, ..Default::default() };
         let testbed = Testbed::create(options).unwrap();
-        run_script(&testbed, testbed.switch(), at_switch);
+        run_script(&testbed, testbed.switch(), switch_script);
         let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
         let options =
             FleetOptions { steers_connections: false, load_balancer_text: metrics_config, ..FleetOptions::default() };
@@ -40,14 +40,14 @@ impl TestEnv {
     }
 
     fn lb_state(&self) -> Value {
-        let status = self.fleet.status(&self.testbed).unwrap_or_default();
+        let status = self.fleet.query_status(&self.testbed).unwrap_or_default();
         status["load_balancers"][0]["state"].clone()
     }
 
     /// Returns whether the client can establish a new connection within `limit`.
     fn can_connect(&self, limit: Duration) -> bool {
-        let connect_result = || Ok(TcpStream::connect_timeout(&SERVICE_ADDRESS.into(), limit).is_ok());
-        self.testbed.client().run_within(connect_result).unwrap()
+        let try_connect = || Ok(TcpStream::connect_timeout(&SERVICE_ADDRESS.into(), limit).is_ok());
+        self.testbed.client().run_within(try_connect).unwrap()
     }
 
     fn lb_warnings(&self) -> String {
@@ -95,16 +95,16 @@ fn dropped_frames_and_failing_handshakes_are_reported() {
 #[test]
 fn new_connections_continue_when_the_daemon_is_killed() {
     skip_if!(missing_testbed_rights());
-    for (instance, at_switch, mode) in [
+    for (instance, switch_script, mode) in [
         ("killednative", "", "native"),
         ("killedgeneric", "ip link set dev lb1 xdp off; ethtool -K lb1 gro on", "generic"),
     ] {
-        let mut env = TestEnv::start(instance, at_switch);
+        let mut env = TestEnv::start(instance, switch_script);
         run_script(&env.testbed, env.testbed.load_balancer(1).unwrap(), &format!("ethtool -K {HOST_DEVICE} tso off"));
         let _nginx_servers = [1, 2].map(|number| env.testbed.start_nginx(number).unwrap());
         eventually(*TIMEOUT, "the load balancer reports", || env.lb_state()["xdp_mode"] == mode);
         (0..20).for_each(|n| assert!(env.can_connect(*TIMEOUT), "connection {n}, {mode}"));
-        env.fleet.kill("lb1").unwrap();
+        env.fleet.kill_daemon("lb1").unwrap();
         (0..20).for_each(|n| assert!(env.can_connect(*TIMEOUT), "connection {n} after SIGKILL, {mode}"));
     }
 }

@@ -37,10 +37,10 @@ fn loss_of_the_store_interrupts_no_service() {
     let mut fleet = Fleet::start(&testbed, options).unwrap();
     let mut connections_before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 
-    fleet.kill("controller").unwrap();
+    fleet.kill_daemon("controller").unwrap();
     fs::remove_file(testbed.directory().join("controller.redb")).unwrap();
     fleet.restart_daemon(&testbed, "controller").unwrap();
-    let status = || fleet.status(&testbed).unwrap_or_default();
+    let status = || fleet.query_status(&testbed).unwrap_or_default();
     let first_lb = |status: &Value| status["load_balancers"].get(0).cloned().unwrap_or_default();
     eventually(*TIMEOUT, "the load balancer reports to the controller without a store", || {
         first_lb(&status())["state"].is_object()
@@ -89,7 +89,7 @@ fn configuration_is_saved_once_the_disk_has_room() {
     pool.remove(&2);
     fleet.set_pool(&testbed, pool).unwrap();
     let lb_warnings = |fleet: &Fleet| {
-        let status = fleet.status(&testbed).unwrap_or_default();
+        let status = fleet.query_status(&testbed).unwrap_or_default();
         status["load_balancers"][0]["state"]["warnings"].to_string()
     };
     eventually(*TIMEOUT, "status has the failure", || lb_warnings(&fleet).contains("the configuration is not saved"));
@@ -107,7 +107,7 @@ fn configuration_is_saved_once_the_disk_has_room() {
 
 /// Restarts the load balancer without its pinned BPF objects, as after a reboot.
 fn restart_without_pins(testbed: &Testbed, fleet: &mut Fleet) {
-    fleet.kill("lb1").unwrap();
+    fleet.kill_daemon("lb1").unwrap();
     let mut detach_command = Command::new(coreward_command().unwrap());
     detach_command.args(["lb", "--detach", "--config"]).arg(testbed.directory().join("lb1.toml"));
     testbed.run_command(testbed.load_balancer(1).unwrap(), detach_command).unwrap();
@@ -133,7 +133,7 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     let saved_configuration_path = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
     let mut connections_before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    fleet.kill("controller").unwrap();
+    fleet.kill_daemon("controller").unwrap();
 
     restart_without_pins(&testbed, &mut fleet);
     eventually(*TIMEOUT, "the MAC addresses are known", || {
@@ -141,8 +141,8 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     });
     assert_answered(&mut connections_before);
     let can_connect = |vip: &str| {
-        let connect_result = || Ok(TcpStream::connect_timeout(&vip.parse()?, Duration::from_millis(500)).is_ok());
-        testbed.client().run_within(connect_result).unwrap()
+        let try_connect = || Ok(TcpStream::connect_timeout(&vip.parse()?, Duration::from_millis(500)).is_ok());
+        testbed.client().run_within(try_connect).unwrap()
     };
     eventually(*TIMEOUT, "the load balancer makes a table", || can_connect("10.200.0.1:80"));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
@@ -150,7 +150,7 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     assert!(!can_connect("10.200.0.1:81"), "a new connection by bucket without a table");
     let dropped_before =
         metric_value("coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
-    assert!(dropped_before.is_some_and(|dropped| dropped > 0.0), "{dropped_before:?}");
+    assert!(dropped_before.is_some_and(|dropped_packets| dropped_packets > 0.0), "{dropped_before:?}");
 
     fs::remove_file(&saved_configuration_path).unwrap();
     let restart_time = SystemTime::now();

@@ -44,12 +44,12 @@ fn scrape_metrics(env: &TestEnv, host: &Namespace) -> Option<SampleValues> {
 }
 
 fn sum_with_label(values: &SampleValues, name: &str, label: (&str, &str)) -> f64 {
-    let of = |labels: &BTreeMap<String, String>| labels.get(label.0).is_some_and(|value| value == label.1);
-    values.iter().filter(|((metric, labels), _)| metric == name && of(labels)).map(|(_, value)| value).sum()
+    let has_label = |labels: &BTreeMap<String, String>| labels.get(label.0).is_some_and(|value| value == label.1);
+    values.iter().filter(|((metric, labels), _)| metric == name && has_label(labels)).map(|(_, value)| value).sum()
 }
 
 /// Asserts that a component serves all of its documented metrics, except those of events that have not happened.
-fn assert_documented_metrics_are_served(part: Component, values: &SampleValues) {
+fn assert_documented_metrics_are_served(component: Component, values: &SampleValues) {
     let documented_metric = |name: &str| {
         METRICS.iter().find(|metric| {
             let name_suffix = name.strip_prefix(metric.name);
@@ -60,12 +60,12 @@ fn assert_documented_metrics_are_served(part: Component, values: &SampleValues) 
         .keys()
         .map(|(name, _)| {
             let metric_in_table = documented_metric(name).unwrap_or_else(|| panic!("{name} is not in the table"));
-            assert!(metric_in_table.components.contains(&part), "{name} is served by {}", part.name());
+            assert!(metric_in_table.components.contains(&component), "{name} is served by {}", component.name());
             metric_in_table.name
         })
         .collect();
     let is_optional = |name: &str| {
-        let only_where_used = [
+        let optional_prefixes = [
             "coreward_dispatch_",
             "coreward_health_",
             "coreward_lb_announced_",
@@ -73,10 +73,10 @@ fn assert_documented_metrics_are_served(part: Component, values: &SampleValues) 
             "coreward_etcd_",
             "coreward_certificate_",
         ];
-        only_where_used.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_refused_total"
+        optional_prefixes.iter().any(|prefix| name.starts_with(prefix)) || name == "coreward_reports_refused_total"
     };
-    for metric in METRICS.iter().filter(|metric| metric.components.contains(&part) && !is_optional(metric.name)) {
-        assert!(served_names.contains(metric.name), "{} is not served by {}", metric.name, part.name());
+    for metric in METRICS.iter().filter(|metric| metric.components.contains(&component) && !is_optional(metric.name)) {
+        assert!(served_names.contains(metric.name), "{} is not served by {}", metric.name, component.name());
     }
 }
 
@@ -95,7 +95,7 @@ fn endpoints_serve_the_documented_metrics() {
     let controller_config_path = env.testbed.directory().join("controller.toml");
     let text = fs::read_to_string(&controller_config_path).unwrap();
     fs::write(&controller_config_path, format!("{metrics_config}{text}")).unwrap();
-    env.fleet.kill("controller").unwrap();
+    env.fleet.kill_daemon("controller").unwrap();
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
     let stream_client = env.start_streams(100.0);
@@ -109,31 +109,38 @@ fn endpoints_serve_the_documented_metrics() {
     assert_documented_metrics_are_served(Component::Agent, &scrape_all(server));
     // Wait, because the controller has a load balancer's last report, which is at most a second old.
     eventually(*TIMEOUT, "the controller has its load balancer's counts", || {
-        let (known, printed) = (scrape_all(controller), scrape_all(balancer));
+        let (controller_samples, lb_samples) = (scrape_all(controller), scrape_all(balancer));
         let new_connections =
             |values: &SampleValues| sum_with_label(values, "coreward_lb_packets_total", ("decision", "new_connection"));
-        new_connections(&known) > 0.0 && new_connections(&known) == new_connections(&printed)
+        new_connections(&controller_samples) > 0.0
+            && new_connections(&controller_samples) == new_connections(&lb_samples)
     });
-    let (known, printed) = (scrape_all(controller), scrape_all(balancer));
-    assert_documented_metrics_are_served(Component::Controller, &known);
+    let (controller_samples, lb_samples) = (scrape_all(controller), scrape_all(balancer));
+    assert_documented_metrics_are_served(Component::Controller, &controller_samples);
     for name in ["coreward_lb_packets_total", "coreward_lb_service_packets_total"] {
-        assert!(sum_with_label(&printed, name, ("decision", "new_connection")) > 100.0, "{name}");
+        assert!(sum_with_label(&lb_samples, name, ("decision", "new_connection")) > 100.0, "{name}");
     }
-    assert!(sum_with_label(&printed, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
-    assert!(sum_with_label(&known, "coreward_servers", ("state", "active")) == 2.0, "{known:?}");
-    let status = env.fleet.status(&env.testbed).unwrap();
+    assert!(sum_with_label(&lb_samples, "coreward_lb_service_forwarded_bytes_total", ("service", "web0")) > 1000.0);
+    assert!(
+        sum_with_label(&controller_samples, "coreward_servers", ("state", "active")) == 2.0,
+        "{controller_samples:?}"
+    );
+    let status = env.fleet.query_status(&env.testbed).unwrap();
     let refused_reports: u64 = status["refused_reports"]
         .as_object()
         .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
-    let refused_in_metrics: f64 =
-        known.iter().filter(|((name, _), _)| name == "coreward_reports_refused_total").map(|(_, value)| value).sum();
+    let refused_in_metrics: f64 = controller_samples
+        .iter()
+        .filter(|((name, _), _)| name == "coreward_reports_refused_total")
+        .map(|(_, value)| value)
+        .sum();
     assert_eq!(refused_in_metrics, refused_reports as f64);
     // The agent, the controller and `status` count the same warnings, including this one.
     server.run_within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
     let warning_count =
         |host: &Namespace| sum_with_label(&scrape_all(host), "coreward_server_warnings", ("server", "s1"));
     eventually(*TIMEOUT, "all count the agent's warning", || {
-        let status = env.fleet.status(&env.testbed).unwrap_or_default();
+        let status = env.fleet.query_status(&env.testbed).unwrap_or_default();
         let servers = status["servers"].as_array().cloned().unwrap_or_default();
         let status_warnings =
             servers.iter().find(|server| server["name"] == "s1").map(|server| server["warnings"].clone());

@@ -141,7 +141,7 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     let mut fleet = Fleet::start(&testbed, fleet_options).unwrap();
 
     let client = testbed.client().clone();
-    let client_counter = |name: &str| counters::read(&client).unwrap().get(name).copied().unwrap_or(0);
+    let client_counter = |name: &str| counters::read_kernel_counters(&client).unwrap().get(name).copied().unwrap_or(0);
     let mut streams_and_servers: Vec<(TcpStream, u16)> = client
         .run_within(|| {
             let open_stream = |_| {

@@ -23,7 +23,7 @@ fn flow_table_keeps_connections_while_servers_join_and_leave() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("nots", 1);
     let stream_client = env.start_streams(150.0);
-    for (server, standing) in [
+    for (server, admin_state) in [
         (5, Some(AdminState::Active)),
         (1, Some(AdminState::Draining)),
         (2, None),
@@ -31,7 +31,7 @@ fn flow_table_keeps_connections_while_servers_join_and_leave() {
         (3, Some(AdminState::Draining)),
     ] {
         env.wait_for_connections(225);
-        env.set_admin_state(server, standing);
+        env.set_admin_state(server, admin_state);
     }
     assert_unbroken(stream_client);
     assert!(env.sum_counter("flow_table") > 1_000 && env.sum_counter("established") == 0);

@@ -38,7 +38,7 @@ impl RunningProcess {
     }
 
     /// Ends the process by SIGTERM and returns the report that it prints.
-    pub fn end(mut self) -> anyhow::Result<Value> {
+    pub fn terminate_and_report(mut self) -> anyhow::Result<Value> {
         self.send_signal(Signal::SIGTERM);
         let termination_start = Instant::now();
         while self.0.try_wait()?.is_none() {
@@ -96,10 +96,10 @@ impl TestEnv {
         self.start_server_with_options(cores, &[])
     }
 
-    fn start_server_with_options(&self, cores: &str, more: &[&str]) -> anyhow::Result<RunningProcess> {
+    fn start_server_with_options(&self, cores: &str, extra_options: &[&str]) -> anyhow::Result<RunningProcess> {
         let server_arguments =
             ["testbed", "orchestrated-server", "--memory", &self.memory_path_text(), "--cores", cores];
-        RunningProcess::start(&lab_command()?, &[&server_arguments, more].concat())
+        RunningProcess::start(&lab_command()?, &[&server_arguments, extra_options].concat())
     }
 }
 
@@ -112,8 +112,8 @@ pub struct RequestClient {
 }
 
 impl RequestClient {
-    fn new(setup: &TestEnv) -> anyhow::Result<Self> {
-        Self::connect(setup.service_address)
+    fn new(env: &TestEnv) -> anyhow::Result<Self> {
+        Self::connect(env.service_address)
     }
 
     pub fn connect(server: SocketAddr) -> anyhow::Result<Self> {
@@ -124,7 +124,7 @@ impl RequestClient {
     }
 
     /// Sends a request of a type that needs `service_us` of core time. Returns its id.
-    pub fn send(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
+    pub fn send_request(&mut self, request_type: &str, service_us: u32) -> anyhow::Result<u32> {
         self.send_request_with_value(request_type, service_us, b"")
     }
 
@@ -138,7 +138,7 @@ impl RequestClient {
         let request_type = request_type.parse()?;
         let request = Request { request_type, id, service_ns: service_us * 1000, key: key.as_bytes(), value };
         let mut datagram = Vec::new();
-        request.write(&mut datagram);
+        request.write_datagram(&mut datagram);
         // Sending fails when no orchestrator has the port.
         if self.socket.send(&datagram).is_ok() {
             self.sent_requests += 1;
@@ -164,11 +164,11 @@ impl RequestClient {
     fn send_bursts_until_answered_by(&mut self, burst: usize, cores: &[u16]) {
         let mut has_answered = [false; 4];
         eventually(*TIMEOUT, "each core answers", || {
-            (0..burst).for_each(|_| _ = self.send("GET", 50).unwrap());
+            (0..burst).for_each(|_| _ = self.send_request("GET", 50).unwrap());
             while let Some((_, core, pairs)) = self.receive_response() {
                 assert_eq!(pairs, 1);
                 has_answered[usize::from(core)] = true;
-                if has_answered.iter().filter(|answered| **answered).count() == cores.len() {
+                if has_answered.iter().filter(|is_answered| **is_answered).count() == cores.len() {
                     break;
                 }
             }
@@ -178,7 +178,7 @@ impl RequestClient {
 
     /// Sends a burst and returns the number of responses received, including those to earlier requests.
     fn send_burst_and_count_responses(&mut self, burst: usize) -> usize {
-        (0..burst).for_each(|_| _ = self.send("GET", 50).unwrap());
+        (0..burst).for_each(|_| _ = self.send_request("GET", 50).unwrap());
         (0..burst).map_while(|_| self.receive_response()).count()
     }
 
@@ -187,21 +187,21 @@ impl RequestClient {
     }
 }
 
-pub fn sum_over_services(report: &Value, count: &str) -> u64 {
-    report["services"].as_array().unwrap().iter().map(|service| service[count].as_u64().unwrap()).sum()
+pub fn sum_over_services(report: &Value, counter_name: &str) -> u64 {
+    report["services"].as_array().unwrap().iter().map(|service| service[counter_name].as_u64().unwrap()).sum()
 }
 
 /// Asserts that the report counts every received request under exactly one outcome.
 pub fn assert_every_request_is_counted_once(report: &Value, received: u64) {
     let outcome_counts = ["dropped", "rejected", "completed", "lost", "waiting", "outstanding"]
-        .map(|count| sum_over_services(report, count));
+        .map(|counter_name| sum_over_services(report, counter_name));
     assert_eq!(
         (sum_over_services(report, "received"), outcome_counts.iter().sum::<u64>()),
         (received, received),
         "{report}"
     );
-    for count in ["unclassified", "bad_messages", "bad_feedback", "damaged"] {
-        assert_eq!(report[count], 0, "{count}: {report}");
+    for counter_name in ["unclassified", "bad_messages", "bad_feedback", "damaged"] {
+        assert_eq!(report[counter_name], 0, "{counter_name}: {report}");
     }
 }
 
@@ -215,15 +215,16 @@ fn requests_of_two_priorities_are_answered() -> anyhow::Result<()> {
     client.discard_responses();
     let sent_before = client.sent_requests;
     for _ in 0..500 {
-        let request_ids = [client.send("GET", 0)?, client.send("SCAN18", 20)?];
+        let request_ids = [client.send_request("GET", 0)?, client.send_request("SCAN18", 20)?];
         let mut responses: Vec<_> = (0..2).filter_map(|_| client.receive_response()).collect();
         responses.sort_unstable();
         let ids_and_pair_counts: Vec<_> = responses.iter().map(|(id, _, pairs)| (*id, *pairs)).collect();
         assert_eq!(ids_and_pair_counts, [(request_ids[0], 1), (request_ids[1], 18)]);
     }
-    let served_requests: u64 = server.end()?.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
+    let served_requests: u64 =
+        server.terminate_and_report()?.as_array().unwrap().iter().map(|count| count.as_u64().unwrap()).sum();
     assert_eq!(served_requests, client.sent_requests);
-    let report = orchestrator.end()?;
+    let report = orchestrator.terminate_and_report()?;
     assert_every_request_is_counted_once(&report, client.sent_requests);
     assert_eq!(
         (sum_over_services(&report, "completed"), sum_over_services(&report, "lost")),
@@ -240,35 +241,35 @@ fn orchestrator_drops_capabilities() -> anyhow::Result<()> {
     let env = TestEnv::new()?;
     let orchestrator = env.start_orchestrator()?;
     assert_eq!(effective_capabilities(orchestrator.0.id()) & !retained_capabilities(Component::Orchestrate), 0);
-    orchestrator.end().map(drop)
+    orchestrator.terminate_and_report().map(drop)
 }
 
 #[test]
 fn dead_and_stopped_workers_get_no_requests() -> anyhow::Result<()> {
     let env = TestEnv::new()?;
     let orchestrator = env.start_orchestrator()?;
-    let (first, second) = (env.start_server("0,1")?, env.start_server("2,3")?);
+    let (first_server, stopped_server) = (env.start_server("0,1")?, env.start_server("2,3")?);
     let mut client = RequestClient::new(&env)?;
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
-    second.send_signal(Signal::SIGSTOP);
+    stopped_server.send_signal(Signal::SIGSTOP);
     eventually(*TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
-    second.send_signal(Signal::SIGKILL);
-    drop(second);
+    stopped_server.send_signal(Signal::SIGKILL);
+    drop(stopped_server);
     eventually(*TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
     let second_server = env.start_server("2,3")?;
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
-    first.send_signal(Signal::SIGSTOP);
+    first_server.send_signal(Signal::SIGSTOP);
     eventually(*TIMEOUT, "stopped workers have requests", || client.send_burst_and_count_responses(8) < 8);
     eventually(*TIMEOUT, "the other process answers all", || client.send_burst_and_count_responses(8) == 8);
     // The worker answers its requests when it continues.
-    first.send_signal(Signal::SIGCONT);
+    first_server.send_signal(Signal::SIGCONT);
     client.request_until_answered_by(&[0, 1, 2, 3]);
     client.discard_responses();
-    first.end()?;
-    second_server.end()?;
-    let report = orchestrator.end()?;
+    first_server.terminate_and_report()?;
+    second_server.terminate_and_report()?;
+    let report = orchestrator.terminate_and_report()?;
     assert_every_request_is_counted_once(&report, client.sent_requests);
     assert!((1..=8).contains(&sum_over_services(&report, "lost")), "two cores with a depth of 4 had died: {report}");
     assert_eq!(report["workers"], 6);
@@ -287,7 +288,7 @@ fn workers_reconnect_to_a_restarted_orchestrator() -> anyhow::Result<()> {
         orchestrator.send_signal(signal);
         drop(orchestrator);
     }
-    server.end()?;
+    server.terminate_and_report()?;
     Ok(())
 }
 
@@ -301,10 +302,10 @@ fn burst_opens_a_core_of_the_other_service() -> anyhow::Result<()> {
     let mut client = RequestClient::new(&env)?;
     client.send_bursts_until_answered_by(100, &[0, 1, 2]);
     client.discard_responses();
-    client.send("SCAN18", 0)?;
+    client.send_request("SCAN18", 0)?;
     assert_eq!(client.receive_response().map(|(_, _, pairs)| pairs), Some(18), "some core runs the other service");
-    server.end()?;
-    let report = orchestrator.end()?;
+    server.terminate_and_report()?;
+    let report = orchestrator.terminate_and_report()?;
     assert_every_request_is_counted_once(&report, client.sent_requests);
     assert!(report["hints"].as_u64().unwrap() >= 1, "{report}");
     Ok(())
@@ -321,8 +322,8 @@ impl ServerFaultInjector<'_> {
     const CORE_GROUPS: [&'static str; 3] = ["0", "1,2", "3"];
     const ASSIGNMENT_NAMES: [&'static str; 3] = ["share", "dedicated", "hybrid"];
 
-    fn random_below(&mut self, below: u32) -> usize {
-        uniform_below(&mut self.rng, below) as usize
+    fn random_below(&mut self, upper_bound: u32) -> usize {
+        uniform_below(&mut self.rng, upper_bound) as usize
     }
 
     fn start_group(&mut self, group: usize) -> anyhow::Result<()> {
@@ -342,7 +343,7 @@ impl ServerFaultInjector<'_> {
             1 => {
                 let server = self.server_processes[group].take().unwrap();
                 server.send_signal(Signal::SIGCONT);
-                server.end()?;
+                server.terminate_and_report()?;
                 self.start_group(group)?;
             }
             2 => self.server_processes[group].as_ref().unwrap().send_signal(Signal::SIGSTOP),
@@ -365,21 +366,27 @@ fn every_request_has_exactly_one_outcome_while_workers_die() -> anyhow::Result<(
     (0..3).try_for_each(|group| fault_injector.start_group(group))?;
     let mut client = RequestClient::new(&env)?;
     // The first request is not a GET, because some assignments run GET on no core.
-    eventually(*TIMEOUT, "a core answers", || client.send("SCAN18", 0).is_ok() && client.receive_response().is_some());
+    eventually(*TIMEOUT, "a core answers", || {
+        client.send_request("SCAN18", 0).is_ok() && client.receive_response().is_some()
+    });
     client.socket.set_read_timeout(Some(Duration::from_millis(1)))?;
     for _ in 0..24 {
         fault_injector.inject_random_fault()?;
         for number in 0..20 {
-            (0..10).try_for_each(|_| client.send(["GET", "SCAN18"][number % 2], 50).map(drop))?;
+            (0..10).try_for_each(|_| client.send_request(["GET", "SCAN18"][number % 2], 50).map(drop))?;
             client.discard_responses();
         }
     }
     fault_injector.resume_all();
     client.socket.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
     client.discard_responses();
-    fault_injector.server_processes.drain(..).flatten().try_for_each(|server| server.end().map(drop))?;
+    fault_injector
+        .server_processes
+        .drain(..)
+        .flatten()
+        .try_for_each(|server| server.terminate_and_report().map(drop))?;
     client.discard_responses();
-    let report = orchestrator.end()?;
+    let report = orchestrator.terminate_and_report()?;
     // A full socket buffer drops requests before they are received.
     let received_requests = sum_over_services(&report, "received");
     assert!(received_requests <= client.sent_requests && sum_over_services(&report, "lost") > 0, "{report}");

@@ -35,22 +35,23 @@ impl TestEnv {
 
     fn start_service(&self, port: u16) -> anyhow::Result<OrchestratedService> {
         let path_with_extension = |kind: &str| self.directory.path().join(format!("{port}.{kind}"));
-        let (memory, config, log) =
+        let (memory_path, config_path, log) =
             (path_with_extension("memory"), path_with_extension("toml"), path_with_extension("log"));
         let (listen, metrics) = (SocketAddr::from((server_address(1), port)), format!("127.0.0.1:{}", port + 1000));
         let text = format!(
-            "memory = {memory:?}\nintake = \"af-xdp\"\ninterface = \"{HOST_DEVICE}\"\ncores = 2\npayload = 4096\n\
+            "memory = {memory_path:?}\nintake = \"af-xdp\"\ninterface = \"{HOST_DEVICE}\"\ncores = 2\npayload = 4096\n\
              metrics = \"{metrics}\"\n\
              [[service]]\nlisten = \"{listen}\"\nmatch = {{ value = 1 }}\n\
              [[service]]\nlisten = \"{listen}\"\npriority = 1\n"
         );
-        std::fs::write(&config, text)?;
+        std::fs::write(&config_path, text)?;
         let mut command = Command::new(coreward_command()?);
-        command.args(["orchestrate", "--config", &config.display().to_string()]).stderr(File::create(&log)?);
+        command.args(["orchestrate", "--config", &config_path.display().to_string()]).stderr(File::create(&log)?);
         let orchestrator = self.server_host().run_within(|| RunningProcess::spawn(&mut command))?;
-        eventually(*TIMEOUT, "the memory exists", || memory.exists());
-        let server = ["testbed", "orchestrated-server", "--memory", &memory.display().to_string(), "--cores", "0,1"];
-        let server = RunningProcess::start(&lab_command()?, &server)?;
+        eventually(*TIMEOUT, "the memory exists", || memory_path.exists());
+        let server_arguments =
+            ["testbed", "orchestrated-server", "--memory", &memory_path.display().to_string(), "--cores", "0,1"];
+        let server = RunningProcess::start(&lab_command()?, &server_arguments)?;
         let client = self.testbed.client().run_within(|| RequestClient::connect(listen))?;
         Ok(OrchestratedService {
             orchestrator,
@@ -68,9 +69,9 @@ impl TestEnv {
     /// Returns the modes in which requests enter the orchestrator, according to its metrics.
     fn intake_modes(&self, service: &OrchestratedService) -> Vec<&'static str> {
         let metrics_text = self.fetch_metrics_page(service);
-        let is_mode_active =
+        let mode_value =
             |mode: &str| series_value(&metrics_text, &format!("coreward_orchestrate_intake{{mode=\"{mode}\"}}"));
-        INTAKE_MODES.into_iter().filter(|mode| is_mode_active(mode) == Some(1.0)).collect()
+        INTAKE_MODES.into_iter().filter(|mode| mode_value(mode) == Some(1.0)).collect()
     }
 }
 
@@ -86,27 +87,30 @@ impl OrchestratedService {
     /// Waits until the workers answer, then sends requests one by one, each after the response to the last.
     fn send_requests_one_by_one(&mut self) {
         eventually(*TIMEOUT, "a worker answers", || {
-            self.client.send("GET", 0).is_ok() && self.client.receive_response().is_some()
+            self.client.send_request("GET", 0).is_ok() && self.client.receive_response().is_some()
         });
         self.client.discard_responses();
         for number in 0..REQUEST_COUNT {
-            let (request_type, pairs) = if number % 2 == 0 { ("GET", 1) } else { ("SCAN18", 18) };
-            let id = self.client.send(request_type, 0).unwrap();
-            assert_eq!(self.client.receive_response().map(|(answered, _, found)| (answered, found)), Some((id, pairs)));
+            let (request_type, expected_pair_count) = if number % 2 == 0 { ("GET", 1) } else { ("SCAN18", 18) };
+            let id = self.client.send_request(request_type, 0).unwrap();
+            assert_eq!(
+                self.client.receive_response().map(|(response_id, _, pair_count)| (response_id, pair_count)),
+                Some((id, expected_pair_count))
+            );
         }
     }
 
     fn stop_and_report(self) -> anyhow::Result<Value> {
-        self.server_process.end()?;
-        let report = self.orchestrator.end()?;
+        self.server_process.terminate_and_report()?;
+        let report = self.orchestrator.terminate_and_report()?;
         assert_every_request_is_counted_once(&report, self.client.sent_requests);
         Ok(report)
     }
 }
 
-fn log_contains_all(log: &Path, words: &[&str]) -> bool {
+fn log_contains_all(log: &Path, log_words: &[&str]) -> bool {
     let text = std::fs::read_to_string(log).unwrap();
-    text.lines().any(|line| words.iter().all(|word| line.contains(word)))
+    text.lines().any(|line| log_words.iter().all(|log_word| line.contains(log_word)))
 }
 
 /// Asserts that a datagram to a port without a service still reaches the server's socket.
@@ -132,7 +136,7 @@ fn requests_enter_by_af_xdp_and_other_traffic_passes() -> anyhow::Result<()> {
     assert_eq!(env.intake_modes(&service), ["af-xdp"]);
     // Fragments and packets with IP options go to the kernel, and so to the UDP socket.
     set_ip_options(&service.client.socket)?;
-    service.client.send("GET", 0)?;
+    service.client.send_request("GET", 0)?;
     assert!(service.client.receive_response().is_some());
     run_command_text(&env.testbed, env.testbed.client(), &format!("ip link set {HOST_DEVICE} mtu 1000"));
     service.client.send_request_with_value("PUT", 0, &[7; MAX_VALUE_BYTES])?;

@@ -22,8 +22,8 @@ fn start_load_generator(testbed: &Testbed, log: &ArrivalLog) -> anyhow::Result<P
     testbed.spawn(testbed.client(), command)
 }
 
-fn wait_for_load_report(load: Process) -> anyhow::Result<LoadReport> {
-    load.wait_for_json(Duration::from_secs(30))
+fn wait_for_load_report(load_process: Process) -> anyhow::Result<LoadReport> {
+    load_process.wait_for_json(Duration::from_secs(30))
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn every_request_is_served_for_its_service_time() -> anyhow::Result<()> {
         (arrival_log.arrivals.len() as u64, arrival_log.arrivals.len() as u64)
     );
     assert_eq!((report.broken.total_count(), report.answered), (0, request_count));
-    assert_eq!(report.placed.iter().map(|placed| placed.connections).sum::<u64>(), report.opened);
+    assert_eq!(report.placed.iter().map(|core_connections| core_connections.connections).sum::<u64>(), report.opened);
     // Service times are exact to the nanosecond, however late the machine wakes the workers.
     assert_eq!(server.read_busy_ns()?.iter().sum::<u64>(), work_us * 1_000);
     assert!(report.latency_us.p50 >= u64::from(workload.service_us), "{:?}", report.latency_us);

@@ -23,8 +23,9 @@ fn download_from_each_address(testbed: &Testbed) {
 }
 
 fn received_unreachables(testbed: &Testbed) -> Vec<u64> {
-    let of = |number| counters::read(testbed.server(number).unwrap()).unwrap()["IcmpInDestUnreachs"];
-    testbed.server_numbers().into_iter().map(of).collect()
+    let unreachable_count =
+        |number| counters::read_kernel_counters(testbed.server(number).unwrap()).unwrap()["IcmpInDestUnreachs"];
+    testbed.server_numbers().into_iter().map(unreachable_count).collect()
 }
 
 fn assert_downloads_pass_small_mtu(instance: &str, client_timestamps: &str) {

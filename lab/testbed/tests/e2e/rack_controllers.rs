@@ -44,10 +44,10 @@ impl LoadWriter {
         let idle_server_number = Arc::new(AtomicU16::new(NO_SERVER));
         let idle_server_in_thread = idle_server_number.clone();
         let writer_thread = std::thread::spawn(move || {
-            let (mut busy_ns, mut before) = (BTreeMap::new(), Instant::now());
+            let (mut busy_ns, mut last_update) = (BTreeMap::new(), Instant::now());
             while idle_server_in_thread.load(Ordering::Relaxed) != END_OF_LOAD {
-                let elapsed_time = before.elapsed();
-                before += elapsed_time;
+                let elapsed_time = last_update.elapsed();
+                last_update += elapsed_time;
                 for (number, file) in &core_load_files {
                     let core_busy_ns = busy_ns.entry(*number).or_insert(0u64);
                     *core_busy_ns += if idle_server_in_thread.load(Ordering::Relaxed) == *number {
@@ -103,7 +103,7 @@ impl TestEnv {
         let options = FleetOptions {
             load_source: LoadSource::PacedServer,
             steers_connections: false,
-            tls: true,
+            uses_tls: true,
             server_lines: racks_of_servers.clone().map(|(server, racks)| (server, racks_line(&racks))).collect(),
             server_racks: racks_of_servers.collect(),
             fleet_text: format!(
@@ -119,8 +119,9 @@ impl TestEnv {
     /// Makes one server the only idle one, and asserts that all new connections reach it.
     fn assert_idle_server_gets_all_connections(&self, server: u16) {
         self.load_writer.set_idle_server(server);
-        let all_reach_server =
-            || open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server == server);
+        let all_reach_server = || {
+            open_keepalive_connections(&self.testbed, 8).iter().all(|(_, answerer)| answerer.server_number == server)
+        };
         eventually(*TIMEOUT, &format!("all new connections go to s{server}"), all_reach_server);
     }
 
@@ -131,7 +132,7 @@ impl TestEnv {
 
     /// Returns the rack controller through which each reporting server's agent is connected, or "" if there is none.
     fn agent_racks(&self) -> BTreeMap<String, String> {
-        let Ok(status) = self.fleet.status(&self.testbed) else { return BTreeMap::new() };
+        let Ok(status) = self.fleet.query_status(&self.testbed) else { return BTreeMap::new() };
         let servers = status["servers"].as_array().into_iter().flatten();
         let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
         let reporting_servers = servers.filter(|server| server["reports"] == "fresh");
@@ -142,15 +143,17 @@ impl TestEnv {
         self.agent_racks().remove(server)
     }
 
-    /// Waits until each agent has reported through a rack controller in `allowed`, not necessarily at the same time.
-    fn wait_for_allowed_racks(&self, allowed: &[&[&str]]) {
-        let mut missing_servers: BTreeSet<String> = (1..=allowed.len()).map(|number| format!("s{number}")).collect();
-        eventually(*TIMEOUT, &format!("agents are connected through {allowed:?}"), || {
+    /// Waits until each agent has reported through a rack controller in `allowed_racks`, not necessarily at the same
+    /// time.
+    fn wait_for_allowed_racks(&self, allowed_racks: &[&[&str]]) {
+        let mut missing_servers: BTreeSet<String> =
+            (1..=allowed_racks.len()).map(|number| format!("s{number}")).collect();
+        eventually(*TIMEOUT, &format!("agents are connected through {allowed_racks:?}"), || {
             let current_racks = self.agent_racks();
-            for (number, allowed) in (1..).zip(allowed) {
+            for (number, server_racks) in (1..).zip(allowed_racks) {
                 let server = format!("s{number}");
                 match current_racks.get(&server) {
-                    Some(rack) if allowed.contains(&rack.as_str()) => missing_servers.remove(&server),
+                    Some(rack) if server_racks.contains(&rack.as_str()) => missing_servers.remove(&server),
                     // The agent's last report came through another rack controller.
                     Some(_) => missing_servers.insert(server),
                     None => false,
@@ -167,31 +170,31 @@ impl TestEnv {
     }
 
     fn connected_rack_names(&self) -> Vec<String> {
-        let status = self.fleet.status(&self.testbed).unwrap_or_default();
+        let status = self.fleet.query_status(&self.testbed).unwrap_or_default();
         let racks = status["racks"].as_array().into_iter().flatten();
         racks.map(|rack| rack["name"].as_str().unwrap().to_owned()).collect()
     }
 
     /// Runs a rack controller with a foreign certificate until the controller logs these words, then with its own
     /// certificate.
-    fn assert_certificate_is_rejected(&mut self, rack: &str, certificate: (Role, &str), words: &str) {
+    fn assert_certificate_is_rejected(&mut self, rack: &str, certificate: (Role, &str), log_words: &str) {
         let own_directory = credential_directory(&self.testbed, Role::Rack, rack);
         let backup_directory = self.testbed.directory().join("kept");
-        let copy_files = |from: &std::path::Path, to: &std::path::Path| {
-            fs::create_dir_all(to).unwrap();
+        let copy_files = |source_directory: &std::path::Path, target_directory: &std::path::Path| {
+            fs::create_dir_all(target_directory).unwrap();
             for file in ["ca.crt", "own.crt", "own.key"] {
-                fs::copy(from.join(file), to.join(file)).unwrap();
+                fs::copy(source_directory.join(file), target_directory.join(file)).unwrap();
             }
         };
-        self.fleet.kill(rack).unwrap();
+        self.fleet.kill_daemon(rack).unwrap();
         copy_files(&own_directory, &backup_directory);
         copy_files(&credential_directory(&self.testbed, certificate.0, certificate.1), &own_directory);
         let log_length = daemon_log(&self.testbed, "controller", 0).len();
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
-        eventually(*TIMEOUT, words, || daemon_log(&self.testbed, "controller", log_length).contains(words));
+        eventually(*TIMEOUT, log_words, || daemon_log(&self.testbed, "controller", log_length).contains(log_words));
         assert!(!self.connected_rack_names().iter().any(|name| name == rack));
         // A rack controller with another name is a separate process.
-        self.fleet.kill(rack).unwrap();
+        self.fleet.kill_daemon(rack).unwrap();
         copy_files(&backup_directory, &own_directory);
         self.fleet.restart_daemon(&self.testbed, rack).unwrap();
         eventually(*TIMEOUT, &format!("{rack} is back"), || {
@@ -214,7 +217,7 @@ fn rack_and_controller_restarts_break_no_connection() {
     for server in 1..=5 {
         env.assert_idle_server_gets_all_connections(server);
     }
-    let status = env.fleet.status(&env.testbed).unwrap();
+    let status = env.fleet.query_status(&env.testbed).unwrap();
     let racks_values = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
     assert_eq!(racks_values("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
     assert_eq!(racks_values("permitted_servers"), [Value::from(3), Value::from(3)]);
@@ -225,7 +228,7 @@ fn rack_and_controller_restarts_break_no_connection() {
     );
     // The agent of a server behind a rack controller measures that every core is busy.
     eventually(*TIMEOUT, "s1 is seen to be busy", || {
-        let status = env.fleet.status(&env.testbed).unwrap();
+        let status = env.fleet.query_status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
         let core_loads: Vec<f64> =
             s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
@@ -242,7 +245,7 @@ fn rack_and_controller_restarts_break_no_connection() {
         .start_stream_client_at_address(stream_service_address(&env.testbed), 1..4, &stream_workload, None)
         .unwrap();
     pause(2_000);
-    env.fleet.kill("rack1").unwrap();
+    env.fleet.kill_daemon("rack1").unwrap();
     let kill_time = Instant::now();
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
     println!("rack1's agents report again after {:?}", kill_time.elapsed());
@@ -253,7 +256,7 @@ fn rack_and_controller_restarts_break_no_connection() {
     // No agent had to change its rack controller.
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
 
-    env.fleet.kill("controller").unwrap();
+    env.fleet.kill_daemon("controller").unwrap();
     pause(1_000);
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     let restart_time = Instant::now();
@@ -279,17 +282,18 @@ fn rack_and_controller_restarts_break_no_connection() {
 fn assert_drain_waits_for_connections(env: &TestEnv) {
     env.assert_idle_server_gets_all_connections(2);
     let mut drained_connections = open_keepalive_connections(&env.testbed, 3);
-    assert!(drained_connections.iter().all(|(_, answerer)| answerer.server == 2));
+    assert!(drained_connections.iter().all(|(_, answerer)| answerer.server_number == 2));
     let output_path = env.testbed.directory().join("drain.txt");
     let output_file = File::create(&output_path).unwrap();
     let mut command: Command = operator_command(&env.testbed, &["drain", "s2", "--wait", "--timeout", "2m"]).unwrap();
     command.stdin(Stdio::null()).stdout(output_file.try_clone().unwrap()).stderr(output_file);
     let mut drain_process = env.testbed.spawn(env.testbed.controller(), command).unwrap();
-    let wait_for_output =
-        |words: &str| eventually(*TIMEOUT, words, || fs::read_to_string(&output_path).unwrap().contains(words));
+    let wait_for_output = |expected_text: &str| {
+        eventually(*TIMEOUT, expected_text, || fs::read_to_string(&output_path).unwrap().contains(expected_text))
+    };
     wait_for_output("s2 is draining: 3 connections remain\n");
     let other_connections = open_keepalive_connections(&env.testbed, 8);
-    assert!(other_connections.iter().all(|(_, answerer)| answerer.server != 2));
+    assert!(other_connections.iter().all(|(_, answerer)| answerer.server_number != 2));
     assert_answered(&mut drained_connections);
     drained_connections.truncate(1);
     wait_for_output("s2 is draining: 1 connection remains\n");
@@ -317,19 +321,22 @@ fn rack_controller_reports_only_for_its_own_servers() {
     );
 
     // The agent of s2 connects through rack1, which the document does not permit for s2.
-    env.fleet.kill(&agent_name(2)).unwrap();
+    env.fleet.kill_daemon(&agent_name(2)).unwrap();
     let mut options = env.fleet.options().clone();
     options.server_racks.insert(2, vec![1]);
     env.fleet.set_options(&env.testbed, options.clone()).unwrap();
-    let [controller, agent] = ["controller", "agent-s2"].map(|daemon| daemon_log(&env.testbed, daemon, 0).len());
+    let [controller_log_length, agent_log_length] =
+        ["controller", "agent-s2"].map(|daemon| daemon_log(&env.testbed, daemon, 0).len());
     env.fleet.restart_daemon(&env.testbed, &agent_name(2)).unwrap();
     let rejection_words = r#"may not report for server \"s2\": expected rack \"rack2\", or its agent itself"#;
     eventually(*TIMEOUT, rejection_words, || {
-        daemon_log(&env.testbed, "controller", controller).contains(rejection_words)
+        daemon_log(&env.testbed, "controller", controller_log_length).contains(rejection_words)
     });
-    eventually(*TIMEOUT, rejection_words, || daemon_log(&env.testbed, "agent-s2", agent).contains(rejection_words));
+    eventually(*TIMEOUT, rejection_words, || {
+        daemon_log(&env.testbed, "agent-s2", agent_log_length).contains(rejection_words)
+    });
     eventually(*TIMEOUT, "s2 is connected directly", || env.agent_rack("s2").is_some_and(|rack| rack.is_empty()));
-    let refused_reports = &env.fleet.status(&env.testbed).unwrap()["refused_reports"]["foreign_rack"];
+    let refused_reports = &env.fleet.query_status(&env.testbed).unwrap()["refused_reports"]["foreign_rack"];
     assert!(refused_reports.as_u64().unwrap() >= 1, "{refused_reports}");
     env.assert_idle_server_gets_all_connections(2);
 

@@ -29,14 +29,14 @@ fn open_long_stream() -> TcpStream {
 /// has no timestamp (tcp_v4_send_reset() in net/ipv4/tcp_ipv4.c).
 fn close_silently(stream: TcpStream) {
     use std::os::fd::AsRawFd as _;
-    let on: libc::c_int = 1;
+    let repair_flag: libc::c_int = 1;
     // SAFETY: the descriptor is open, and the option is an int that outlives the call.
     let repair_result = unsafe {
         libc::setsockopt(
             stream.as_raw_fd(),
             libc::IPPROTO_TCP,
             libc::TCP_REPAIR,
-            (&raw const on).cast(),
+            (&raw const repair_flag).cast(),
             size_of::<libc::c_int>() as libc::socklen_t,
         )
     };

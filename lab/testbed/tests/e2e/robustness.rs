@@ -48,7 +48,7 @@ fn killed_daemons_break_no_connection_and_resume_their_work() {
     let mut env = start_env("kill", 2, "crossrss");
     let mut connections = open_keepalive_connections(&env.testbed, 20);
     for daemon in ["controller", "lb1", "agent-s1", "agent-s2"] {
-        env.fleet.kill(daemon).unwrap();
+        env.fleet.kill_daemon(daemon).unwrap();
         assert_answered(&mut connections);
         // The pinned program also accepts new connections.
         connections.extend(open_keepalive_connections(&env.testbed, 5));
@@ -59,7 +59,7 @@ fn killed_daemons_break_no_connection_and_resume_their_work() {
     }
     // All daemons are killed at once.
     for daemon in ["agent-s1", "agent-s2", "lb1", "controller"] {
-        env.fleet.kill(daemon).unwrap();
+        env.fleet.kill_daemon(daemon).unwrap();
     }
     assert_answered(&mut connections);
     connections.extend(open_keepalive_connections(&env.testbed, 5));
@@ -92,12 +92,12 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
     skip_if!(missing_testbed_rights());
     let mut env = start_env("drain", 2, "rr");
     let mut connections = open_keepalive_connections(&env.testbed, 20);
-    assert!(connections.iter().any(|(_, answerer)| answerer.server == 1));
+    assert!(connections.iter().any(|(_, answerer)| answerer.server_number == 1));
     let mut pool = env.fleet.server_pool().clone();
     pool.insert(1, AdminState::Draining);
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     eventually(*TIMEOUT, "server 1 drains", || {
-        open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2)
+        open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == 2)
     });
     assert_answered(&mut connections);
     // The server is removed from the file, but its connections stay.
@@ -105,12 +105,12 @@ fn draining_server_keeps_connections_and_gets_no_new_ones() {
     env.fleet.set_pool(&env.testbed, pool.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     assert_answered(&mut connections);
-    assert!(open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server == 2));
+    assert!(open_keepalive_connections(&env.testbed, 10).iter().all(|(_, answerer)| answerer.server_number == 2));
     // The server returns to the pool.
     pool.insert(1, AdminState::Active);
     env.fleet.set_pool(&env.testbed, pool).unwrap();
     eventually(*TIMEOUT, "server 1 is back", || {
-        open_keepalive_connections(&env.testbed, 10).iter().any(|(_, answerer)| answerer.server == 1)
+        open_keepalive_connections(&env.testbed, 10).iter().any(|(_, answerer)| answerer.server_number == 1)
     });
     assert_answered(&mut connections);
 }
@@ -124,7 +124,7 @@ fn explain_predicts_the_serving_server_and_core() {
     // Wait, because an agent looks for workers once a second.
     eventually(*TIMEOUT, "connections are steered at every server", || {
         open_keepalive_connections(&env.testbed, 8);
-        let status = env.fleet.status(&env.testbed).unwrap();
+        let status = env.fleet.query_status(&env.testbed).unwrap();
         let is_steering =
             |server: &serde_json::Value| server["counters"]["steered"].as_u64().is_some_and(|count| count > 0);
         status["servers"].as_array().unwrap().iter().all(is_steering)
@@ -137,7 +137,7 @@ fn explain_predicts_the_serving_server_and_core() {
             env.run_at_client(|| HttpConnection::open(Some(source_address)).unwrap().query_worker().unwrap());
         assert_eq!(
             explanation["chosen_server"],
-            format!("s{}", answering_worker.server),
+            format!("s{}", answering_worker.server_number),
             "{source_address}: {explanation}"
         );
         let explained_servers = explanation["servers"].as_array().unwrap();
@@ -146,7 +146,7 @@ fn explain_predicts_the_serving_server_and_core() {
         // With `steer = "order"`, the k-th worker serves what RSS sends to core k.
         let core_index = chosen_server["core"].as_u64().unwrap() as usize;
         assert_eq!(
-            worker_pids[usize::from(answering_worker.server) - 1][core_index],
+            worker_pids[usize::from(answering_worker.server_number) - 1][core_index],
             answering_worker.worker_pid,
             "{source_address}: {explanation}"
         );

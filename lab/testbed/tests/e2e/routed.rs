@@ -104,8 +104,10 @@ fn streams_survive_a_change_to_an_ipv6_next_hop() {
     let (router, balancer) = (env.testbed.server_router().unwrap(), env.testbed.load_balancer(1).unwrap());
     let link_local_addresses =
         run_command_text(&env.testbed, router, &format!("ip -6 -oneline address show dev {HOST_DEVICE} scope link"));
-    let link_local_address =
-        link_local_addresses.split_whitespace().find_map(|word| word.strip_suffix("/64")).expect(&link_local_addresses);
+    let link_local_address = link_local_addresses
+        .split_whitespace()
+        .find_map(|token| token.strip_suffix("/64"))
+        .expect(&link_local_addresses);
     let change_time = SystemTime::now();
     run_command_text(
         &env.testbed,

@@ -28,18 +28,18 @@ struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
     fn start(testbed: &Testbed) -> Self {
-        let done_flag = Arc::new(AtomicBool::new(false));
+        let stop_flag = Arc::new(AtomicBool::new(false));
         for number in testbed.server_numbers() {
-            let service = testbed.service();
+            let service = testbed.service_address();
             let bind_sockets = || Ok((TcpListener::bind(service)?, UdpSocket::bind(service)?));
             let (listener, socket) = testbed.server(number).unwrap().run_within(bind_sockets).unwrap();
             listener.set_nonblocking(true).unwrap();
             socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-            let (done_tcp, done_udp) = (Arc::clone(&done_flag), Arc::clone(&done_flag));
-            std::thread::spawn(move || echo_connections(&listener, &done_tcp));
-            std::thread::spawn(move || echo_datagrams(&socket, &done_udp));
+            let (tcp_stop_flag, udp_stop_flag) = (Arc::clone(&stop_flag), Arc::clone(&stop_flag));
+            std::thread::spawn(move || echo_connections(&listener, &tcp_stop_flag));
+            std::thread::spawn(move || echo_datagrams(&socket, &udp_stop_flag));
         }
-        Self(done_flag)
+        Self(stop_flag)
     }
 }
 
@@ -49,8 +49,8 @@ impl Drop for EchoServers {
     }
 }
 
-fn echo_connections(listener: &TcpListener, done: &AtomicBool) {
-    while !done.load(Ordering::Relaxed) {
+fn echo_connections(listener: &TcpListener, stop_flag: &AtomicBool) {
+    while !stop_flag.load(Ordering::Relaxed) {
         match listener.accept() {
             Ok((mut stream, _)) => drop(std::thread::spawn(move || {
                 stream.set_nonblocking(false)?;
@@ -63,9 +63,9 @@ fn echo_connections(listener: &TcpListener, done: &AtomicBool) {
     }
 }
 
-fn echo_datagrams(socket: &UdpSocket, done: &AtomicBool) {
+fn echo_datagrams(socket: &UdpSocket, stop_flag: &AtomicBool) {
     let mut buffer = vec![0; 65_536];
-    while !done.load(Ordering::Relaxed) {
+    while !stop_flag.load(Ordering::Relaxed) {
         if let Ok((length, client)) = socket.recv_from(&mut buffer) {
             // Ignore an error, because the kernel reports an ICMP error about an earlier answer once, and the client
             // sends its datagram again.
@@ -97,33 +97,34 @@ fn exchange_megabyte_by_udp(service: SocketAddr, length: usize) -> anyhow::Resul
     let socket = UdpSocket::bind(if service.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
     socket.connect(service)?;
     socket.set_read_timeout(Some(RETRY_INTERVAL))?;
-    let (mut repeats, mut buffer) = (0, vec![0; 65_536]);
+    let (mut repeat_count, mut buffer) = (0, vec![0; 65_536]);
     for number in 0..MEGABYTE / length {
         let sent_datagram = vec![number as u8; length];
         let deadline = Instant::now() + *TIMEOUT;
         socket.send(&sent_datagram)?;
         loop {
             match socket.recv(&mut buffer) {
-                Ok(received) if buffer[..received] == sent_datagram[..] => break,
+                Ok(received_length) if buffer[..received_length] == sent_datagram[..] => break,
                 // This answers a datagram that was sent again.
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock || is_message_too_long(&error) => {
                     anyhow::ensure!(Instant::now() < deadline, "no answer to datagram {number} of {length} bytes");
                     socket.send(&sent_datagram)?;
-                    repeats += 1;
+                    repeat_count += 1;
                 }
                 Err(error) => return Err(error.into()),
             }
         }
     }
-    Ok(repeats)
+    Ok(repeat_count)
 }
 
 /// Returns the MTU towards the service that the client's kernel has learned, or `None` if it uses the device's MTU.
 fn learned_mtu(testbed: &Testbed) -> Option<usize> {
-    let route_text = run_command_text(testbed, testbed.client(), &format!("ip route get {}", testbed.service().ip()));
-    let mut words_from_mtu = route_text.split_whitespace().skip_while(|word| *word != "mtu");
-    words_from_mtu.nth(1).map(|mtu| mtu.parse().unwrap())
+    let route_text =
+        run_command_text(testbed, testbed.client(), &format!("ip route get {}", testbed.service_address().ip()));
+    let mut tokens_from_mtu = route_text.split_whitespace().skip_while(|token| *token != "mtu");
+    tokens_from_mtu.nth(1).map(|mtu| mtu.parse().unwrap())
 }
 
 /// Encapsulation, address family of the service, and address family of the servers.
@@ -143,7 +144,7 @@ fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -
     let udp_service_config = format!(
         "\n[[service]]\nname = \"datagrams\"\nvip = \"{}\"\nprotocol = \"udp\"\npolicy = \"rr\"\n\
          forwarding = \"{}\"\n",
-        testbed.service(),
+        testbed.service_address(),
         forwarding.name()
     );
     let policy = "rr".to_owned();
@@ -153,16 +154,16 @@ fn start_env(instance: &str, (forwarding, family, servers_family): TunnelKind) -
 }
 
 fn lb_counter(fleet: &Fleet, testbed: &Testbed, name: &str) -> u64 {
-    let status = fleet.status(testbed).unwrap();
+    let status = fleet.query_status(testbed).unwrap();
     status["load_balancers"][0]["state"]["counters"][name].as_u64().unwrap_or(0)
 }
 
 /// Asserts that all megabytes arrive. `client_mtu` is the MTU of the client's link, at both ends, or only at the
-/// router's end if `from_router` is true.
-fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, from_router: bool) {
+/// router's end if `is_mtu_at_router` is true.
+fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, is_mtu_at_router: bool) {
     let (fleet, _echoes, testbed) = start_env(instance, tunnel);
     let router = testbed.client_router().unwrap();
-    if from_router {
+    if is_mtu_at_router {
         let client_prefix = if tunnel.1 == AddressFamily::Ipv4 { "10.2.0.0/16" } else { "2001:db8::a02:0/112" };
         run_command_text(
             &testbed,
@@ -173,9 +174,9 @@ fn assert_megabytes_pass(instance: &str, tunnel: TunnelKind, client_mtu: u16, fr
         run_command_text(&testbed, testbed.client(), &format!("ip link set {HOST_DEVICE} mtu {client_mtu}"));
         run_command_text(&testbed, router, &format!("ip link set {CLIENT_SIDE_DEVICE} mtu {client_mtu}"));
     }
-    let max_inner_length = ETHERNET_MTU - tunnel.0.overhead_bytes(tunnel.2.address(server_address(1)));
-    let max_client_packet = if from_router { ETHERNET_MTU } else { client_mtu.into() };
-    let service_address = testbed.service();
+    let max_inner_length = ETHERNET_MTU - tunnel.0.overhead_bytes(tunnel.2.host_address(server_address(1)));
+    let max_client_packet = if is_mtu_at_router { ETHERNET_MTU } else { client_mtu.into() };
+    let service_address = testbed.service_address();
     testbed
         .client()
         .run_within(|| {

@@ -77,7 +77,7 @@ fn assert_queues_match_prediction(
         assert_eq!(queues.queue_and_hash(&four_tuple)?, Some((predicted_queue, toeplitz_hash)), "source port {port}");
         used_queues[usize::from(predicted_queue)] = true;
     }
-    assert!(used_queues.iter().all(|used| *used), "32 flows did not use all queues: {used_queues:?}");
+    assert!(used_queues.iter().all(|is_used| *is_used), "32 flows did not use all queues: {used_queues:?}");
     Ok(())
 }
 
@@ -126,8 +126,9 @@ fn route_by_load_balancer_kernels(testbed: &Testbed) -> anyhow::Result<()> {
 /// Returns the number of packets that the kernel of each load balancer has routed.
 fn routed_packet_counts(testbed: &Testbed) -> anyhow::Result<Vec<u64>> {
     let lb_numbers = testbed.load_balancer_numbers();
-    let of = |number| anyhow::Ok(counters::read(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
-    lb_numbers.into_iter().map(of).collect()
+    let routed_packets =
+        |number| anyhow::Ok(counters::read_kernel_counters(testbed.load_balancer(number)?)?["IpForwDatagrams"]);
+    lb_numbers.into_iter().map(routed_packets).collect()
 }
 
 #[test]
@@ -173,7 +174,7 @@ fn router_with_a_small_mtu_sends_icmp_errors_to_the_server() -> anyhow::Result<(
     let _nginx = testbed.start_nginx(1)?;
     route_by_load_balancer_kernels(&testbed)?;
     assert_eq!(fetch_with_curl(&testbed, nginx::LARGE_FILE_PATH, &[])?.len(), nginx::LARGE_FILE_BYTES);
-    let unreachables_before = counters::read(testbed.server(1)?)?["IcmpInDestUnreachs"];
+    let unreachables_before = counters::read_kernel_counters(testbed.server(1)?)?["IcmpInDestUnreachs"];
     assert!(unreachables_before > 0, "no ICMP error reached the server");
     Ok(())
 }

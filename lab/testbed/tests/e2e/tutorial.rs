@@ -14,15 +14,15 @@ const UNITS_AND_MACHINES: [(&str, &str); 3] = [
 
 /// Removes the VIP's addresses and routes, which the documents' commands add, from all hosts.
 fn remove_vip_addresses_and_routes(testbed: &Testbed) {
-    let ip = |namespace, arguments: &[&str]| {
+    let run_ip = |namespace, arguments: &[&str]| {
         let mut command = Command::new("ip");
         command.args(arguments);
         testbed.run_command(namespace, command).unwrap();
     };
     for number in testbed.server_numbers() {
-        ip(testbed.server(number).unwrap(), &["address", "delete", "10.200.0.1/32", "dev", "lo"]);
+        run_ip(testbed.server(number).unwrap(), &["address", "delete", "10.200.0.1/32", "dev", "lo"]);
     }
-    ip(testbed.client(), &["route", "delete", "10.200.0.0/24"]);
+    run_ip(testbed.client(), &["route", "delete", "10.200.0.0/24"]);
     // This is Debian's default.
     testbed.client().set_sysctls(&[("ipv4/fib_multipath_hash_policy", "0")]).unwrap();
 }

@@ -34,7 +34,7 @@ struct EchoServers(Arc<AtomicBool>);
 
 impl EchoServers {
     fn start(testbed: &Testbed) -> Self {
-        let done_flag = Arc::new(AtomicBool::new(false));
+        let stop_flag = Arc::new(AtomicBool::new(false));
         for number in testbed.server_numbers() {
             let socket = testbed
                 .server(number)
@@ -42,18 +42,18 @@ impl EchoServers {
                 .run_within(|| Ok(UdpSocket::bind((FIRST_VIP, SERVICE_ADDRESS.port()))?))
                 .unwrap();
             socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-            let done_in_thread = Arc::clone(&done_flag);
+            let thread_stop_flag = Arc::clone(&stop_flag);
             std::thread::spawn(move || {
                 let mut buffer = vec![0; 65_536];
                 buffer[0] = number as u8;
-                while !done_in_thread.load(Ordering::Relaxed) {
+                while !thread_stop_flag.load(Ordering::Relaxed) {
                     if let Ok((length, client)) = socket.recv_from(&mut buffer[1..]) {
                         socket.send_to(&buffer[..=length], client).expect("an answer can be sent");
                     }
                 }
             });
         }
-        Self(done_flag)
+        Self(stop_flag)
     }
 }
 
@@ -98,8 +98,8 @@ impl ClientFlow {
         let mut buffer = vec![0; 65_536];
         loop {
             match self.socket.recv(&mut buffer) {
-                Ok(received) if buffer[1..received] == sent_datagram[..] => return Ok(buffer[0].into()),
-                Ok(received) => self.count_duplicate(&buffer[1..received])?,
+                Ok(received_length) if buffer[1..received_length] == sent_datagram[..] => return Ok(buffer[0].into()),
+                Ok(received_length) => self.count_duplicate(&buffer[1..received_length])?,
                 // Repeat the request, because the kernel drops datagrams when its backlog, which all tests share, is
                 // full.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {

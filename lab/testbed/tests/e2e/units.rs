@@ -81,23 +81,23 @@ impl UnitProcess {
         assert_eq!(systemd_unit.setting_value("ProtectSystem"), Some("strict"));
         let directory = tempfile::tempdir().unwrap();
         let path_in_directory = |name: &str| directory.path().join(name);
-        for folder in ["overlay", "files"] {
-            fs::create_dir(path_in_directory(folder)).unwrap();
+        for subdirectory in ["overlay", "files"] {
+            fs::create_dir(path_in_directory(subdirectory)).unwrap();
         }
         for (name, content) in files {
             fs::write(path_in_directory("files").join(name), content).unwrap();
         }
         let unit_capabilities = systemd_unit.setting_value("CapabilityBoundingSet").unwrap().split_whitespace();
-        let bounding_set = unit_capabilities.fold("-all".to_owned(), |set, capability| {
-            set + ",+" + &capability.strip_prefix("CAP_").unwrap().to_lowercase()
+        let bounding_set = unit_capabilities.fold("-all".to_owned(), |capability_set, capability| {
+            capability_set + ",+" + &capability.strip_prefix("CAP_").unwrap().to_lowercase()
         });
         let log_file = fs::File::create(path_in_directory("log")).unwrap();
         let mut command = Command::new("unshare");
         // The fallback is systemd's default, DefaultLimitNOFILE=1024:524288.
         let open_file_limit = systemd_unit.setting_value("LimitNOFILE").map_or("1024:".to_owned(), |limit| {
             // If a container has a lower limit, that one stays.
-            let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-            limit.parse::<u64>().unwrap().min(most).to_string()
+            let (_, hard_limit) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+            limit.parse::<u64>().unwrap().min(hard_limit).to_string()
         });
         command.args(["--mount", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", RUN_UNIT_SCRIPT, "unit"]);
         command.arg(path_in_directory("overlay")).arg(coreward_command().unwrap()).arg(path_in_directory("files"));
@@ -136,8 +136,8 @@ impl UnitProcess {
         std::thread::sleep(Duration::from_millis(500));
         let exit_status = self.child.try_wait().unwrap();
         assert!(exit_status.is_none(), "it has ended ({exit_status:?}): {}", self.log_text());
-        for complaint in ["Read-only file system", "Permission denied", "Operation not permitted", "stays as it is"] {
-            assert!(!self.log_text().contains(complaint), "{}", self.log_text());
+        for error_text in ["Read-only file system", "Permission denied", "Operation not permitted", "stays as it is"] {
+            assert!(!self.log_text().contains(error_text), "{}", self.log_text());
         }
     }
 }

@@ -56,7 +56,7 @@ impl TestEnv {
     /// Restarts a daemon whose pins have another layout version, and waits until it has replaced them.
     fn restart_with_other_layout(&mut self, daemon: &str) {
         let pin_directory = self.pin_path(daemon);
-        self.fleet.kill(daemon).unwrap();
+        self.fleet.kill_daemon(daemon).unwrap();
         let pinned_problem = || match daemon.starts_with("lb") {
             true => coreward_dataplane::lb::take_over_problem(&pin_directory),
             false => coreward_dataplane::server::take_over_problem(&pin_directory).unwrap(),
@@ -131,8 +131,8 @@ fn real_versions_are_exchanged_up_and_down() {
     for daemon in &daemon_names {
         pause(1_500);
         let replacement_result = env.fleet.replace_binary(&env.testbed, daemon, Some(&old_binary));
-        if let (Err(refused), Some(number)) = (replacement_result, daemon.strip_prefix("lb")) {
-            println!("{daemon}: {refused:#}");
+        if let (Err(error), Some(number)) = (replacement_result, daemon.strip_prefix("lb")) {
+            println!("{daemon}: {error:#}");
             // As in docs/deployment.md, the other load balancers carry the traffic meanwhile.
             let other_load_balancers: Vec<u16> =
                 [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
@@ -155,9 +155,9 @@ fn restart_without_pins(env: &mut TestEnv, daemon: &str, binary: Option<&Path>) 
     let pin_directory = env.pin_path(daemon);
     // Ignore an error, because the binary may reject pins of the other version.
     let _ = env.fleet.replace_binary(&env.testbed, daemon, binary);
-    let _ = env.fleet.kill(daemon);
-    for part in ["lb", "server", "steer"] {
-        if let Err(error) = std::fs::remove_dir_all(pin_directory.join(part)) {
+    let _ = env.fleet.kill_daemon(daemon);
+    for subdirectory in ["lb", "server", "steer"] {
+        if let Err(error) = std::fs::remove_dir_all(pin_directory.join(subdirectory)) {
             assert_eq!(error.kind(), std::io::ErrorKind::NotFound, "{}: {error}", pin_directory.display());
         }
     }

@@ -28,7 +28,7 @@ fn assert_changes_break_no_connection(env: &mut TestEnv) {
     env.wait_for_connections(150);
     env.set_admin_state(1, Some(AdminState::Draining));
     env.wait_for_connections(100);
-    env.fleet.kill("lb1").unwrap();
+    env.fleet.kill_daemon("lb1").unwrap();
     env.wait_for_connections(50);
     env.fleet.restart_daemon(&env.testbed, "lb1").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
@@ -96,6 +96,6 @@ fn tags_are_left_in_frames_and_a_missing_device_is_reported() {
     });
     let missing_device_warning = "has no device for VLAN 10: expected one with an address there";
     eventually(*TIMEOUT, "the status names the VLAN", || {
-        env.fleet.status(&env.testbed).unwrap().to_string().contains(missing_device_warning)
+        env.fleet.query_status(&env.testbed).unwrap().to_string().contains(missing_device_warning)
     });
 }

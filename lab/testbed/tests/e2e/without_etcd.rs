@@ -72,11 +72,11 @@ impl TestEnv {
         env.wait_until_served_by(&[1, 2, 3]);
         eventually(*TIMEOUT, "every load balancer has checked every server", || {
             let service_members = env.query_status()["services"][0]["members"].as_array().unwrap().clone();
-            let up = |member: &Value| {
+            let is_up = |member: &Value| {
                 let member_checks = member["checks"].as_array().unwrap().clone();
                 member_checks.len() == 2 && member_checks.iter().all(|check| check["up"] == true)
             };
-            service_members.len() == usize::from(SERVER_COUNT) && service_members.iter().all(up)
+            service_members.len() == usize::from(SERVER_COUNT) && service_members.iter().all(is_up)
         });
         env
     }
@@ -127,11 +127,11 @@ impl TestEnv {
     /// Waits until new connections go to exactly these servers, and none fails.
     fn wait_until_served_by(&self, servers: &[u16]) {
         eventually(*TIMEOUT, &format!("new connections go to {servers:?}, and none fails"), || {
-            let Ok(opened) = try_open_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else {
+            let Ok(connections) = try_open_connections(&self.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER) else {
                 return false;
             };
             let answering_servers: std::collections::BTreeSet<u16> =
-                opened.iter().map(|(_, answerer)| answerer.server).collect();
+                connections.iter().map(|(_, answerer)| answerer.server_number).collect();
             answering_servers.into_iter().eq(servers.iter().copied())
         });
     }
@@ -149,7 +149,7 @@ fn connections_continue_without_etcd_and_controllers() {
     assert!(env.run_coreward(&["drain", "s1"]).is_err());
     env.stop_and_assert_masked(2);
     env.wait_until_served_by(&[1, 3]);
-    connections.retain(|(_, answerer)| answerer.server != 2);
+    connections.retain(|(_, answerer)| answerer.server_number != 2);
     assert_eq!(count_broken(&mut connections), 0, "without a leader");
     env.nginx_servers[1] = Some(env.testbed.start_nginx(2).unwrap());
     env.wait_until_served_by(&[1, 2, 3]);
@@ -165,10 +165,10 @@ fn connections_continue_without_etcd_and_controllers() {
     let mut connections = open_keepalive_connections(&env.testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
     env.kill_etcd();
     for controller in ["controller", "controller2"] {
-        env.fleet.kill(controller).unwrap();
+        env.fleet.kill_daemon(controller).unwrap();
     }
     env.stop_and_assert_masked(3);
     env.wait_until_served_by(&[1, 2]);
-    connections.retain(|(_, answerer)| answerer.server != 3);
+    connections.retain(|(_, answerer)| answerer.server_number != 3);
     assert_eq!(count_broken(&mut connections), 0, "without controllers and etcd");
 }

@@ -15,6 +15,6 @@ pub fn start_load_generator(testbed: &Testbed, options: &str) -> anyhow::Result<
     testbed.spawn(testbed.client(), command)
 }
 
-pub fn report(load: Process) -> anyhow::Result<Value> {
-    load.wait_for_json(Duration::from_secs(60))
+pub fn report(load_process: Process) -> anyhow::Result<Value> {
+    load_process.wait_for_json(Duration::from_secs(60))
 }

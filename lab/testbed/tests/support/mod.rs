@@ -34,34 +34,34 @@ pub fn try_open_connections(testbed: &Testbed, count: usize) -> anyhow::Result<C
 
 /// Returns the number of connections without an answer, or with an answer from another worker than before.
 pub fn count_broken(connections: &mut [(HttpConnection, WorkerIdentity)]) -> usize {
-    let is_broken = |(connection, first): &mut (HttpConnection, WorkerIdentity)| {
-        connection.query_worker().map_or(true, |answerer| answerer != *first)
+    let is_broken = |(connection, first_worker): &mut (HttpConnection, WorkerIdentity)| {
+        connection.query_worker().map_or(true, |answerer| answerer != *first_worker)
     };
     connections.iter_mut().map(is_broken).filter(|is_broken| *is_broken).count()
 }
 
-/// Returns a daemon's log from the byte offset `from` on.
-pub fn daemon_log(testbed: &Testbed, daemon: &str, from: usize) -> String {
+/// Returns a daemon's log from the byte offset `start_offset` on.
+pub fn daemon_log(testbed: &Testbed, daemon: &str, start_offset: usize) -> String {
     let text = std::fs::read_to_string(testbed.directory().join(format!("{daemon}.log"))).unwrap();
-    text.get(from..).unwrap_or_default().to_owned()
+    text.get(start_offset..).unwrap_or_default().to_owned()
 }
 
 pub fn assert_answered(connections: &mut [(HttpConnection, WorkerIdentity)]) {
-    for (connection, first) in connections {
-        assert_eq!(&connection.query_worker().unwrap(), first);
+    for (connection, first_worker) in connections {
+        assert_eq!(&connection.query_worker().unwrap(), first_worker);
     }
 }
 
 /// Number of connections that is so large that one of three servers gets none once in 10^7 random runs (3 * (2/3)^40).
 pub const MIN_CONNECTIONS_FOR_EVERY_SERVER: usize = 40;
 
-/// Opens connections until each of these servers has `at_least` of them, because random placement prefers some servers.
-pub fn open_at_each_server(testbed: &Testbed, servers: &[u16], at_least: usize) -> ConnectionsAndWorkers {
+/// Opens connections until each of these servers has `minimum` of them, because random placement prefers some servers.
+pub fn open_at_each_server(testbed: &Testbed, servers: &[u16], minimum: usize) -> ConnectionsAndWorkers {
     let mut open_connections = ConnectionsAndWorkers::new();
-    let has_enough = |opened: &ConnectionsAndWorkers, server| {
-        opened.iter().filter(|(_, answerer)| answerer.server == server).count()
+    let connection_count = |connections: &ConnectionsAndWorkers, server| {
+        connections.iter().filter(|(_, answerer)| answerer.server_number == server).count()
     };
-    while servers.iter().any(|server| has_enough(&open_connections, *server) < at_least) {
+    while servers.iter().any(|server| connection_count(&open_connections, *server) < minimum) {
         assert!(
             open_connections.len() < 400,
             "of {} connections one of the servers {servers:?} has too few",
@@ -93,7 +93,7 @@ impl TestEnv {
     /// cookie. The host sends a reset when a busy server repeats a segment after the connection's end.
     pub fn assert_counts_only_resets(&self, counter: &str) {
         let counted_packets = self.sum_counter(counter);
-        let sent_resets = counters::read(self.testbed.client()).unwrap()["TcpOutRsts"];
+        let sent_resets = counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpOutRsts"];
         assert!(counted_packets <= sent_resets, "{counter}: {counted_packets} packets, {sent_resets} resets");
     }
 
@@ -105,7 +105,8 @@ impl TestEnv {
     /// Sets a server's state in the controller's file, or removes the server if it is `None`. Returns when every
     /// component has confirmed the change, because a connection need not survive two changes at once.
     pub fn set_admin_state(&mut self, server: u16, state: Option<AdminState>) {
-        let query_generation = |env: &Self| env.fleet.status(&env.testbed).ok()?["configuration_generation"].as_u64();
+        let query_generation =
+            |env: &Self| env.fleet.query_status(&env.testbed).ok()?["configuration_generation"].as_u64();
         let generation_before = query_generation(self);
         let mut pool = self.fleet.server_pool().clone();
         match state {
@@ -119,14 +120,14 @@ impl TestEnv {
 
     /// Waits until the client has opened `count` more connections, according to its kernel's counter.
     pub fn wait_for_connections(&self, count: u64) {
-        let opened_connections = || counters::read(self.testbed.client()).unwrap()["TcpActiveOpens"];
+        let opened_connections = || counters::read_kernel_counters(self.testbed.client()).unwrap()["TcpActiveOpens"];
         let expected_connections = opened_connections() + count;
         eventually(*TIMEOUT, "the client begins connections", || opened_connections() >= expected_connections);
     }
 
     /// Returns the value of a load balancer's counter, which is reported once a second, or 0 before the first report.
     pub fn load_balancer_counter(&self, load_balancer: &str, counter: &str) -> u64 {
-        let status = self.fleet.status(&self.testbed).unwrap();
+        let status = self.fleet.query_status(&self.testbed).unwrap();
         let balancers = status["load_balancers"].as_array().unwrap();
         let balancer = balancers.iter().find(|balancer| balancer["name"] == load_balancer);
         balancer.and_then(|balancer| balancer["state"]["counters"][counter].as_u64()).unwrap_or(0)
@@ -168,7 +169,7 @@ pub fn series_value(page: &str, name: &str) -> Option<f64> {
 /// Waits until every component has confirmed the current configuration.
 pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
     eventually(*TIMEOUT, "every part confirms the configuration", || {
-        let Ok(status) = fleet.status(testbed) else { return false };
+        let Ok(status) = fleet.query_status(testbed) else { return false };
         let (Some(servers), Some(balancers)) = (status["servers"].as_array(), status["load_balancers"].as_array())
         else {
             return false;
@@ -181,27 +182,28 @@ pub fn eventually_in_force(fleet: &Fleet, testbed: &Testbed) {
     });
 }
 
-/// Returns the time from `since` to the next line with these words in a load balancer's log, or `None` if there is none
-/// yet.
+/// Returns the time from `start_time` to the next line with these words in a load balancer's log, or `None` if there is
+/// none yet.
 pub fn duration_until_logged(
     testbed: &Testbed,
     load_balancer: u16,
-    words: &str,
-    since: SystemTime,
+    log_words: &str,
+    start_time: SystemTime,
 ) -> Option<Duration> {
     let log_path = testbed.directory().join(format!("lb{load_balancer}.log"));
     let log_text = std::fs::read_to_string(log_path).unwrap();
-    let matching_lines = log_text.lines().filter(|line| line.contains(words));
+    let matching_lines = log_text.lines().filter(|line| line.contains(log_words));
     let line_times =
         matching_lines.map(|line| humantime::parse_rfc3339(line.split_whitespace().next().unwrap()).unwrap());
-    line_times.filter_map(|time| time.duration_since(since).ok()).min()
+    line_times.filter_map(|time| time.duration_since(start_time).ok()).min()
 }
 
-/// Asserts that every load balancer masks the server `name` of service `web0` within `limit` after its end at `died`.
-pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, died: SystemTime) {
+/// Asserts that every load balancer masks the server `name` of service `web0` within `limit` after its end at
+/// `stop_time`.
+pub fn assert_masked_within(limit: Duration, testbed: &Testbed, name: &str, stop_time: SystemTime) {
     let log_words = format!("event=\"server-masked\" server=\"{name}\" service=\"web0\"");
     for balancer in testbed.load_balancer_numbers() {
-        let masking_delay = || duration_until_logged(testbed, balancer, &log_words, died);
+        let masking_delay = || duration_until_logged(testbed, balancer, &log_words, stop_time);
         eventually(*TIMEOUT, &log_words, || masking_delay().is_some());
         println!("lb{balancer}: masked after {:?}, expected within {limit:?}", masking_delay().unwrap());
         assert!(masking_delay().unwrap() <= limit, "lb{balancer}");
@@ -212,10 +214,10 @@ pub fn pause(milliseconds: u64) {
     std::thread::sleep(Duration::from_millis(milliseconds));
 }
 
-pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
+pub fn eventually(limit: Duration, description: &str, mut is_satisfied: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}: not within {limit:?}");
+    while !is_satisfied() {
+        assert!(Instant::now() < deadline, "{description}: not within {limit:?}");
         pause(50);
     }
 }
@@ -224,7 +226,7 @@ pub fn eventually(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) 
 /// connections, and that none broke or stalled. Returns the report.
 pub fn assert_unbroken(client: StreamClient) -> StreamReport {
     pause(2_000);
-    let report = client.end(*TIMEOUT).unwrap();
+    let report = client.terminate_and_report(*TIMEOUT).unwrap();
     let sums = report.sum_of_seconds();
     println!("{sums:?}, open at the end: {}", report.open_at_end);
     assert_eq!(sums.broken.total_count(), 0, "{:?}", report.seconds);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use coreward_agent::agent::Agent;
 use coreward_agent::config::{Config, Load, Rss, Steer};
-use coreward_agent::report_state::ReportState;
+use coreward_agent::report_state::SentReportState;
 use coreward_model::ServerId;
 use coreward_model::consistency::ServiceMode;
 use coreward_model::cookie::{CookieKey, FleetCookieKeys, KeyIndex};
@@ -71,12 +71,12 @@ pub fn server_id() -> ServerId {
     ServerId::try_from(4711).unwrap()
 }
 
-pub fn configuration() -> AgentConfiguration {
+pub fn agent_configuration() -> AgentConfiguration {
     AgentConfiguration {
         generation: 1,
         services: vec![AgentService {
             name: "web".to_owned(),
-            address: ServiceAddress { socket: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp },
+            address: ServiceAddress { vip_and_port: SERVICE_ADDRESS.into(), protocol: Protocol::Tcp },
             server_id: server_id(),
             mode: ServiceMode::default(),
         }],
@@ -94,7 +94,7 @@ pub fn configuration() -> AgentConfiguration {
 }
 
 pub fn reported_counter(agent: &mut Agent, name: &str) -> u64 {
-    agent.report(&ReportState::default(), &[]).expect("the core load file is there").counters[name]
+    agent.report(&SentReportState::default(), &[]).expect("the core load file is there").counters[name]
 }
 
 /// Sends an HTTP request from the given source port of the client, and returns the response's body.
@@ -116,11 +116,11 @@ pub fn http_get(testbed: &Testbed, path: &str, source_port: u16) -> anyhow::Resu
     })
 }
 
-/// Waits until `done` returns true. After a timeout, fails with a message about `what`.
-pub fn wait_until(what: &str, mut done: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
+/// Waits until `is_met` returns true. After a timeout, fails with a message about `condition_name`.
+pub fn wait_until(condition_name: &str, mut is_met: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
     let deadline = Instant::now() + WAIT_TIMEOUT;
-    while !done()? {
-        anyhow::ensure!(Instant::now() < deadline, "{what}: not within {WAIT_TIMEOUT:?}");
+    while !is_met()? {
+        anyhow::ensure!(Instant::now() < deadline, "{condition_name}: not within {WAIT_TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())

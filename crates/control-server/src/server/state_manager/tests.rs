@@ -12,7 +12,7 @@ fn open_manager(directory: &Path, fleet_text: &str) -> anyhow::Result<StateManag
 }
 
 fn is_fleet_file_refused(manager: &StateManager) -> bool {
-    manager.counts().is_file_refused.load(Ordering::Relaxed)
+    manager.counters().is_file_refused.load(Ordering::Relaxed)
 }
 
 #[test]
@@ -23,13 +23,13 @@ fn invalid_fleet_file_does_not_prevent_a_restart() {
     assert!(!directory.path().join("store").exists(), "nothing is left behind");
     let mut first_manager = open_manager(directory.path(), "load_ewma_alpha = 0.25\n").unwrap();
     assert!(!is_fleet_file_refused(&first_manager));
-    assert_eq!(first_manager.counts().warnings(), [""; 0]);
+    assert_eq!(first_manager.counters().warnings(), [""; 0]);
     std::fs::write(directory.path().join("fleet.toml"), invalid_fleet_text).unwrap();
-    assert!(first_manager.apply_change(Change::Reload, &Author::signal()).is_err());
+    assert!(first_manager.apply_change(RecordChange::Reload, &Author::of_signal()).is_err());
     assert!(is_fleet_file_refused(&first_manager));
-    assert!(first_manager.counts().warnings()[0].starts_with("the fleet's file is wrong"));
-    first_manager.counts().is_writable.store(false, Ordering::Relaxed);
-    assert!(first_manager.counts().warnings()[0].starts_with("the store cannot be written"));
+    assert!(first_manager.counters().warnings()[0].starts_with("the fleet's file is wrong"));
+    first_manager.counters().is_writable.store(false, Ordering::Relaxed);
+    assert!(first_manager.counters().warnings()[0].starts_with("the store cannot be written"));
     drop(first_manager);
     let mut second_manager = open_manager(directory.path(), invalid_fleet_text).unwrap();
     assert_eq!(
@@ -37,7 +37,7 @@ fn invalid_fleet_file_does_not_prevent_a_restart() {
         ("load_ewma_alpha = 0.25\n", true)
     );
     std::fs::write(directory.path().join("fleet.toml"), "load_ewma_alpha = 0.75\n").unwrap();
-    second_manager.apply_change(Change::Reload, &Author::signal()).unwrap();
+    second_manager.apply_change(RecordChange::Reload, &Author::of_signal()).unwrap();
     assert_eq!(
         (&*second_manager.fleet().document.text, is_fleet_file_refused(&second_manager)),
         ("load_ewma_alpha = 0.75\n", false)
@@ -59,6 +59,6 @@ fn reload_revokes_certificates_despite_an_invalid_fleet_file() {
     let fingerprint = "AB".repeat(32);
     std::fs::write(&path, format!("revoked_certificates = [\"{fingerprint}\"]\n{config_text}")).unwrap();
     std::fs::write(&fleet, "load_ewma_alpha = 7").unwrap();
-    assert!(manager.apply_change(Change::Reload, &Author::signal()).is_err());
+    assert!(manager.apply_change(RecordChange::Reload, &Author::of_signal()).is_err());
     assert!(revoked_certificates.contains(&fingerprint.parse::<Fingerprint>().unwrap()));
 }

@@ -8,7 +8,7 @@ use coreward_api::Role;
 use coreward_api::types::Status;
 use coreward_control_server::server::ControllerServer;
 use coreward_http::client::Client;
-use coreward_http::tokens::token_file;
+use coreward_http::tokens::token_path;
 use coreward_rpc::v1::control_client::ControlClient;
 use coreward_wire::v1::dataplane_update::Update;
 use coreward_wire::{FleetChange, FleetConfiguration};
@@ -22,17 +22,20 @@ pub const TIMEOUT: Duration = Duration::from_secs(30);
 /// controller, because a reload still holds its store, and by tests that count generations.
 pub static SIGHUP_LOCK: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
-pub async fn with_timeout<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {what}"))
+pub async fn with_timeout<T>(awaited_event: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("waited too long for {awaited_event}"))
 }
 
 /// Applies an update from a load balancer's stream to the configuration. Returns whether it was a configuration.
-pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) -> bool {
+pub fn apply_update(newest_configuration: &mut Option<FleetConfiguration>, update: &Update) -> bool {
     match update {
-        Update::Configuration(whole) => *newest = Some(FleetConfiguration::decode(whole.clone()).unwrap().1),
+        Update::Configuration(configuration) => {
+            *newest_configuration = Some(FleetConfiguration::decode(configuration.clone()).unwrap().1)
+        }
         Update::Change(change) => {
             let (change, _) = FleetChange::decode(change.clone()).unwrap();
-            *newest = newest.take().map(|before| change.apply_to(before));
+            *newest_configuration =
+                newest_configuration.take().map(|base_configuration| change.apply_to(base_configuration));
         }
         _ => return false,
     }
@@ -40,41 +43,43 @@ pub fn apply_update(newest: &mut Option<FleetConfiguration>, update: &Update) ->
 }
 
 pub struct TestDirectory {
-    pub directory: tempfile::TempDir,
+    pub temporary_directory: tempfile::TempDir,
 }
 
 impl TestDirectory {
-    pub fn new(servers: &[&str], more: &str) -> Self {
-        let test_directory = Self { directory: tempfile::tempdir().unwrap() };
+    pub fn new(servers: &[&str], services_toml: &str) -> Self {
+        let test_directory = Self { temporary_directory: tempfile::tempdir().unwrap() };
         test_directory.write_controllers_file("fleet = \"fleet.toml\"\n");
-        test_directory.write(servers, more);
+        test_directory.write(servers, services_toml);
         test_directory
     }
 
-    pub fn write_controllers_file(&self, more: &str) {
-        let store_path = self.directory.path().join("controller.redb");
-        let config_text = format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store_path:?}\n{more}");
-        std::fs::write(self.config(), config_text).unwrap();
+    pub fn write_controllers_file(&self, extra_toml: &str) {
+        let store_path = self.temporary_directory.path().join("controller.redb");
+        let config_text =
+            format!("listen = \"127.0.0.1:0\"\napi = \"127.0.0.1:0\"\nstore = {store_path:?}\n{extra_toml}");
+        std::fs::write(self.config_path(), config_text).unwrap();
     }
 
-    pub fn config(&self) -> PathBuf {
-        self.directory.path().join("controller.toml")
+    pub fn config_path(&self) -> PathBuf {
+        self.temporary_directory.path().join("controller.toml")
     }
 
-    pub fn write(&self, servers: &[&str], more: &str) {
+    pub fn write(&self, servers: &[&str], services_toml: &str) {
         // With this setting, tables are made whether any agent reports or not.
         let mut fleet_text = "report_interval = \"10ms\"\ntable_updates = \"interval\"\n".to_owned();
         for server in servers {
             fleet_text += &format!("[[server]]\nname = \"{server}\"\naddress = \"10.2.0.{}\"\n", &server[1..]);
         }
-        std::fs::write(self.directory.path().join("fleet.toml"), format!("{fleet_text}{more}")).unwrap();
+        std::fs::write(self.temporary_directory.path().join("fleet.toml"), format!("{fleet_text}{services_toml}"))
+            .unwrap();
     }
 
-    pub async fn start(&self) -> RunningController {
+    pub async fn start_controller(&self) -> RunningController {
         // The task of a killed controller may still be writing, because a task does not end at once like a process.
         let server = with_timeout("the store", async {
             loop {
-                match ControllerServer::bind(&self.config()).await {
+                match ControllerServer::bind(&self.config_path()).await {
                     Err(error) if error.to_string().contains("is in use") => tokio::task::yield_now().await,
                     bound => break bound.unwrap(),
                 }
@@ -83,13 +88,13 @@ impl TestDirectory {
         .await;
         let (address, api, state) = (server.address(), server.api_address(), server.election());
         let metrics = Box::new(move || state.metrics().to_openmetrics());
-        let token = token_file(self.directory.path(), Role::Operator);
-        let client = Client::new(api.into(), &token).unwrap();
+        let token_path = token_path(self.temporary_directory.path(), Role::Operator);
+        let client = Client::new(api.into(), &token_path).unwrap();
         RunningController {
             address,
-            api,
+            api_address: api,
             client,
-            metrics,
+            metrics_text: metrics,
             task: tokio::spawn(async move { server.serve().await.unwrap() }),
         }
     }
@@ -97,21 +102,21 @@ impl TestDirectory {
 
 pub struct RunningController {
     pub address: SocketAddr,
-    pub api: SocketAddr,
+    pub api_address: SocketAddr,
     /// Client of the API with an operator's token.
     pub client: Client,
     /// Returns the controller's metrics in the text format of Prometheus.
-    pub metrics: Box<dyn Fn() -> String + Send + Sync>,
+    pub metrics_text: Box<dyn Fn() -> String + Send + Sync>,
     task: JoinHandle<()>,
 }
 
 impl RunningController {
-    pub fn endpoint(&self) -> Endpoint {
+    pub fn grpc_endpoint(&self) -> Endpoint {
         Endpoint::from_shared(format!("http://{}", self.address)).unwrap()
     }
 
-    pub async fn client(&self) -> ControlClient<Channel> {
-        ControlClient::connect(self.endpoint()).await.unwrap()
+    pub async fn control_client(&self) -> ControlClient<Channel> {
+        ControlClient::connect(self.grpc_endpoint()).await.unwrap()
     }
 
     pub async fn status(&self) -> Status {

@@ -41,7 +41,7 @@ pub fn id(number: u64) -> ServerId {
 }
 
 pub fn service_address(vip: impl Into<SocketAddr>) -> ServiceAddress {
-    ServiceAddress { socket: vip.into(), protocol: Protocol::Tcp }
+    ServiceAddress { vip_and_port: vip.into(), protocol: Protocol::Tcp }
 }
 
 /// IP identification or IPv6 flow label that a forwarded packet must have.
@@ -183,14 +183,14 @@ impl Balancer {
     }
 
     pub fn run(&self, frame: &[u8]) -> (i32, Vec<u8>) {
-        let (verdict, packet, _) = self.lb.run(frame);
-        (verdict, packet)
+        let (xdp_action, packet, _) = self.lb.run(frame);
+        (xdp_action, packet)
     }
 
     /// Runs the program on `frame`, which must be forwarded. Returns the MAC address to which it is sent.
     pub fn forwarded_to(&self, frame: &[u8]) -> MacAddress {
-        let (verdict, packet) = self.run(frame);
-        assert_eq!(verdict, XDP_TX);
+        let (xdp_action, packet) = self.run(frame);
+        assert_eq!(xdp_action, XDP_TX);
         MacAddress(packet[..6].try_into().unwrap())
     }
 
@@ -203,40 +203,42 @@ impl Balancer {
 
     /// Returns all packet counters as service index (`None` for packets without a service), name and value.
     fn all_packet_counts(&self) -> Vec<(Option<usize>, &'static str, u64)> {
-        let of = |service| self.packet_counts(service).into_iter().zip(intf::LB_COUNTER_NAMES);
+        let counts_of_service = |service| self.packet_counts(service).into_iter().zip(intf::LB_COUNTER_NAMES);
         let services_and_none = (0..self.service_indexes.len()).map(Some).chain([None]);
-        services_and_none.flat_map(|service| of(service).map(move |(count, name)| (service, name, count))).collect()
+        services_and_none
+            .flat_map(|service| counts_of_service(service).map(move |(count, name)| (service, name, count)))
+            .collect()
     }
 
     /// Processes `frame`, and checks that only the counter `name` of `service` increases by one, as in the model.
     pub fn run_expecting_counter(&self, frame: &[u8], service: Option<usize>, name: &str) -> (i32, Vec<u8>) {
         let counts_before = self.all_packet_counts();
-        let (verdict, packet, outcome) = self.lb.run(frame);
+        let (xdp_action, packet, outcome) = self.lb.run(frame);
         let counts_after = self.all_packet_counts();
         let increased_counters: Vec<_> = std::iter::zip(counts_before, counts_after)
             .filter(|(before, after)| before != after)
             .map(|(before, after)| (after.0, after.1, after.2 - before.2))
             .collect();
-        assert_eq!(increased_counters, [(service, name, 1)], "verdict {verdict}, frame {frame:02x?}");
+        assert_eq!(increased_counters, [(service, name, 1)], "verdict {xdp_action}, frame {frame:02x?}");
         if let Some(outcome) = outcome {
-            let model_service = service.map(|service| usize::from(self.service_indexes[service].get()));
-            let model_counter = (outcome.service, intf::LB_COUNTER_NAMES[outcome.counter as usize]);
+            let model_service = service.map(|service| usize::from(self.service_indexes[service].as_u16()));
+            let model_counter = (outcome.service_slot, intf::LB_COUNTER_NAMES[outcome.counter as usize]);
             assert_eq!((model_service, name), model_counter, "the model's counter, frame {frame:02x?}");
         }
-        (verdict, packet)
+        (xdp_action, packet)
     }
 
     /// Checks the verdict and the counter of a packet that is not forwarded, and that the packet is unchanged.
-    pub fn expect_unforwarded(&self, frame: &[u8], verdict: i32, service: usize, name: &str) {
-        let (found, packet) = self.run_expecting_counter(frame, Some(service), name);
-        assert_eq!(found, verdict, "{name}");
+    pub fn expect_unforwarded(&self, frame: &[u8], expected_action: i32, service: usize, name: &str) {
+        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service), name);
+        assert_eq!(xdp_action, expected_action, "{name}");
         assert_eq!(packet, frame, "{name}");
     }
 
     /// Checks a packet without a service like [`expect_unforwarded`](Self::expect_unforwarded).
-    pub fn expect_unforwarded_without_service(&self, frame: &[u8], verdict: i32, name: &str) {
-        let (found, packet) = self.run_expecting_counter(frame, None, name);
-        assert_eq!(found, verdict, "{name}");
+    pub fn expect_unforwarded_without_service(&self, frame: &[u8], expected_action: i32, name: &str) {
+        let (xdp_action, packet) = self.run_expecting_counter(frame, None, name);
+        assert_eq!(xdp_action, expected_action, "{name}");
         assert_eq!(packet, frame, "{name}");
     }
 
@@ -258,30 +260,30 @@ impl Balancer {
         identification: ExpectedIdentification,
         name: &str,
     ) {
-        let (verdict, packet) = self.run_expecting_counter(frame, Some(service), name);
-        check_sent_packet(frame, verdict, &packet, self.server_macs[&(service, server)], identification);
+        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(service), name);
+        check_sent_packet(frame, xdp_action, &packet, self.server_macs[&(service, server)], identification);
     }
 
-    /// Checks that a packet is broadcast or, if no token is available, dropped and counted as `over_rate`.
+    /// Checks that a packet is broadcast or, if no token is available, dropped and counted as `drop_counter`.
     pub fn expect_broadcast_or_dropped(
         &self,
         service: usize,
         frame: &[u8],
         identification: ExpectedIdentification,
-        over_rate: &str,
+        drop_counter: &str,
     ) {
         let counts_before = self.packet_counts(Some(service));
-        let (verdict, packet) = self.run(frame);
+        let (xdp_action, packet) = self.run(frame);
         let counts_after = self.packet_counts(Some(service));
-        let expected_counter = if verdict == XDP_TX { "broadcast" } else { over_rate };
+        let expected_counter = if xdp_action == XDP_TX { "broadcast" } else { drop_counter };
         let increased_counters = std::iter::zip(counts_before, counts_after)
             .zip(intf::LB_COUNTER_NAMES)
             .filter(|((before, after), _)| before != after);
         assert_eq!(increased_counters.map(|(_, name)| name).collect::<Vec<_>>(), [expected_counter]);
-        if verdict == XDP_TX {
-            check_sent_packet(frame, verdict, &packet, MacAddress::BROADCAST, identification);
+        if xdp_action == XDP_TX {
+            check_sent_packet(frame, xdp_action, &packet, MacAddress::BROADCAST, identification);
         } else {
-            assert_eq!((verdict, &packet[..]), (XDP_DROP, frame));
+            assert_eq!((xdp_action, &packet[..]), (XDP_DROP, frame));
         }
     }
 
@@ -293,12 +295,12 @@ impl Balancer {
 
 fn check_sent_packet(
     frame: &[u8],
-    verdict: i32,
+    xdp_action: i32,
     packet: &[u8],
     destination: MacAddress,
     identification: ExpectedIdentification,
 ) {
-    assert_eq!(verdict, XDP_TX);
+    assert_eq!(xdp_action, XDP_TX);
     let mut expected_packet = match identification {
         ExpectedIdentification::Unchanged => frame.to_vec(),
         ExpectedIdentification::PreviousServer(None) => with_identification(frame, intf::NO_SERVER as u16),

@@ -61,7 +61,7 @@ fn model_with_options(lb: &LoadBalancer, options: &Options, own_mac: MacAddress)
         connection_table_size: lb.connection_table_size(),
         counts_traffic: false,
         outer_header: model_outer_header(unspecified_sources, 0),
-        vlans: model::Vlans { is_tagging_enabled: lb.uses_vlans(), vip: options.vip_vlan },
+        vlans: model::Vlans { is_tagging_enabled: lb.uses_vlans(), vip_vlan: options.vip_vlan },
     };
     let zero_keys = FleetCookieKeys { keys: [ZERO_KEY; 2], current: KeyIndex::First };
     let mut model = model::LoadBalancer::new(lb_settings, own_mac.0, zero_keys);
@@ -70,11 +70,11 @@ fn model_with_options(lb: &LoadBalancer, options: &Options, own_mac: MacAddress)
 }
 
 fn model_outer_header(sources: OuterSourceAddresses, mtu: u32) -> model::OuterHeader {
-    model::OuterHeader { address: sources.ipv4, source_ipv6: sources.ipv6, mtu: mtu as usize }
+    model::OuterHeader { source_ipv4: sources.ipv4, source_ipv6: sources.ipv6, mtu: mtu as usize }
 }
 
 fn slot_index(service: ServiceIndex) -> usize {
-    service.get().into()
+    service.as_u16().into()
 }
 
 impl ModelCheckedLb {
@@ -108,7 +108,7 @@ impl ModelCheckedLb {
         let Some(model) = &self.model else { return (verdict, packet, None) };
         self.now_ns.set(self.now_ns.get() + 1);
         let mut model_frame = frame.to_vec();
-        let model_outcome = model.borrow_mut().receive(&mut model_frame, self.now_ns.get());
+        let model_outcome = model.borrow_mut().process_frame(&mut model_frame, self.now_ns.get());
         let expected_counter = intf::LB_COUNTER_NAMES[model_outcome.counter as usize];
         assert_eq!(
             verdict,
@@ -164,7 +164,7 @@ impl ModelCheckedLb {
     }
 
     pub fn set_tunnel(&mut self, id: ServerId, tunnel: lb::Tunnel) -> anyhow::Result<()> {
-        let lb::Tunnel { address, source_port } = tunnel;
+        let lb::Tunnel { destination_address: address, source_port } = tunnel;
         self.tested_lb.set_tunnel(id, tunnel)?;
         self.change_model(|model| model.set_tunnel(id, model::TunnelEndpoint { address, source_port }));
         Ok(())
@@ -172,7 +172,7 @@ impl ModelCheckedLb {
 
     pub fn use_server_vlans(&mut self, vlans: BTreeSet<Vlan>) -> anyhow::Result<()> {
         self.tested_lb.use_server_vlans(vlans)?;
-        let model_vlans = model::Vlans { is_tagging_enabled: self.tested_lb.uses_vlans(), vip: self.vip_vlan };
+        let model_vlans = model::Vlans { is_tagging_enabled: self.tested_lb.uses_vlans(), vip_vlan: self.vip_vlan };
         self.change_model(|model| model.set_vlans(model_vlans));
         Ok(())
     }

@@ -23,14 +23,14 @@ pub fn run_in_namespace(test: impl FnOnce() + Send) {
     run_in_another_namespace(test);
 }
 
-/// Runs `part` of a test in another thread, in a new network namespace whose loopback device is up.
-pub fn run_in_another_namespace(part: impl FnOnce() + Send) {
+/// Runs `action` of a test in another thread, in a new network namespace whose loopback device is up.
+pub fn run_in_another_namespace(action: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let namespace_thread = scope.spawn(|| {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
-            let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
-            assert!(up.success());
-            part();
+            let exit_status = Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
+            assert!(exit_status.success());
+            action();
         });
         namespace_thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
@@ -68,7 +68,7 @@ impl TemporaryPins {
 
 impl Drop for TemporaryPins {
     fn drop(&mut self) {
-        dispatch::remove(&self.0).unwrap();
+        dispatch::remove_pins_and_programs(&self.0).unwrap();
     }
 }
 
@@ -98,7 +98,7 @@ impl TestEnv {
     }
 
     pub fn add_worker(&mut self) -> u32 {
-        let socket = open_worker_socket(self.dispatch.ledger().service().0);
+        let socket = open_worker_socket(self.dispatch.ledger().service_and_policy().0);
         let slot = self.dispatch.add_worker(socket.as_fd(), std::process::id()).unwrap();
         self.dispatch.attach(socket.as_fd()).unwrap();
         self.worker_sockets.insert(slot, socket);
@@ -126,11 +126,11 @@ impl TestEnv {
         requests
     }
 
-    fn read_available(&self, read: &mut Vec<ReceivedDatagram>) {
+    fn read_available(&self, requests: &mut Vec<ReceivedDatagram>) {
         for (slot, socket) in &self.worker_sockets {
             let mut buffer = [0; 2048];
             while let Ok((length, client)) = socket.recv_from(&mut buffer) {
-                read.push(ReceivedDatagram {
+                requests.push(ReceivedDatagram {
                     worker_slot: *slot,
                     client_address: client,
                     payload: buffer[..length].to_vec(),
@@ -144,9 +144,9 @@ impl TestEnv {
         self.read_requests(1).remove(0)
     }
 
-    /// Sends a response with the payload of the request `read` from the worker that has read it.
-    pub fn send_response(&self, read: &ReceivedDatagram) {
-        self.worker_sockets[&read.worker_slot].send_to(&read.payload, read.client_address).unwrap();
+    /// Sends a response with the payload of the request `request` from the worker that has read it.
+    pub fn send_response(&self, request: &ReceivedDatagram) {
+        self.worker_sockets[&request.worker_slot].send_to(&request.payload, request.client_address).unwrap();
     }
 
     /// Polls once, after 100 ms of virtual time. Returns whether a worker was found to be dead.
@@ -176,14 +176,15 @@ pub fn client_socket() -> UdpSocket {
     socket
 }
 
-/// Calls `done` repeatedly until it returns a value, and returns that value. Panics with `what` after 30 s.
-pub fn wait_for_value<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
+/// Calls `read_value` repeatedly until it returns a value, and returns that value. Panics with `description` after 30
+/// s.
+pub fn wait_for_value<T>(description: &str, mut read_value: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        if let Some(outcome) = done() {
+        if let Some(outcome) = read_value() {
             return outcome;
         }
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
+        assert!(Instant::now() < deadline, "waited in vain for {description}");
         std::thread::yield_now();
     }
 }

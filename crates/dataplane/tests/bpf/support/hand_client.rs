@@ -38,13 +38,15 @@ impl<'env> RawTcpClient<'env> {
             (IpAddr::from(CLIENT_ADDRESS), 32, IpAddr::from(SERVER)),
             (CLIENT_ADDRESS_IPV6.into(), 128, SERVER_IPV6.into()),
         ] {
-            env.pair.server.ip(&format!("neigh replace {address} lladdr {} dev eth0", mac_of_host(&env.pair.client)));
-            env.pair.server.ip(&format!("route replace {address}/{length} dev eth0 src {server}"));
+            env.veth_pair
+                .server
+                .ip(&format!("neigh replace {address} lladdr {} dev eth0", mac_of_host(&env.veth_pair.client)));
+            env.veth_pair.server.ip(&format!("route replace {address}/{length} dev eth0 src {server}"));
         }
         Self {
             env,
             sniffer: Sniffer::new(env),
-            server_mac: mac_of_host(&env.pair.server),
+            server_mac: mac_of_host(&env.veth_pair.server),
             port,
             has_timestamps,
             next_sequence: 1000,
@@ -93,19 +95,19 @@ impl<'env> RawTcpClient<'env> {
 
     /// Returns the server's packets until it is silent for 50 ms, and stores the newest TSval in `server_tsval`.
     pub fn receive_replies(&mut self) -> Vec<Vec<u8>> {
-        let (mut frames, mut last) = (vec![], Instant::now());
-        while last.elapsed() < Duration::from_millis(50) {
+        let (mut frames, mut last_arrival) = (vec![], Instant::now());
+        while last_arrival.elapsed() < Duration::from_millis(50) {
             let new_frames: Vec<_> =
                 self.sniffer.received_from_vip().into_iter().filter(|f| self.is_for_this_client(f)).collect();
             if new_frames.is_empty() {
                 std::thread::sleep(Duration::from_millis(2));
             } else {
-                last = Instant::now();
+                last_arrival = Instant::now();
             }
             frames.extend(new_frames);
         }
         if let Some(frame) = frames.last() {
-            self.server_tsval = tsval_offset(frame).map_or(0, |at| read_u32(frame, at));
+            self.server_tsval = tsval_offset(frame).map_or(0, |offset| read_u32(frame, offset));
         }
         frames
     }

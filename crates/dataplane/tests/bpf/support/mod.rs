@@ -219,8 +219,8 @@ pub fn ipv6_frame(addresses: [Ipv6Addr; 2], headers: &[ExtensionHeader], protoco
     frame.extend((payload_length as u16).to_be_bytes());
     frame.extend([protocol_numbers[0], 64]);
     frame.extend(addresses.map(|address| address.octets()).concat());
-    for ((_, bytes), next) in headers.iter().zip(&protocol_numbers[1..]) {
-        frame.push(*next);
+    for ((_, bytes), next_header) in headers.iter().zip(&protocol_numbers[1..]) {
+        frame.push(*next_header);
         frame.extend(&bytes[1..]);
     }
     frame.extend(transport);
@@ -256,8 +256,8 @@ pub fn aligned_timestamp_option(value: u32, tsecr: u32) -> Vec<u8> {
 /// Returns the ones' complement sum of 16-bit words in network byte order (RFC 1071).
 pub fn ones_complement_sum(bytes: &[u8]) -> u16 {
     let mut sum = 0u32;
-    for pair in bytes.chunks(2) {
-        sum += u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0));
+    for word_bytes in bytes.chunks(2) {
+        sum += u32::from(word_bytes[0]) << 8 | u32::from(*word_bytes.get(1).unwrap_or(&0));
     }
     while sum >> 16 != 0 {
         sum = (sum & 0xffff) + (sum >> 16);
@@ -280,12 +280,12 @@ pub fn tcp_offset(frame: &[u8]) -> usize {
     if !is_ipv6(frame) {
         return ETHERNET_BYTES + usize::from(frame[ETHERNET_BYTES] & 0xf) * 4;
     }
-    let (mut at, mut next) = (ETHERNET_BYTES + 40, frame[ETHERNET_BYTES + 6]);
-    while let Some(length) = extension_header_length(next, frame.get(at + 1)) {
-        next = frame[at];
-        at += length;
+    let (mut header_offset, mut next_header) = (ETHERNET_BYTES + 40, frame[ETHERNET_BYTES + 6]);
+    while let Some(length) = extension_header_length(next_header, frame.get(header_offset + 1)) {
+        next_header = frame[header_offset];
+        header_offset += length;
     }
-    at
+    header_offset
 }
 
 /// Returns the length of an extension header by its second byte, or `None` if `number` is no extension header.
@@ -304,20 +304,20 @@ pub fn tsval_offset(frame: &[u8]) -> Option<usize> {
     let tcp_start = tcp_offset(frame);
     let header_length = usize::from(frame.get(tcp_start + 12)? >> 4) * 4;
     let options = frame.get(tcp_start + 20..tcp_start + header_length)?;
-    let mut at = 0;
-    while let Some(kind) = options.get(at) {
+    let mut option_offset = 0;
+    while let Some(kind) = options.get(option_offset) {
         match kind {
             0 => return None,
-            1 => at += 1,
+            1 => option_offset += 1,
             _ => {
-                let option_length = usize::from(*options.get(at + 1)?);
-                if option_length < 2 || at + option_length > options.len() {
+                let option_length = usize::from(*options.get(option_offset + 1)?);
+                if option_length < 2 || option_offset + option_length > options.len() {
                     return None;
                 }
                 if (*kind, option_length) == (8, 10) {
-                    return Some(tcp_start + 20 + at + 2);
+                    return Some(tcp_start + 20 + option_offset + 2);
                 }
-                at += option_length;
+                option_offset += option_length;
             }
         }
     }

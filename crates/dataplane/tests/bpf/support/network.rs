@@ -21,12 +21,12 @@ pub const VIP: Ipv4Addr = Ipv4Addr::new(10, 200, 0, 1);
 /// accepts the older one, whose TSval is one tick less (TCP_PAWS_WINDOW in include/net/tcp.h). With stamping, a
 /// millisecond is 65,536 ticks (4,096 with timestamps = "lb"). The older segment is then dropped (PAWSEstab).
 pub fn pin_to_one_cpu() {
-    let (mut cpu_set, this) = (CpuSet::new(), Pid::from_raw(0));
-    let allowed_cpus = sched_getaffinity(this).unwrap();
+    let (mut cpu_set, this_thread) = (CpuSet::new(), Pid::from_raw(0));
+    let allowed_cpus = sched_getaffinity(this_thread).unwrap();
     let cpu_numbers: Vec<usize> = (0..CpuSet::count()).filter(|cpu| allowed_cpus.is_set(*cpu).unwrap()).collect();
     // Concurrent test processes use different CPUs.
     cpu_set.set(cpu_numbers[std::process::id() as usize % cpu_numbers.len()]).unwrap();
-    sched_setaffinity(this, &cpu_set).unwrap();
+    sched_setaffinity(this_thread, &cpu_set).unwrap();
 }
 
 pub fn mac_address(interface: &str) -> MacAddress {
@@ -79,10 +79,10 @@ impl NamespaceHost {
         });
         // The files have pairs of lines, "Group: name name ..." and "Group: value value ...".
         let counter_lines: Vec<&str> = counter_text.lines().collect();
-        let counter_value = counter_lines.chunks(2).find_map(|pair| {
-            let (group, names) = pair[0].split_once(':').unwrap();
+        let counter_value = counter_lines.chunks(2).find_map(|line_pair| {
+            let (group, names) = line_pair[0].split_once(':').unwrap();
             let name_index = names.split_whitespace().position(|n| format!("{group}{n}") == name)?;
-            pair[1].split_whitespace().nth(name_index + 1)?.parse().ok()
+            line_pair[1].split_whitespace().nth(name_index + 1)?.parse().ok()
         });
         counter_value.unwrap_or_else(|| panic!("the kernel has no counter {name}"))
     }
@@ -131,7 +131,8 @@ impl PinDirectory {
         const DIRECTORY_PREFIX: &str = "coreward-test-";
         for entry in fs::read_dir("/sys/fs/bpf").unwrap().flatten() {
             let directory_name = entry.file_name().into_string().unwrap_or_default();
-            let process_id = directory_name.strip_prefix(DIRECTORY_PREFIX).and_then(|rest| rest.split('-').next());
+            let process_id =
+                directory_name.strip_prefix(DIRECTORY_PREFIX).and_then(|name_suffix| name_suffix.split('-').next());
             if process_id.is_some_and(|process| !PathBuf::from(format!("/proc/{process}")).exists()) {
                 let _ = fs::remove_dir_all(entry.path());
             }

@@ -47,17 +47,17 @@ pub fn client_address(family: Family, port: u16) -> SocketAddr {
     (address, port).into()
 }
 
-fn add_ipv6_addresses(pair: &VethPair) {
-    for (host, address) in [(&pair.client, CLIENT_IPV6), (&pair.server, SERVER_IPV6)] {
+fn add_ipv6_addresses(veth_pair: &VethPair) {
+    for (host, address) in [(&veth_pair.client, CLIENT_IPV6), (&veth_pair.server, SERVER_IPV6)] {
         host.ip(&format!("address add {address}/64 dev eth0 nodad"));
     }
-    pair.server.ip(&format!("address add {VIP_IPV6}/128 dev lo nodad"));
-    pair.client.ip(&format!("route add {VIP_IPV6}/128 via {SERVER_IPV6}"));
+    veth_pair.server.ip(&format!("address add {VIP_IPV6}/128 dev lo nodad"));
+    veth_pair.client.ip(&format!("route add {VIP_IPV6}/128 via {SERVER_IPV6}"));
 }
 
 /// Configures the IPv4 and the IPv6 service with this mode.
 pub fn set_services(programs: &mut ServerPrograms, mode: ServiceMode) {
-    let service = |family| (ServiceAddress { socket: vip_address(family), protocol: Protocol::Tcp }, id(), mode);
+    let service = |family| (ServiceAddress { vip_and_port: vip_address(family), protocol: Protocol::Tcp }, id(), mode);
     programs.set_services(&Family::BOTH.map(service)).unwrap();
 }
 
@@ -67,7 +67,7 @@ pub struct TestEnv {
     // The programs are dropped before the network.
     pub programs: ServerPrograms,
     pub pins: PinDirectory,
-    pub pair: VethPair,
+    pub veth_pair: VethPair,
 }
 
 impl TestEnv {
@@ -83,12 +83,12 @@ impl TestEnv {
     /// Starts a server whose services have this mode. Test connections use `family`.
     pub fn of(family: Family, mode: ServiceMode) -> Self {
         pin_to_one_cpu();
-        let (pair, pins) = (VethPair::new(), PinDirectory::new());
-        add_ipv6_addresses(&pair);
-        let mut programs = attach_programs(&pair, &pins);
+        let (veth_pair, pins) = (VethPair::new(), PinDirectory::new());
+        add_ipv6_addresses(&veth_pair);
+        let mut programs = attach_programs(&veth_pair, &pins);
         programs.set_keys(&fleet_keys(), tsval_clock_ms().wrapping_sub(1000));
         set_services(&mut programs, mode);
-        Self { family, programs, pins, pair }
+        Self { family, programs, pins, veth_pair }
     }
 
     pub fn server_counter(&self, counter: intf::server_counter) -> u64 {
@@ -96,12 +96,12 @@ impl TestEnv {
     }
 
     pub fn listen_at_vip(&self) -> TcpListener {
-        self.pair.server.run_inside(|| TcpListener::bind(vip_address(self.family)).unwrap())
+        self.veth_pair.server.run_inside(|| TcpListener::bind(vip_address(self.family)).unwrap())
     }
 
     pub fn connect_client(&self) -> TcpStream {
         let address = vip_address(self.family);
-        let stream = self.pair.client.run_inside(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
+        let stream = self.veth_pair.client.run_inside(|| TcpStream::connect_timeout(&address, TIMEOUT)).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream
     }
@@ -116,7 +116,7 @@ impl TestEnv {
     /// Asserts that neither side has counted an error. Retransmissions are allowed, because on few CPUs veth sometimes
     /// loses a packet, even without programs.
     pub fn assert_no_errors(&self) {
-        for host in [&self.pair.client, &self.pair.server] {
+        for host in [&self.veth_pair.client, &self.veth_pair.server] {
             for counter in
                 ["TcpExtPAWSEstab", "TcpExtPAWSActive", "TcpExtTSEcrRejected", "TcpInErrs", "TcpInCsumErrors"]
             {
@@ -126,13 +126,13 @@ impl TestEnv {
     }
 }
 
-pub fn attach_programs(pair: &VethPair, pins: &PinDirectory) -> ServerPrograms {
+pub fn attach_programs(veth_pair: &VethPair, pins: &PinDirectory) -> ServerPrograms {
     let server_options = ServerOptions {
-        interface_index: pair.server_interface_index(),
+        interface_index: veth_pair.server_interface_index(),
         pin_directory: pins.path(),
         sample_every_syn: false,
     };
-    pair.server.run_inside(|| ServerPrograms::attach(server_options)).unwrap()
+    veth_pair.server.run_inside(|| ServerPrograms::attach(server_options)).unwrap()
 }
 
 /// Socket that receives the packets of one address family at the client's device.
@@ -143,7 +143,7 @@ pub struct Sniffer {
 
 impl Sniffer {
     pub fn new(env: &TestEnv) -> Self {
-        let socket = env.pair.client.run_inside(|| {
+        let socket = env.veth_pair.client.run_inside(|| {
             let all_protocols = i32::from((libc::ETH_P_ALL as u16).to_be());
             Socket::new(Domain::PACKET, Type::RAW, Some(all_protocols.into())).unwrap()
         });
@@ -154,7 +154,7 @@ impl Sniffer {
 
     /// Sends a frame from the client's device.
     pub fn send_frame(&self, env: &TestEnv, frame: &[u8]) {
-        env.pair.client.run_inside(|| {
+        env.veth_pair.client.run_inside(|| {
             let interface_index = nix::net::if_::if_nametoindex("eth0").unwrap();
             let mut link_layer_address: libc::sockaddr_ll = zeroed_link_layer_address();
             link_layer_address.sll_family = libc::AF_PACKET as u16;
@@ -205,7 +205,7 @@ impl Sniffer {
         self.send_frame(env, &arp_request(sender_mac, SERVER));
         let is_arp_reply =
             |frame: &Vec<u8>| frame.len() >= 42 && frame[12..14] == [8, 6] && frame[32..38] == sender_mac;
-        let (mut frames, end) = (Vec::new(), Instant::now() + TIMEOUT);
+        let (mut frames, deadline) = (Vec::new(), Instant::now() + TIMEOUT);
         loop {
             let new_frames = self.received_frames();
             let is_last = new_frames.iter().any(is_arp_reply);
@@ -213,7 +213,7 @@ impl Sniffer {
             if is_last {
                 return frames;
             }
-            assert!(Instant::now() < end, "the server does not answer");
+            assert!(Instant::now() < deadline, "the server does not answer");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -234,12 +234,12 @@ fn is_from_vip(family: Family, frame: &[u8]) -> bool {
         }
 }
 
-/// Returns an ARP request (RFC 826) for `target` from the MAC address `asking`. Its sender IP address is in the
+/// Returns an ARP request (RFC 826) for `target` from the MAC address `sender_mac`. Its sender IP address is in the
 /// client's network.
-fn arp_request(asking: [u8; 6], target: Ipv4Addr) -> Vec<u8> {
+fn arp_request(sender_mac: [u8; 6], target: Ipv4Addr) -> Vec<u8> {
     const ARP_SENDER: Ipv4Addr = Ipv4Addr::new(10, 1, 0, 78);
-    let ethernet_header = [&[0xff; 6][..], &asking, &[8, 6]].concat();
-    let arp_addresses = [&asking[..], &ARP_SENDER.octets(), &[0; 6], &target.octets()].concat();
+    let ethernet_header = [&[0xff; 6][..], &sender_mac, &[8, 6]].concat();
+    let arp_addresses = [&sender_mac[..], &ARP_SENDER.octets(), &[0; 6], &target.octets()].concat();
     [&ethernet_header[..], &[0, 1, 8, 0, 6, 4, 0, 1], &arp_addresses].concat()
 }
 
@@ -269,11 +269,11 @@ pub fn byte_pattern(length: usize) -> Vec<u8> {
     (0..length).map(|i| (i * 7 + i / 251) as u8).collect()
 }
 
-pub fn send_and_receive(from: &mut TcpStream, to: &mut TcpStream, data: &[u8]) {
+pub fn send_and_receive(sender: &mut TcpStream, receiver: &mut TcpStream, data: &[u8]) {
     std::thread::scope(|scope| {
-        scope.spawn(|| from.write_all(data).unwrap());
+        scope.spawn(|| sender.write_all(data).unwrap());
         let mut received_data = vec![0; data.len()];
-        to.read_exact(&mut received_data).unwrap();
+        receiver.read_exact(&mut received_data).unwrap();
         assert!(received_data == data);
     });
 }

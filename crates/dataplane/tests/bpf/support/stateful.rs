@@ -102,13 +102,13 @@ pub struct EstablishedConnection {
 impl Balancer {
     fn server_with_mac(&self, mac: &[u8]) -> ServerId {
         let server_mac = MacAddress(mac.try_into().unwrap());
-        self.server_macs.iter().find(|(_, of)| **of == server_mac).expect("a server's MAC address").0.1
+        self.server_macs.iter().find(|(_, known_mac)| **known_mac == server_mac).expect("a server's MAC address").0.1
     }
 
     /// Sends a SYN. Returns the server and the index for cookies, which is `None` if the connection got no table entry.
     pub fn send_syn(&self, client: ClientEndpoint) -> (ServerId, Option<u16>) {
-        let (verdict, packet) = self.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
-        assert_eq!(verdict, XDP_TX);
+        let (xdp_action, packet) = self.run_expecting_counter(&syn_frame(client), Some(0), "new_connection");
+        assert_eq!(xdp_action, XDP_TX);
         (self.server_with_mac(&packet[..6]), cookie_index_of(&packet))
     }
 
@@ -128,21 +128,21 @@ impl Balancer {
     }
 
     pub fn connection_hash(&self, client: ClientEndpoint) -> ConnectionHash {
-        ConnectionHash::new(&self.lb.connection_hash_key(), self.service_indexes[0].get(), client.into())
+        ConnectionHash::new(&self.lb.connection_hash_key(), self.service_indexes[0].as_u16(), client.into())
     }
 
     /// Asserts that the connection table leads a packet of the connection to its server.
-    pub fn expect_found_by_index(&self, opened: &EstablishedConnection) {
-        let frame = established_frame(self, opened.client, opened.cookie_index);
-        self.expect_sent_to(0, &frame, opened.server, "connection_table");
+    pub fn expect_found_by_index(&self, connection: &EstablishedConnection) {
+        let frame = established_frame(self, connection.client, connection.cookie_index);
+        self.expect_sent_to(0, &frame, connection.server, "connection_table");
     }
 
     /// Asserts that `frame` is sent to the MAC address `mac`, and that only its MAC addresses change.
     pub fn expect_sent_to_mac(&self, frame: &[u8], mac: MacAddress, name: &str) {
-        let (verdict, packet) = self.run_expecting_counter(frame, Some(0), name);
+        let (xdp_action, packet) = self.run_expecting_counter(frame, Some(0), name);
         let mut expected_packet = frame.to_vec();
         expected_packet[..6].copy_from_slice(&mac.0);
         expected_packet[6..12].copy_from_slice(&OWN_MAC.0);
-        assert_eq!((verdict, packet), (XDP_TX, expected_packet), "{name}");
+        assert_eq!((xdp_action, packet), (XDP_TX, expected_packet), "{name}");
     }
 }

@@ -6,7 +6,7 @@ use super::*;
 pub(super) fn ipv6_server_facts(device: &str) -> Facts {
     let mut facts = passing_facts(Role::Server);
     let vip = "2001:db8::1".parse().unwrap();
-    facts.services[0].address.socket = std::net::SocketAddr::new(vip, 80);
+    facts.services[0].address.vip_and_port = std::net::SocketAddr::new(vip, 80);
     let host_mask = std::net::IpAddr::from([0xff; 16]);
     facts.addresses.push(Address { device: device.to_owned(), address: vip, mask: host_mask });
     for device in ["lo", "eth7"] {

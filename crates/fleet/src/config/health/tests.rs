@@ -17,19 +17,19 @@ fn parse_service(keys: &str) -> Result<ServiceConfig, String> {
 #[test]
 fn missing_health_table_disables_checks() {
     let service = parse_service("").unwrap();
-    assert_eq!((service.check, service.when_all_down), (None, WhenAllDown::FailOpen));
-    assert_eq!(parse_service("[service.health]\ncheck = \"none\"\n").unwrap().check, None);
+    assert_eq!((service.health_check, service.when_all_down), (None, WhenAllDown::FailOpen));
+    assert_eq!(parse_service("[service.health]\ncheck = \"none\"\n").unwrap().health_check, None);
     assert_eq!(parse_service("when_all_down = \"drop\"\n").unwrap().when_all_down, WhenAllDown::Drop);
 }
 
 #[test]
 fn empty_health_table_checks_tcp() {
-    let check = parse_service("[service.health]\n").unwrap().check.unwrap();
+    let check = parse_service("[service.health]\n").unwrap().health_check.unwrap();
     assert_eq!((&check.probe, check.probe_address, check.port), (&Probe::Tcp, ProbeAddress::Vip, None));
     assert_eq!((check.interval, check.timeout), (Duration::from_secs(2), Duration::from_secs(1)));
     assert_eq!((check.thresholds.rise(), check.thresholds.fall(), check.jitter.get()), (2, 3, 0.1));
     assert_eq!(
-        parse_service("timestamps = \"lb\"\n[service.health]\n").unwrap().check.unwrap().probe_address,
+        parse_service("timestamps = \"lb\"\n[service.health]\n").unwrap().health_check.unwrap().probe_address,
         ProbeAddress::Server
     );
 }
@@ -41,7 +41,7 @@ fn host_is_a_name_or_address_with_optional_port() {
     };
     for valid in ["www.example.org", "www.example.org:8443", "10.0.0.1:80", "[2001:db8::1]", "[2001:db8::1]:8443"] {
         let service = parse_with_host(valid).unwrap_or_else(|error| panic!("{error}"));
-        let Probe::Http(http) = service.check.unwrap().probe else { panic!("{valid}") };
+        let Probe::Http(http) = service.health_check.unwrap().probe else { panic!("{valid}") };
         assert_eq!(http.host.as_deref(), Some(valid));
     }
     for invalid in ["2001:db8::1", "[2001:db8::1", "[10.0.0.1]", "www:http", "www:65536", "www:+80", ":80", ""] {
@@ -53,7 +53,7 @@ fn host_is_a_name_or_address_with_optional_port() {
 fn keys_of_http_checks_are_parsed() {
     let keys = "[service.health]\ncheck = \"http\"\nat = \"server\"\nport = 8080\npath = \"/healthz?full=1\"\n\
                 host = \"www.example.org\"\nexpect = \"204\"\ninterval = \"500ms\"\njitter = 0\n";
-    let check = parse_service(keys).unwrap().check.unwrap();
+    let check = parse_service(keys).unwrap().health_check.unwrap();
     assert_eq!(
         (check.probe_address, check.port, check.interval),
         (ProbeAddress::Server, Some(8080), Duration::from_millis(500))
@@ -63,7 +63,8 @@ fn keys_of_http_checks_are_parsed() {
     assert_eq!(http.expected_status, StatusRange::new(204, 204).unwrap());
 
     let parse_verification =
-        |keys: &str| match parse_service(&format!("[service.health]\ncheck = \"https\"\n{keys}")).unwrap().check {
+        |keys: &str| match parse_service(&format!("[service.health]\ncheck = \"https\"\n{keys}")).unwrap().health_check
+        {
             Some(check) => match check.probe {
                 Probe::Https(_, verification) => verification,
                 other => panic!("{other:?}"),

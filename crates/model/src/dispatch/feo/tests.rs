@@ -9,7 +9,7 @@ fn one_level_config(ranking: Ranking, parameters: &[u32]) -> FirstEligibleOutCon
     let mut config = FirstEligibleOutConfig::strict_priority(0..parameters.len() as u8);
     config.groups[0].ranking = ranking;
     for (queue, parameter) in config.queues.iter_mut().zip(parameters) {
-        queue.member = SchedulingParameters::new(*parameter);
+        queue.parameters = SchedulingParameters::new(*parameter);
     }
     config
 }
@@ -70,7 +70,7 @@ fn service_shares_follow_weights() {
 fn idle_service_or_group_accumulates_no_share() {
     let one_group = one_level_config(Ranking::WeightedShare, &[1, 1]);
     let mut two_groups = one_group.clone();
-    let group = GroupConfig { member: SchedulingParameters::new(1), ranking: Ranking::StrictPriority };
+    let group = GroupConfig { parameters: SchedulingParameters::new(1), ranking: Ranking::StrictPriority };
     (two_groups.group_ranking, two_groups.groups) = (Ranking::WeightedShare, vec![group; 2]);
     two_groups.queues[1].group_index = 1;
     for config in [one_group, two_groups] {
@@ -98,7 +98,7 @@ fn rate_limit_holds_requests_until_the_next_token() {
     for selection in [Selection::FirstEligible, Selection::Pifo] {
         let mut config = one_level_config(Ranking::StrictPriority, &[0, 1]);
         config.selection = selection;
-        config.queues[0].member.limit = Some(RateLimit { interval: 10, burst: 2 });
+        config.queues[0].parameters.rate_limit = Some(RateLimit { token_interval: 10, burst: 2 });
         let mut scheduler = scheduler_with_backlog(&config, 4);
         assert_eq!(pop_services(&mut scheduler, 1000, 3), [0, 0, 1], "a burst of two, then the other service");
         assert_eq!(pop_services(&mut scheduler, 1009, 9), [1, 1, 1]);
@@ -113,8 +113,8 @@ fn rate_limit_holds_requests_until_the_next_token() {
 fn groups_are_ranked_before_their_services() {
     let mut config = one_level_config(Ranking::StrictPriority, &[0, 1, 0]);
     config.group_ranking = Ranking::WeightedShare;
-    config.groups[0].member = SchedulingParameters::new(2);
-    config.groups.push(GroupConfig { member: SchedulingParameters::new(1), ranking: Ranking::StrictPriority });
+    config.groups[0].parameters = SchedulingParameters::new(2);
+    config.groups.push(GroupConfig { parameters: SchedulingParameters::new(1), ranking: Ranking::StrictPriority });
     config.queues[2].group_index = 1;
     let mut scheduler = scheduler_with_backlog(&config, 10);
     let service_order = pop_services(&mut scheduler, 0, 15);
@@ -135,11 +135,11 @@ fn configurations_out_of_range_are_rejected() {
     assert_eq!(error_after(|config| config.queues = vec![config.queues[0]; 65]), "65 services: expected 1 to 64");
     assert_eq!(error_after(|config| config.groups.clear()), "0 groups: expected 1 to 64");
     assert_eq!(error_after(|config| config.queues[1].group_index = 1), "service 1: no group 1");
-    assert_eq!(error_after(|config| config.queues[1].member.rank_parameter = 0), "weight 0: expected 1 to 1048576");
+    assert_eq!(error_after(|config| config.queues[1].parameters.rank_parameter = 0), "weight 0: expected 1 to 1048576");
     assert_eq!(error_after(|config| config.capacity = 0), "capacity 0: expected 1 or more");
-    let limit = RateLimit { interval: 1, burst: 0 };
+    let limit = RateLimit { token_interval: 1, burst: 0 };
     let mut config = valid_config.clone();
-    config.groups[0].member.limit = Some(limit);
+    config.groups[0].parameters.rate_limit = Some(limit);
     assert_eq!(FirstEligibleOut::<()>::new(&config).unwrap_err().to_string(), "burst 0: expected 1 or more");
 }
 
@@ -159,9 +159,9 @@ proptest! {
         config.selection = if pifo { Selection::Pifo } else { Selection::FirstEligible };
         let mut scheduler = FirstEligibleOut::new(&config).unwrap();
         let (mut model, mut now) = (vec![VecDeque::<(u64, usize)>::new(); parameters.len()], 0);
-        for (index, (arrives, service, pause, eligible)) in steps.into_iter().enumerate() {
+        for (index, (is_arrival, service, pause, eligible)) in steps.into_iter().enumerate() {
             now += pause;
-            if arrives {
+            if is_arrival {
                 model[usize::from(service) % parameters.len()].push_back((now, index));
                 // The lowest priority is the highest index.
                 let is_full = model.iter().map(VecDeque::len).sum::<usize>() > capacity;
@@ -170,8 +170,8 @@ proptest! {
                 prop_assert_eq!(scheduler.push(now, service % parameters.len() as u8, index), expected_dropped);
             } else {
                 let rank = |service: &usize| {
-                    let (arrived, _) = model[*service].front()?;
-                    Some(u64::from(parameters[*service]) + if deadline { *arrived } else { 0 })
+                    let (arrival_time, _) = model[*service].front()?;
+                    Some(u64::from(parameters[*service]) + if deadline { *arrival_time } else { 0 })
                 };
                 let is_eligible = |service: &usize| eligible >> service & 1 == 1;
                 let is_considered = |service: &usize| rank(service).is_some() && (pifo || is_eligible(service));
@@ -182,7 +182,7 @@ proptest! {
             for (service, queue) in model.iter().enumerate() {
                 prop_assert_eq!(scheduler.waiting_count(service as u8), queue.len());
                 prop_assert_eq!(scheduler.oldest_arrival_time(service as u8),
-                    queue.front().map(|(arrived, _)| *arrived));
+                    queue.front().map(|(arrival_time, _)| *arrival_time));
             }
         }
     }

@@ -30,7 +30,7 @@ pub enum FlooderCommand {
 pub struct FloodCounts {
     pub syn_count: u64,
     /// CPU time that the program took for all SYNs (s).
-    pub time: f64,
+    pub cpu_seconds: f64,
 }
 
 #[derive(Default)]
@@ -121,26 +121,26 @@ fn create_flood_runner(cpu: usize) -> anyhow::Result<PacketRunner> {
     namespace::run_ip_command("link add flood0 numrxqueues 2 numtxqueues 2 type veth peer name flood1")?;
     let interface = nix::net::if_::if_nametoindex("flood0").context("the index of flood0")?;
     Ok(PacketRunner::new(&syn_frame(), &[PacketVariation::default()], 0)?
-        .with_receive_queue(ReceiveQueueId { interface, queue_index: 1 }))
+        .with_receive_queue(ReceiveQueueId { interface_index: interface, queue_index: 1 }))
 }
 
 fn execute_until_stopped(
     runner: &PacketRunner,
     command: &FlooderCommand,
-    shared: &FlooderState,
+    shared_state: &FlooderState,
 ) -> anyhow::Result<FloodCounts> {
     let program: BorrowedFd<'_> = match command {
-        FlooderCommand::SynsThroughEmptyProgram => runner.empty.as_fd(),
+        FlooderCommand::SynsThroughEmptyProgram => runner.empty_program.as_fd(),
         FlooderCommand::SynsThroughProgram(program) => program.as_fd(),
     };
     runner.choose_program(program)?;
     let mut flood_counts = FloodCounts::default();
-    while !shared.should_stop.load(Ordering::Relaxed) {
-        let (mean_ns, verdict) = runner.run_chosen_program(PacketGenerator::GeneratedSource, SYNS_PER_BATCH)?;
-        ensure!(verdict == XDP_TX, "a SYN's verdict was {verdict}, expected {XDP_TX}");
+    while !shared_state.should_stop.load(Ordering::Relaxed) {
+        let (mean_ns, xdp_verdict) = runner.run_chosen_program(PacketGenerator::GeneratedSource, SYNS_PER_BATCH)?;
+        ensure!(xdp_verdict == XDP_TX, "a SYN's verdict was {xdp_verdict}, expected {XDP_TX}");
         flood_counts.syn_count += u64::from(SYNS_PER_BATCH);
-        flood_counts.time += mean_ns * f64::from(SYNS_PER_BATCH) / 1e9;
-        shared.syn_count.store(flood_counts.syn_count, Ordering::SeqCst);
+        flood_counts.cpu_seconds += mean_ns * f64::from(SYNS_PER_BATCH) / 1e9;
+        shared_state.syn_count.store(flood_counts.syn_count, Ordering::SeqCst);
     }
     Ok(flood_counts)
 }

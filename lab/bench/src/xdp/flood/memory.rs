@@ -15,7 +15,7 @@ pub struct MapMemory {
     pub hash_map_count: u64,
     pub hash_map_entry_count: u64,
     /// Kernel memory of all maps in bytes (`memlock` of /proc/PID/fdinfo).
-    pub bytes: u64,
+    pub kernel_bytes: u64,
 }
 
 impl MapMemory {
@@ -25,9 +25,9 @@ impl MapMemory {
         let mut program_infos = ProgInfoIter::with_query_opts(ProgInfoQueryOptions::default().include_map_ids(true));
         let program_info = program_infos.find(|info| info.id == program_id).context("the program is not listed")?;
         let mut memory = Self::default();
-        for map in program_info.map_ids {
-            let map = MapHandle::from_map_id(map).context("a map of the program")?;
-            memory.bytes += kernel_bytes_of_map(&map)?;
+        for map_id in program_info.map_ids {
+            let map = MapHandle::from_map_id(map_id).context("a map of the program")?;
+            memory.kernel_bytes += kernel_bytes_of_map(&map)?;
             match map.map_type() {
                 MapType::Hash | MapType::LruHash | MapType::PercpuHash | MapType::LruPercpuHash => {
                     memory.hash_map_count += 1;

@@ -61,11 +61,11 @@ pub struct GeneratedTraffic<'a> {
 
 impl FrameGenerator {
     /// Creates a generator that sends `traffic` into the wire and receives the returned frames. Attaches the baseline
-    /// program `floor`, if any, to the tested end. Fails without the capabilities to load BPF programs.
+    /// program `baseline`, if any, to the tested end. Fails without the capabilities to load BPF programs.
     pub fn new(
-        wire: &VethPair,
+        veth_pair: &VethPair,
         traffic: &GeneratedTraffic<'_>,
-        floor: Option<BaselineProgram>,
+        baseline: Option<BaselineProgram>,
     ) -> anyhow::Result<Self> {
         ensure!(traffic.packets.len() == LIVE_PACKET_COUNT, "{} packets", traffic.packets.len());
         let mut skeleton_storage = MaybeUninit::uninit();
@@ -73,25 +73,25 @@ impl FrameGenerator {
             LiveFramesSkelBuilder::default().open(&mut skeleton_storage).context("opening live_frames.bpf.o")?;
         let constants =
             opened_skeleton.maps.rodata_data.as_deref_mut().context("live_frames.bpf.o has no constants")?;
-        constants.target_ifindex = wire.generator_interface_index()?;
-        for (to, frame) in constants.frames.iter_mut().zip(traffic.frame_templates) {
-            to.words = frame_words(frame)?;
+        constants.target_ifindex = veth_pair.generator_interface_index()?;
+        for (target_frame, frame_template) in constants.frames.iter_mut().zip(traffic.frame_templates) {
+            target_frame.words = frame_words(frame_template)?;
         }
         let loaded_skeleton = opened_skeleton.load().context("loading live_frames.bpf.c")?;
         let packet_memory: MmapArray<[LivePacket; LIVE_PACKET_COUNT]> =
             MmapArray::new(loaded_skeleton.maps.bss_packets.as_fd())?;
-        let live_packet = |(number, packet): (usize, &PacketVariation)| LivePacket {
+        let live_packet = |(packet_index, packet): (usize, &PacketVariation)| LivePacket {
             client_address: packet.client_address,
             ports: packet.ports,
             tsecr: packet.tsecr,
-            kind: (traffic.is_syn)(number).into(),
+            kind: (traffic.is_syn)(packet_index).into(),
         };
         let live_packets: Vec<LivePacket> = traffic.packets.iter().enumerate().map(live_packet).collect();
         packet_memory.write(0, live_packets.as_slice());
         let [generator_end, tested_end] =
-            [wire.generator_interface_index()? as i32, wire.tested_interface_index()? as i32];
+            [veth_pair.generator_interface_index()? as i32, veth_pair.tested_interface_index()? as i32];
         let sink_link = loaded_skeleton.progs.sink.attach_xdp(generator_end).context("the sink")?;
-        let baseline_link = floor.map(|floor| match floor {
+        let baseline_link = baseline.map(|floor| match floor {
             BaselineProgram::SwapMacs => loaded_skeleton.progs.swap_macs.attach_xdp(tested_end),
             BaselineProgram::ReadTsecr => loaded_skeleton.progs.read_tsecr.attach_xdp(tested_end),
         });
@@ -108,9 +108,10 @@ impl FrameGenerator {
     }
 }
 
-fn frame_words(frame: &FrameTemplate) -> anyhow::Result<[u64; MAX_FRAME_BYTES / 8]> {
+fn frame_words(frame_template: &FrameTemplate) -> anyhow::Result<[u64; MAX_FRAME_BYTES / 8]> {
     let mut bytes = [0; MAX_FRAME_BYTES];
-    bytes.get_mut(..frame.bytes.len()).context("a frame too long")?.copy_from_slice(&frame.bytes);
-    let mut words = bytes.chunks_exact(8).map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")));
+    bytes.get_mut(..frame_template.bytes.len()).context("a frame too long")?.copy_from_slice(&frame_template.bytes);
+    let mut words =
+        bytes.chunks_exact(8).map(|word_bytes| u64::from_ne_bytes(word_bytes.try_into().expect("eight bytes")));
     Ok(std::array::from_fn(|_| words.next().expect("as many words")))
 }

@@ -25,13 +25,16 @@ pub struct VethPair {
 pub struct NapiUsage {
     pub received_frames: u64,
     /// CPU time that the thread has used (ns).
-    pub time: u64,
+    pub cpu_ns: u64,
 }
 
 impl NapiUsage {
-    /// Returns the frames and the CPU time since `before`.
-    pub fn difference_since(self, before: Self) -> Self {
-        Self { received_frames: self.received_frames - before.received_frames, time: self.time - before.time }
+    /// Returns the frames and the CPU time since `earlier_usage`.
+    pub fn difference_since(self, earlier_usage: Self) -> Self {
+        Self {
+            received_frames: self.received_frames - earlier_usage.received_frames,
+            cpu_ns: self.cpu_ns - earlier_usage.cpu_ns,
+        }
     }
 }
 
@@ -41,7 +44,7 @@ impl VethPair {
     pub fn new(number: usize) -> anyhow::Result<Self> {
         // Device names are unique per process, because a device's name also identifies its NAPI thread across all
         // namespaces.
-        let device_name = |end| format!("b{}{end}{number}", std::process::id());
+        let device_name = |end_letter| format!("b{}{end_letter}{number}", std::process::id());
         let veth_pair = Self { generator_end: device_name('g'), tested_end: device_name('t') };
         let Self { generator_end, tested_end } = &veth_pair;
         namespace::run_ip_command(&format!(
@@ -93,15 +96,15 @@ impl NapiThread {
         let cpu_ns = schedstat.split_whitespace().next().and_then(|time| time.parse().ok());
         Ok(NapiUsage {
             received_frames: received_frames(&self.device)?,
-            time: cpu_ns.with_context(|| format!("{schedstat_path}: {schedstat:?}"))?,
+            cpu_ns: cpu_ns.with_context(|| format!("{schedstat_path}: {schedstat:?}"))?,
         })
     }
 
     fn thread_state(&self) -> anyhow::Result<String> {
         let stat_path = format!("/proc/{}/stat", self.thread_id);
         let stat_line = fs::read_to_string(&stat_path).with_context(|| stat_path.clone())?;
-        let after_name = stat_line.rsplit_once(')').map_or("", |(_, rest)| rest);
-        Ok(after_name.split_whitespace().next().unwrap_or_default().to_owned())
+        let fields_after_name = stat_line.rsplit_once(')').map_or("", |(_, text_after_name)| text_after_name);
+        Ok(fields_after_name.split_whitespace().next().unwrap_or_default().to_owned())
     }
 }
 
@@ -116,10 +119,10 @@ pub fn raise_priority(thread: Pid) -> anyhow::Result<()> {
 
 fn find_thread_by_prefix(prefix: &str) -> anyhow::Result<Pid> {
     for entry in fs::read_dir("/proc").context("/proc")?.flatten() {
-        let Some(number) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        let name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-        if name.starts_with(prefix) {
-            return Ok(Pid::from_raw(number));
+        let Some(thread_id) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let thread_name = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+        if thread_name.starts_with(prefix) {
+            return Ok(Pid::from_raw(thread_id));
         }
     }
     anyhow::bail!("no thread named {prefix}...")

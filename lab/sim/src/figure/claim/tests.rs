@@ -43,10 +43,10 @@ fn claim_is_judged_by_the_median() {
 
 #[test]
 fn all_points_must_be_within_the_bounds_unless_they_are_reduced_to_one() {
-    let judge_ratio = |bounds: &str, take: &str| {
+    let judge_ratio = |bounds: &str, reduction_toml: &str| {
         judge_claim(&format!(
-            "ratio = {{ of = {{ series = \"b\", panel = \"p\" }}, to = {{ series = \"a\", panel = \"p\" }}{take} \
-             }}\n{bounds}"
+            "ratio = {{ of = {{ series = \"b\", panel = \"p\" }}, to = {{ series = \"a\", panel = \"p\" \
+             }}{reduction_toml} }}\n{bounds}"
         ))
     };
     let verdict = judge_ratio("at_least = 1.6", "");

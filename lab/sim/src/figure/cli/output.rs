@@ -31,7 +31,7 @@ impl OutputDirectory {
 
     /// Writes the files of one figure, then updates the page with all figures. Fails with the path of a file that
     /// cannot be written.
-    pub fn write(
+    pub fn write_figure(
         &self,
         result: &FigureResult,
         scenario: &Scenario,

@@ -61,12 +61,12 @@ impl Overrides {
         if self.is_empty() {
             return Ok(());
         }
-        let Some(live) = &mut scenario.live else {
+        let Some(live_parameters) = &mut scenario.live else {
             anyhow::bail!("--runs, --seconds, --series and --points: expected a live figure");
         };
         if let Some(seconds) = self.seconds {
-            ensure!(live.seconds.is_some(), "--seconds {seconds}: this figure has a duration of its own");
-            live.seconds = Some(seconds);
+            ensure!(live_parameters.seconds.is_some(), "--seconds {seconds}: this figure has a duration of its own");
+            live_parameters.seconds = Some(seconds);
         }
         if let Some(runs) = self.runs {
             scenario.seeds = Spanned::new(scenario.seeds.span(), runs);
@@ -103,7 +103,7 @@ impl Overrides {
         }
         for label in &self.series {
             let mut labels = scenario.series.iter().map(|series| series.label.get_ref().as_str());
-            if !labels.any(|known| known == label) {
+            if !labels.any(|known_label| known_label == label) {
                 let labels = scenario.series.iter().map(|series| series.label.get_ref().as_str());
                 return Err(UnknownName::new("series", label, labels).into());
             }
@@ -117,7 +117,7 @@ impl Overrides {
         }
         scenario.panel.retain(|panel| !panel.series.is_empty());
         scenario.series.retain(|series| is_selected(&series.label));
-        scenario.published.retain(|published| is_selected(&published.series));
+        scenario.published.retain(|published_curve| is_selected(&published_curve.series));
         Ok(())
     }
 }
@@ -155,16 +155,16 @@ mod tests {
 
     #[test]
     fn claims_about_omitted_series_and_points_are_removed() {
-        let (scenario, words) = apply_overrides(&["--runs", "1", "--seconds", "0.5", "--points", "40"]).unwrap();
+        let (scenario, options_text) = apply_overrides(&["--runs", "1", "--seconds", "0.5", "--points", "40"]).unwrap();
         assert_eq!((*scenario.seeds.get_ref(), scenario.live.as_ref().unwrap().seconds), (1, Some(0.5)));
         assert_eq!(scenario.panel[0].x.as_ref().unwrap().values, [0.4]);
         assert_eq!(claim_statements(&scenario), ["at 40"]);
-        assert_eq!(words, " --runs 1 --seconds 0.5 --points 40");
-        let (scenario, words) = apply_overrides(&["--series", "jsq"]).unwrap();
+        assert_eq!(options_text, " --runs 1 --seconds 0.5 --points 40");
+        let (scenario, options_text) = apply_overrides(&["--series", "jsq"]).unwrap();
         assert_eq!((scenario.series.len(), claim_statements(&scenario)), (1, vec!["at 80"]));
-        assert_eq!(words, " --series 'jsq'");
-        let (scenario, words) = apply_overrides(&[]).unwrap();
-        assert_eq!((claim_statements(&scenario).len(), words.as_str()), (2, ""));
+        assert_eq!(options_text, " --series 'jsq'");
+        let (scenario, options_text) = apply_overrides(&[]).unwrap();
+        assert_eq!((claim_statements(&scenario).len(), options_text.as_str()), (2, ""));
     }
 
     #[test]

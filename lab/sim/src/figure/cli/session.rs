@@ -57,14 +57,14 @@ impl Session {
         let bar_style = ProgressStyle::with_template("{prefix:24} {wide_bar} {pos}/{len} runs {elapsed}");
         progress_bar.set_style(bar_style.expect("the template is right"));
         progress_bar.enable_steady_tick(Duration::from_millis(200));
-        let report_progress = |done: usize, of: usize| {
-            progress_bar.set_length(of as u64);
-            progress_bar.set_position(done as u64);
+        let report_progress = |finished_count: usize, total_count: usize| {
+            progress_bar.set_length(total_count as u64);
+            progress_bar.set_position(finished_count as u64);
         };
         let (table, provenance) = match &figure.live_figure {
             None => (run::run(&figure.scenario, &report_progress), figure.provenance.clone()),
-            Some(live) => (
-                self.measure(live, &figure.scenario, &report_progress),
+            Some(live_figure) => (
+                self.measure(live_figure, &figure.scenario, &report_progress),
                 figure.provenance.clone().with_machine(live::describe_machine()),
             ),
         };
@@ -77,12 +77,12 @@ impl Session {
     /// Measures a live figure. After a signal, the process exits as soon as the measurement has cleaned up.
     fn measure(
         &self,
-        live: &LiveFigure,
+        live_figure: &LiveFigure,
         scenario: &Scenario,
-        progress: ProgressCallback<'_>,
+        report_progress: ProgressCallback<'_>,
     ) -> anyhow::Result<FigureTable> {
-        lock_state(&self.state).interrupt_measurement = live.interrupt_measurement;
-        let table = live.measure_table(scenario, progress);
+        lock_state(&self.state).interrupt_measurement = live_figure.interrupt_measurement;
+        let table = live_figure.measure_table(scenario, report_progress);
         let mut state = lock_state(&self.state);
         state.interrupt_measurement = None;
         if state.is_interrupted {

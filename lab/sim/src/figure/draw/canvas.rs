@@ -80,13 +80,13 @@ pub fn draw_marker(
 }
 
 /// Draws a vertical line with caps at both ends, which shows the lowest and highest value over all seeds.
-pub fn draw_whisker(area: &SvgArea<'_>, x: i32, low: i32, high: i32, colour: RGBColor) -> DrawResult {
-    if low == high {
+pub fn draw_whisker(area: &SvgArea<'_>, x: i32, low_y: i32, high_y: i32, colour: RGBColor) -> DrawResult {
+    if low_y == high_y {
         return Ok(());
     }
     let style = colour.stroke_width(1);
-    draw_line(area, vec![(x, low), (x, high)], style)?;
-    for y in [low, high] {
+    draw_line(area, vec![(x, low_y), (x, high_y)], style)?;
+    for y in [low_y, high_y] {
         draw_line(area, vec![(x - 3, y), (x + 3, y)], style)?;
     }
     Ok(())

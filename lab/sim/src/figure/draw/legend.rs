@@ -51,21 +51,21 @@ impl Legend {
 
     /// Draws the legend with its top left corner at `origin`.
     pub fn draw(&self, area: &SvgArea<'_>, origin: (i32, i32)) -> DrawResult {
-        for (index, label, place) in &self.entries {
-            let (x, y) = (origin.0 + place.0, origin.1 + place.1 + ROW_HEIGHT_PX / 2);
-            let (like, open) = self.series_styles[*index];
-            let colour = style::series_colour(like);
-            if open {
+        for (index, label, offset) in &self.entries {
+            let (x, y) = (origin.0 + offset.0, origin.1 + offset.1 + ROW_HEIGHT_PX / 2);
+            let (style_index, is_open) = self.series_styles[*index];
+            let colour = style::series_colour(style_index);
+            if is_open {
                 draw_dashed_line(area, &[(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(1))?;
             } else {
                 draw_line(area, vec![(x, y), (x + SAMPLE_WIDTH_PX - 8, y)], colour.stroke_width(2))?;
             }
-            draw_marker(area, (x + (SAMPLE_WIDTH_PX - 8) / 2, y), style::series_shape(like), colour, open)?;
+            draw_marker(area, (x + (SAMPLE_WIDTH_PX - 8) / 2, y), style::series_shape(style_index), colour, is_open)?;
             draw_text(area, label, (x + SAMPLE_WIDTH_PX, y), TEXT_FONT_SIZE, style::TEXT_COLOUR, Anchor::Left)?;
         }
-        for (index, remark) in self.remark_lines.iter().enumerate() {
+        for (index, remark_line) in self.remark_lines.iter().enumerate() {
             let y = origin.1 + (self.row_count + index as i32) * ROW_HEIGHT_PX + ROW_HEIGHT_PX / 2;
-            draw_text(area, remark, (origin.0, y), SMALL_FONT_SIZE, style::MARK_COLOUR, Anchor::Left)?;
+            draw_text(area, remark_line, (origin.0, y), SMALL_FONT_SIZE, style::MARK_COLOUR, Anchor::Left)?;
         }
         Ok(())
     }
@@ -74,20 +74,20 @@ impl Legend {
 fn marker_explanation(scenario: &Scenario, table: &FigureTable) -> String {
     let (verb, singular, plural) =
         if scenario.live.is_some() { ("measured", "run", "runs") } else { ("simulated", "seed", "seeds") };
-    let mut remark = match table.seeds {
+    let mut explanation = match table.seeds {
         1 => format!("filled: {verb} here (one {singular})"),
         count => format!("filled: {verb} here, median of {count} {plural}, lowest to highest as whiskers or band"),
     };
     if scenario.series.iter().any(|series| series.simulated) {
-        remark += "; open, dashed: simulated";
+        explanation += "; open, dashed: simulated";
     }
     if table.panels.iter().flat_map(|panel| &panel.curves).any(|curve| !curve.published.is_empty()) {
-        remark += "; open, dashed: published";
+        explanation += "; open, dashed: published";
     }
     let logarithmic_panels = scenario.panel.iter().zip(&table.panels).filter(|(panel, _)| panel.y.log);
-    let mut cells = logarithmic_panels.flat_map(|(_, numbers)| &numbers.curves).flat_map(|curve| &curve.cells);
+    let mut cells = logarithmic_panels.flat_map(|(_, panel_table)| &panel_table.curves).flat_map(|curve| &curve.cells);
     if cells.any(|cell| cell.spread.median <= 0.0) {
-        remark += "; a logarithmic axis does not show zeros: see the table";
+        explanation += "; a logarithmic axis does not show zeros: see the table";
     }
-    remark
+    explanation
 }

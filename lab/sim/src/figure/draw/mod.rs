@@ -20,17 +20,17 @@ const PANEL_COLUMNS: usize = 2;
 const MARGIN_PX: i32 = 14;
 
 pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
-    let (width, title) = title_layout(scenario);
+    let (width, title_lines) = title_layout(scenario);
     let panel_size = if scenario.panel.len() == 1 { SINGLE_PANEL_SIZE_PX } else { PANEL_SIZE_PX };
     let row_count = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
     let legend = legend::Legend::new(scenario, table, width - 2 * MARGIN_PX);
-    let title_height = title.len() as i32 * (style::TITLE_FONT_SIZE as i32 + 5) + MARGIN_PX;
+    let title_height = title_lines.len() as i32 * (style::TITLE_FONT_SIZE as i32 + 5) + MARGIN_PX;
     let height = title_height + row_count * panel_size.1 + legend.height() + MARGIN_PX;
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (width as u32, height as u32)).into_drawing_area();
         // Drawing into a string can fail only if a position was computed wrongly here. The tests draw every scenario.
-        draw_figure(&area, scenario, table, &title, title_height, panel_size, &legend)
+        draw_figure(&area, scenario, table, &title_lines, title_height, panel_size, &legend)
             .expect("an SVG is drawn into memory");
     }
     svg
@@ -40,7 +40,7 @@ pub fn render_svg(scenario: &Scenario, table: &FigureTable) -> String {
 fn title_layout(scenario: &Scenario) -> (i32, Vec<String>) {
     let width = match scenario.panel.len() {
         1 => SINGLE_PANEL_SIZE_PX.0,
-        several => PANEL_SIZE_PX.0 * several.min(PANEL_COLUMNS) as i32,
+        panel_count => PANEL_SIZE_PX.0 * panel_count.min(PANEL_COLUMNS) as i32,
     };
     (width, style::balance_lines(&scenario.title, style::TITLE_FONT_SIZE, width - 2 * MARGIN_PX))
 }
@@ -49,21 +49,21 @@ fn draw_figure(
     area: &SvgArea<'_>,
     scenario: &Scenario,
     table: &FigureTable,
-    title: &[String],
+    title_lines: &[String],
     title_height: i32,
     panel_size: (i32, i32),
     legend: &legend::Legend,
 ) -> DrawResult {
     area.fill(&WHITE)?;
     let middle_x = area.dim_in_pixel().0 as i32 / 2;
-    for (index, line) in title.iter().enumerate() {
+    for (index, line) in title_lines.iter().enumerate() {
         let y = MARGIN_PX + index as i32 * (style::TITLE_FONT_SIZE as i32 + 5);
         draw_text(area, line, (middle_x, y), style::TITLE_FONT_SIZE, style::TEXT_COLOUR, Anchor::Top)?;
     }
-    for (index, (panel, numbers)) in scenario.panel.iter().zip(&table.panels).enumerate() {
+    for (index, (panel, panel_table)) in scenario.panel.iter().zip(&table.panels).enumerate() {
         let (column, row) = ((index % PANEL_COLUMNS) as i32, (index / PANEL_COLUMNS) as i32);
         let origin = (column * panel_size.0, title_height + row * panel_size.1);
-        panel::PanelFrame::new(scenario, panel, numbers, origin, panel_size).draw(area)?;
+        panel::PanelFrame::new(scenario, panel, panel_table, origin, panel_size).draw(area)?;
     }
     let row_count = scenario.panel.len().div_ceil(PANEL_COLUMNS) as i32;
     legend.draw(area, (MARGIN_PX, title_height + row_count * panel_size.1))?;

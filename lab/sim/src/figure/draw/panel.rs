@@ -51,10 +51,10 @@ impl<'a> PanelFrame<'a> {
             let has_curve_label = |series: &crate::figure::scenario::Series| *series.label.get_ref() == curve.label;
             scenario.series_style(scenario.series.iter().position(has_curve_label).unwrap_or(0))
         });
-        let (top, bottom) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
-        let mark_heights = panel.mark.iter().map(|mark| mark.y);
+        let (top_y, bottom_y) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
+        let mark_heights = panel.mark.iter().map(|reference_line| reference_line.y);
         let y_values: Vec<f64> = panel_table.curves.iter().flat_map(axis_y_values).chain(mark_heights).collect();
-        let y_scale = AxisScale::new(&y_values, panel.y.range, panel.y.log, true, (bottom, top));
+        let y_scale = AxisScale::new(&y_values, panel.y.range, panel.y.log, true, (bottom_y, top_y));
         let y_scale = if panel.draw == PlotType::Bars && panel.y.range.is_none() {
             y_scale.extended_by(BAR_HEADROOM_FRACTION)
         } else {
@@ -63,13 +63,13 @@ impl<'a> PanelFrame<'a> {
         let widest_label =
             y_scale.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_FONT_SIZE)).max().unwrap_or(0);
         let right_margin = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_RIGHT_MARGIN_PX };
-        let (left, right) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest_label, origin.0 + size.0 - right_margin);
+        let (left_x, right_x) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest_label, origin.0 + size.0 - right_margin);
         let x_values: Vec<f64> = panel_table.curves.iter().flat_map(x_values).collect();
         let is_x_logarithmic = panel.x.as_ref().is_some_and(|sweep| sweep.log);
         let x_scale = match panel.draw {
-            PlotType::Lines => AxisScale::new(&x_values, None, is_x_logarithmic, false, (left, right)),
+            PlotType::Lines => AxisScale::new(&x_values, None, is_x_logarithmic, false, (left_x, right_x)),
             PlotType::Bars => {
-                AxisScale::new(&[], Some([0.0, bar_x_values(panel_table).len() as f64]), false, true, (left, right))
+                AxisScale::new(&[], Some([0.0, bar_x_values(panel_table).len() as f64]), false, true, (left_x, right_x))
             }
         };
         Self {
@@ -78,7 +78,7 @@ impl<'a> PanelFrame<'a> {
             curve_styles: curve_styles.collect(),
             x_scale,
             y_scale,
-            data_area: (left, top, right, bottom),
+            data_area: (left_x, top_y, right_x, bottom_y),
             origin,
         }
     }
@@ -87,9 +87,9 @@ impl<'a> PanelFrame<'a> {
         self.draw_axes(area)?;
         match self.panel.draw {
             PlotType::Lines => {
-                for (curve, (index, open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
-                    self.draw_published(area, &curve.published, *index)?;
-                    self.draw_curve(area, &curve.cells, *index, *open)?;
+                for (curve, (style_index, is_open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
+                    self.draw_published(area, &curve.published, *style_index)?;
+                    self.draw_curve(area, &curve.cells, *style_index, *is_open)?;
                 }
                 Ok(())
             }
@@ -98,8 +98,8 @@ impl<'a> PanelFrame<'a> {
     }
 
     fn draw_axes(&self, area: &SvgArea<'_>) -> DrawResult {
-        let (left, top, right, bottom) = self.data_area;
-        let middle_x = (left + right) / 2;
+        let (left_x, top_y, right_x, bottom_y) = self.data_area;
+        let middle_x = (left_x + right_x) / 2;
         draw_text(
             area,
             self.panel.title.get_ref(),
@@ -110,36 +110,36 @@ impl<'a> PanelFrame<'a> {
         )?;
         for (value, label) in self.y_scale.ticks() {
             let y = self.y_scale.to_pixel(value);
-            draw_line(area, vec![(left, y), (right, y)], GRID_COLOUR.stroke_width(1))?;
-            draw_text(area, &label, (left - 8, y), SMALL_FONT_SIZE, TEXT_COLOUR, Anchor::Right)?;
+            draw_line(area, vec![(left_x, y), (right_x, y)], GRID_COLOUR.stroke_width(1))?;
+            draw_text(area, &label, (left_x - 8, y), SMALL_FONT_SIZE, TEXT_COLOUR, Anchor::Right)?;
         }
         draw_text(
             area,
             &self.panel.y.label,
-            (self.origin.0 + Y_LABEL_OFFSET_PX, (top + bottom) / 2),
+            (self.origin.0 + Y_LABEL_OFFSET_PX, (top_y + bottom_y) / 2),
             TEXT_FONT_SIZE,
             TEXT_COLOUR,
             Anchor::Upwards,
         )?;
         for (x, label) in self.x_ticks() {
             if self.panel.draw == PlotType::Lines {
-                draw_line(area, vec![(x, bottom), (x, bottom + 5)], TEXT_COLOUR.stroke_width(1))?;
+                draw_line(area, vec![(x, bottom_y), (x, bottom_y + 5)], TEXT_COLOUR.stroke_width(1))?;
             }
-            draw_text(area, &label, (x, bottom + 9), SMALL_FONT_SIZE, TEXT_COLOUR, Anchor::Top)?;
+            draw_text(area, &label, (x, bottom_y + 9), SMALL_FONT_SIZE, TEXT_COLOUR, Anchor::Top)?;
         }
         if let Some(sweep) = &self.panel.x {
-            draw_text(area, &sweep.label, (middle_x, bottom + 32), TEXT_FONT_SIZE, TEXT_COLOUR, Anchor::Top)?;
+            draw_text(area, &sweep.label, (middle_x, bottom_y + 32), TEXT_FONT_SIZE, TEXT_COLOUR, Anchor::Top)?;
         }
-        draw_line(area, vec![(left, top), (left, bottom), (right, bottom)], TEXT_COLOUR.stroke_width(1))?;
+        draw_line(area, vec![(left_x, top_y), (left_x, bottom_y), (right_x, bottom_y)], TEXT_COLOUR.stroke_width(1))?;
         self.draw_marks(area)
     }
 
     fn draw_marks(&self, area: &SvgArea<'_>) -> DrawResult {
-        let (left, _, right, _) = self.data_area;
-        for mark in self.panel.mark.iter().filter(|mark| self.y_scale.is_visible(mark.y)) {
-            let y = self.y_scale.to_pixel(mark.y);
-            draw_dashed_line(area, &[(left, y), (right, y)], MARK_COLOUR.stroke_width(1))?;
-            draw_text(area, &mark.label, (right + 6, y), SMALL_FONT_SIZE, MARK_COLOUR, Anchor::Left)?;
+        let (left_x, _, right_x, _) = self.data_area;
+        for reference_line in self.panel.mark.iter().filter(|mark| self.y_scale.is_visible(mark.y)) {
+            let y = self.y_scale.to_pixel(reference_line.y);
+            draw_dashed_line(area, &[(left_x, y), (right_x, y)], MARK_COLOUR.stroke_width(1))?;
+            draw_text(area, &reference_line.label, (right_x + 6, y), SMALL_FONT_SIZE, MARK_COLOUR, Anchor::Left)?;
         }
         Ok(())
     }
@@ -152,7 +152,9 @@ impl<'a> PanelFrame<'a> {
             (PlotType::Bars, None) => Vec::new(),
             (PlotType::Bars, Some(_)) => {
                 let groups = bar_x_values(self.panel_table).into_iter().enumerate();
-                groups.map(|(group, x)| (self.x_scale.to_pixel(group as f64 + 0.5), format_number(x))).collect()
+                groups
+                    .map(|(group_index, x)| (self.x_scale.to_pixel(group_index as f64 + 0.5), format_number(x)))
+                    .collect()
             }
         }
     }
@@ -170,11 +172,11 @@ impl<'a> PanelFrame<'a> {
             let outline = self.to_pixels(&upper_edge.chain(lower_edge).collect::<Vec<_>>());
             area.draw(&Polygon::new(outline, colour.mix(0.15).filled()))?;
         }
-        for piece in self.y_scale.clip_line(&medians) {
+        for segment in self.y_scale.clip_line(&medians) {
             if is_open {
-                draw_dashed_line(area, &self.to_pixels(&piece), colour.stroke_width(1))?;
+                draw_dashed_line(area, &self.to_pixels(&segment), colour.stroke_width(1))?;
             } else {
-                draw_line(area, self.to_pixels(&piece), colour.stroke_width(2))?;
+                draw_line(area, self.to_pixels(&segment), colour.stroke_width(2))?;
             }
         }
         if cells.len() > MAX_MARKER_POINTS {
@@ -204,16 +206,16 @@ impl<'a> PanelFrame<'a> {
         Ok(())
     }
 
-    fn draw_published(&self, area: &SvgArea<'_>, published: &[PublishedCell], series_index: usize) -> DrawResult {
+    fn draw_published(&self, area: &SvgArea<'_>, published_cells: &[PublishedCell], series_index: usize) -> DrawResult {
         let colour = series_colour(series_index);
-        let points: Vec<(f64, f64)> = published.iter().map(|cell| (cell.x, cell.y)).collect();
-        for piece in self.y_scale.clip_line(&points) {
-            draw_dashed_line(area, &self.to_pixels(&piece), colour.stroke_width(1))?;
+        let points: Vec<(f64, f64)> = published_cells.iter().map(|cell| (cell.x, cell.y)).collect();
+        for segment in self.y_scale.clip_line(&points) {
+            draw_dashed_line(area, &self.to_pixels(&segment), colour.stroke_width(1))?;
         }
-        if published.len() > MAX_MARKER_POINTS {
+        if published_cells.len() > MAX_MARKER_POINTS {
             return Ok(());
         }
-        for cell in published.iter().filter(|cell| self.y_scale.is_visible(cell.y)) {
+        for cell in published_cells.iter().filter(|cell| self.y_scale.is_visible(cell.y)) {
             if let Some((low, high)) = cell.spread {
                 draw_whisker(
                     area,
@@ -241,36 +243,36 @@ impl<'a> PanelFrame<'a> {
         let bars_per_group = self.panel_table.curves.len() * if has_published { 2 } else { 1 };
         let bar_width = (1.0 - GROUP_GAP_FRACTION) / bars_per_group as f64;
         let are_bars_labelled = bars_per_group * group_x_values.len() <= MAX_LABELLED_BARS;
-        for (group, x) in group_x_values.iter().enumerate() {
-            let mut left = group as f64 + GROUP_GAP_FRACTION / 2.0;
-            for (curve, (index, open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
+        for (group_index, x) in group_x_values.iter().enumerate() {
+            let mut bar_left = group_index as f64 + GROUP_GAP_FRACTION / 2.0;
+            for (curve, (style_index, is_open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
                 let own_cell = curve.cells.iter().find(|cell| cell.x == *x);
-                let spread = own_cell.map(|cell| (cell.spread.low, cell.spread.high));
+                let value_range = own_cell.map(|cell| (cell.spread.low, cell.spread.high));
                 if let Some(cell) = own_cell {
                     self.draw_bar(
                         area,
-                        (left, left + bar_width),
+                        (bar_left, bar_left + bar_width),
                         cell.spread.median,
-                        spread,
-                        *index,
-                        *open,
+                        value_range,
+                        *style_index,
+                        *is_open,
                         are_bars_labelled,
                     )?;
                 }
-                left += bar_width;
+                bar_left += bar_width;
                 if has_published {
                     if let Some(cell) = curve.published.iter().find(|cell| cell.x == *x) {
                         self.draw_bar(
                             area,
-                            (left, left + bar_width),
+                            (bar_left, bar_left + bar_width),
                             cell.y,
                             cell.spread,
-                            *index,
+                            *style_index,
                             true,
                             are_bars_labelled,
                         )?;
                     }
-                    left += bar_width;
+                    bar_left += bar_width;
                 }
             }
         }
@@ -281,31 +283,31 @@ impl<'a> PanelFrame<'a> {
     fn draw_bar(
         &self,
         area: &SvgArea<'_>,
-        (left, right): (f64, f64),
-        height: f64,
-        spread: Option<(f64, f64)>,
+        (bar_left, bar_right): (f64, f64),
+        bar_value: f64,
+        value_range: Option<(f64, f64)>,
         series_index: usize,
         is_open: bool,
         is_labelled: bool,
     ) -> DrawResult {
-        let (from, to) = (self.x_scale.to_pixel(left) + 1, self.x_scale.to_pixel(right) - 1);
-        let (base, top) = (self.y_scale.to_pixel(self.y_scale.min_value()), self.y_scale.to_pixel(height));
-        let corners = [(from, top), (to, base)];
+        let (left_x, right_x) = (self.x_scale.to_pixel(bar_left) + 1, self.x_scale.to_pixel(bar_right) - 1);
+        let (base_y, top_y) = (self.y_scale.to_pixel(self.y_scale.min_value()), self.y_scale.to_pixel(bar_value));
+        let corners = [(left_x, top_y), (right_x, base_y)];
         if is_open {
             area.draw(&Rectangle::new(corners, series_colour(series_index).stroke_width(2)))?;
         } else {
             area.draw(&Rectangle::new(corners, series_colour(series_index).filled()))?;
         }
-        let middle_x = (from + to) / 2;
-        let mut label_y = top;
-        if let Some((low, high)) = spread {
+        let middle_x = (left_x + right_x) / 2;
+        let mut label_y = top_y;
+        if let Some((low, high)) = value_range {
             label_y = label_y.min(self.y_scale.to_pixel(high));
             draw_whisker(area, middle_x, self.y_scale.to_pixel(low), self.y_scale.to_pixel(high), TEXT_COLOUR)?;
         }
         if is_labelled {
             draw_text(
                 area,
-                &format_bar_value(height),
+                &format_bar_value(bar_value),
                 (middle_x, label_y - 3),
                 SMALL_FONT_SIZE,
                 TEXT_COLOUR,
@@ -319,11 +321,11 @@ impl<'a> PanelFrame<'a> {
 /// Returns a bar's value as text, with one to three significant digits if it is below 1000.
 fn format_bar_value(value: f64) -> String {
     match value.abs() {
-        large if large >= 100.0 => format!("{value:.0}"),
-        middle if middle >= 10.0 => format!("{value:.1}"),
-        small if small >= 0.1 || small == 0.0 => format!("{value:.2}"),
-        small if small >= 0.01 => format!("{value:.3}"),
-        tiny => format!("{value:.*}", -tiny.log10().floor() as usize),
+        magnitude if magnitude >= 100.0 => format!("{value:.0}"),
+        magnitude if magnitude >= 10.0 => format!("{value:.1}"),
+        magnitude if magnitude >= 0.1 || magnitude == 0.0 => format!("{value:.2}"),
+        magnitude if magnitude >= 0.01 => format!("{value:.3}"),
+        magnitude => format!("{value:.*}", -magnitude.log10().floor() as usize),
     }
 }
 

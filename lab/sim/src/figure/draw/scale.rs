@@ -3,10 +3,10 @@
 /// Linear or logarithmic scale of an axis, which maps values to pixels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AxisScale {
-    low: f64,
-    high: f64,
+    min_value: f64,
+    max_value: f64,
     is_log: bool,
-    /// Pixel positions of the values `low` and `high`.
+    /// Pixel positions of the values `min_value` and `max_value`.
     pixel_range: (i32, i32),
 }
 
@@ -26,47 +26,48 @@ impl AxisScale {
         pixel_range: (i32, i32),
     ) -> Self {
         let usable_values = values.iter().copied().filter(|value| value.is_finite() && (!is_log || *value > 0.0));
-        let (least, greatest) = usable_values
-            .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
-        let (low, high) = match range {
-            Some([low, high]) => (low, high),
+        let (least, greatest) = usable_values.fold((f64::INFINITY, f64::NEG_INFINITY), |(least, greatest), value| {
+            (least.min(value), greatest.max(value))
+        });
+        let (min_value, max_value) = match range {
+            Some([min_value, max_value]) => (min_value, max_value),
             None if least > greatest => (if is_log { 0.1 } else { 0.0 }, 1.0),
             None if is_log => (least / 1.25, greatest * 1.25),
             None => {
                 let margin = if greatest > least { (greatest - least) * 0.05 } else { greatest.abs().max(1.0) * 0.05 };
-                let low = if from_zero && least >= 0.0 { 0.0 } else { least - margin };
-                (low, greatest + margin)
+                let min_value = if from_zero && least >= 0.0 { 0.0 } else { least - margin };
+                (min_value, greatest + margin)
             }
         };
-        Self { low, high, is_log, pixel_range }
+        Self { min_value, max_value, is_log, pixel_range }
     }
 
     /// Returns the scale with its upper end raised by the given fraction of the axis's length.
     pub fn extended_by(self, fraction: f64) -> Self {
-        Self { high: self.value_at(1.0 + fraction), ..self }
+        Self { max_value: self.value_at(1.0 + fraction), ..self }
     }
 
     pub fn min_value(&self) -> f64 {
-        self.low
+        self.min_value
     }
 
     fn axis_fraction(&self, value: f64) -> f64 {
         let to_linear = |value: f64| if self.is_log { value.max(f64::MIN_POSITIVE).ln() } else { value };
-        (to_linear(value) - to_linear(self.low)) / (to_linear(self.high) - to_linear(self.low))
+        (to_linear(value) - to_linear(self.min_value)) / (to_linear(self.max_value) - to_linear(self.min_value))
     }
 
     fn value_at(&self, fraction: f64) -> f64 {
         if self.is_log {
-            self.low * (self.high / self.low).powf(fraction)
+            self.min_value * (self.max_value / self.min_value).powf(fraction)
         } else {
-            self.low + (self.high - self.low) * fraction
+            self.min_value + (self.max_value - self.min_value) * fraction
         }
     }
 
     /// Returns the pixel position of a value, or that of the nearer end if the value is outside the axis.
     pub fn to_pixel(self, value: f64) -> i32 {
-        let (from, to) = self.pixel_range;
-        from + (f64::from(to - from) * self.axis_fraction(value).clamp(0.0, 1.0)).round() as i32
+        let (start_pixel, end_pixel) = self.pixel_range;
+        start_pixel + (f64::from(end_pixel - start_pixel) * self.axis_fraction(value).clamp(0.0, 1.0)).round() as i32
     }
 
     pub fn is_visible(&self, value: f64) -> bool {
@@ -81,49 +82,51 @@ impl AxisScale {
     }
 
     fn linear_ticks(&self) -> Vec<f64> {
-        let minimum_step = (self.high - self.low) / TICK_COUNT;
+        let minimum_step = (self.max_value - self.min_value) / TICK_COUNT;
         let magnitude = 10f64.powf(minimum_step.log10().floor());
         let step = [1.0, 2.0, 5.0, 10.0].map(|nice| nice * magnitude).into_iter().find(|step| *step >= minimum_step);
         let step = step.unwrap_or(10.0 * magnitude);
-        let first_index = (self.low / step).ceil() as i64;
-        let last_index = (self.high / step).floor() as i64;
+        let first_index = (self.min_value / step).ceil() as i64;
+        let last_index = (self.max_value / step).floor() as i64;
         (first_index..=last_index).map(|index| index as f64 * step).collect()
     }
 
     fn log_ticks(&self) -> Vec<f64> {
-        let exponents = (self.low.log10().floor() as i32)..=(self.high.log10().ceil() as i32);
+        let exponents = (self.min_value.log10().floor() as i32)..=(self.max_value.log10().ceil() as i32);
         let leading_digits: &[f64] =
-            if (self.high / self.low).log10() < MINOR_TICK_MAX_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
+            if (self.max_value / self.min_value).log10() < MINOR_TICK_MAX_DECADES { &[1.0, 2.0, 5.0] } else { &[1.0] };
         exponents.flat_map(|decade| leading_digits.iter().map(move |digit| digit * 10f64.powi(decade))).collect()
     }
 
     /// Returns the parts of the line through `points` that lie within the vertical axis. All x must be within the
     /// horizontal axis.
     pub fn clip_line(&self, points: &[(f64, f64)]) -> Vec<Vec<(f64, f64)>> {
-        let mut pieces: Vec<Vec<(f64, f64)>> = Vec::new();
-        let mut piece: Vec<(f64, f64)> = Vec::new();
+        let mut segments: Vec<Vec<(f64, f64)>> = Vec::new();
+        let mut segment: Vec<(f64, f64)> = Vec::new();
         for (index, &(x, y)) in points.iter().enumerate() {
             let fraction = self.axis_fraction(y);
             let is_inside = (0.0..=1.0).contains(&fraction);
-            if let Some(&(before_x, before_y)) = index.checked_sub(1).and_then(|before| points.get(before)) {
-                let previous_fraction = self.axis_fraction(before_y);
+            if let Some(&(previous_x, previous_y)) =
+                index.checked_sub(1).and_then(|previous_index| points.get(previous_index))
+            {
+                let previous_fraction = self.axis_fraction(previous_y);
                 let was_inside = (0.0..=1.0).contains(&previous_fraction);
                 if is_inside != was_inside {
                     let edge_fraction = if fraction.max(previous_fraction) > 1.0 { 1.0 } else { 0.0 };
-                    let part = (edge_fraction - previous_fraction) / (fraction - previous_fraction);
-                    piece.push((before_x + (x - before_x) * part, self.value_at(edge_fraction)));
+                    let interpolation_weight = (edge_fraction - previous_fraction) / (fraction - previous_fraction);
+                    segment.push((previous_x + (x - previous_x) * interpolation_weight, self.value_at(edge_fraction)));
                     if was_inside {
-                        pieces.push(std::mem::take(&mut piece));
+                        segments.push(std::mem::take(&mut segment));
                     }
                 }
             }
             if is_inside {
-                piece.push((x, y));
+                segment.push((x, y));
             }
         }
-        pieces.push(piece);
-        pieces.retain(|piece| piece.len() > 1);
-        pieces
+        segments.push(segment);
+        segments.retain(|segment| segment.len() > 1);
+        segments
     }
 }
 

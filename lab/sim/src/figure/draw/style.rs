@@ -91,7 +91,7 @@ pub fn balance_lines(text: &str, font_size: u32, max_width: i32) -> Vec<String> 
     let min_width = text_width(text, font_size) / line_count;
     let fitting_width = (min_width..max_width)
         .step_by(font_size as usize)
-        .find(|pixels| wrap_text(text, font_size, *pixels).len() as i32 <= line_count);
+        .find(|line_width| wrap_text(text, font_size, *line_width).len() as i32 <= line_count);
     wrap_text(text, font_size, fitting_width.unwrap_or(max_width))
 }
 

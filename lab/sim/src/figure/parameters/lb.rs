@@ -48,13 +48,13 @@ parameters! {
 }
 
 impl LbParameters {
-    pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut parameters = self.clone();
-        match swept {
+        match sweep_axis {
             SweepAxis::SpeedPct => parameters.replay_speed = Some(value / 100.0),
-            SweepAxis::RackCandidates => parameters.rack_candidates = Some(to_integer(swept, value)?),
-            SweepAxis::TableDelayMs => parameters.table_delay_ms = Some(to_integer(swept, value)?),
-            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
+            SweepAxis::RackCandidates => parameters.rack_candidates = Some(to_integer(sweep_axis, value)?),
+            SweepAxis::TableDelayMs => parameters.table_delay_ms = Some(to_integer(sweep_axis, value)?),
+            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
         }
         Ok(parameters)
     }
@@ -70,7 +70,7 @@ impl LbParameters {
     ) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
         let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let policy = self.policy.clone().ok_or(missing_error("policy"))?;
-        let default = Config::default();
+        let default_config = Config::default();
         let trace = self.trace.clone().ok_or(missing_error("trace"))?.0;
         let config = Config {
             seeds: if trace.varies_with_seed() { vec![seed] } else { (1..=seeds).collect() },
@@ -78,17 +78,17 @@ impl LbParameters {
             servers: self.servers.ok_or(missing_error("servers"))?,
             cores: self.cores.ok_or(missing_error("cores"))?,
             core_capacity: self.core_capacity,
-            replay_speed: self.replay_speed.unwrap_or(default.replay_speed),
-            tables: match self.indirection_tables {
+            replay_speed: self.replay_speed.unwrap_or(default_config.replay_speed),
+            indirection_table_draw: match self.indirection_tables {
                 Some(IndirectionTables::Independent) => IndirectionTableDraw::Independent,
                 Some(IndirectionTables::Balanced) | None => IndirectionTableDraw::Balanced,
             },
             policies: policies.to_vec(),
             racks: self.racks,
             // Without racks the value has no effect. The default makes otherwise equal runs share one simulation.
-            rack_candidates: self.racks.and(self.rack_candidates).unwrap_or(default.rack_candidates),
-            table_delay_ms: self.table_delay_ms.unwrap_or(default.table_delay_ms),
-            ..default
+            rack_candidates: self.racks.and(self.rack_candidates).unwrap_or(default_config.rack_candidates),
+            table_delay_ms: self.table_delay_ms.unwrap_or(default_config.table_delay_ms),
+            ..default_config
         };
         config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
         let is_measured = matches!(measure, Metric::ServerVariancePct | Metric::CoreVariancePct | Metric::ServedPct);

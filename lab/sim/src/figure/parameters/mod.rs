@@ -25,16 +25,16 @@ pub enum ParameterError {
     #[error("`{kind}.{parameter}` is missing: expected in [{kind}], in the panel or in the series")]
     Missing { kind: &'static str, parameter: &'static str },
     /// The horizontal axis sweeps a parameter that this kind of simulation does not have.
-    #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", variant_name(swept))]
+    #[error("`{}` cannot be swept in a simulation of kind `{kind}`{detail}", variant_name(sweep_axis))]
     NotSwept {
         kind: &'static str,
-        swept: SweepAxis,
+        sweep_axis: SweepAxis,
         /// Further explanation, which is appended to the error message.
         detail: &'static str,
     },
     /// The swept parameter has a value that is not allowed.
-    #[error("`{}` cannot be {value}", variant_name(swept))]
-    Value { swept: SweepAxis, value: f64 },
+    #[error("`{}` cannot be {value}", variant_name(sweep_axis))]
+    Value { sweep_axis: SweepAxis, value: f64 },
     /// The panel shows a metric that this kind of simulation does not measure.
     #[error("a simulation of kind `{kind}` does not measure `{}`", variant_name(measure))]
     NotMeasured { kind: &'static str, measure: Metric },
@@ -72,7 +72,7 @@ impl<'de, T: clap::ValueEnum> Deserialize<'de> for NamedChoice<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         let choice_names =
-            || T::value_variants().iter().filter_map(|word| Some(word.to_possible_value()?.get_name().to_owned()));
+            || T::value_variants().iter().filter_map(|choice| Some(choice.to_possible_value()?.get_name().to_owned()));
         let unknown_choice_error = |_| de::Error::custom(UnknownName::new("choice", &text, choice_names()));
         T::from_str(&text, false).map(Self).map_err(unknown_choice_error)
     }
@@ -98,8 +98,8 @@ macro_rules! parameters {
 use parameters;
 
 /// Returns `value` as an integer. Fails when it has a fraction or does not fit into `T`.
-fn to_integer<T: TryFrom<u64>>(swept: SweepAxis, value: f64) -> Result<T, ParameterError> {
-    let invalid_value_error = ParameterError::Value { swept, value };
+fn to_integer<T: TryFrom<u64>>(sweep_axis: SweepAxis, value: f64) -> Result<T, ParameterError> {
+    let invalid_value_error = ParameterError::Value { sweep_axis, value };
     if value.fract() != 0.0 || !(0.0..1e15).contains(&value) {
         return Err(invalid_value_error);
     }

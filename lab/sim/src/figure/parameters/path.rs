@@ -43,14 +43,14 @@ parameters! {
 }
 
 impl PathParameters {
-    pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut parameters = self.clone();
-        match swept {
+        match sweep_axis {
             SweepAxis::Load => parameters.load = Some(value),
-            SweepAxis::Servers => parameters.servers = Some(to_integer(swept, value)?),
-            SweepAxis::Cores => parameters.cores = Some(to_integer(swept, value)?),
+            SweepAxis::Servers => parameters.servers = Some(to_integer(sweep_axis, value)?),
+            SweepAxis::Cores => parameters.cores = Some(to_integer(sweep_axis, value)?),
             SweepAxis::RequestsPerServer => parameters.load = Some(self.load_from_request_rate(value)?),
-            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
         }
         Ok(parameters)
     }
@@ -69,7 +69,7 @@ impl PathParameters {
         if !matches!(measure, Metric::P99 | Metric::Mean | Metric::ServerVariancePct | Metric::CoreVariancePct) {
             return Err(ParameterError::NotMeasured { kind: SIMULATION_KIND, measure });
         }
-        let default = Config::default();
+        let default_config = Config::default();
         let config = Config {
             policies: vec![self.policy.clone().ok_or(missing_error("policy"))?],
             dispatch_policies: vec![self.dispatch.clone().ok_or(missing_error("dispatch"))?.0],
@@ -78,15 +78,15 @@ impl PathParameters {
             service: self.service.clone().ok_or(missing_error("service"))?.0,
             unit_us: self.unit_us.ok_or(missing_error("unit_us"))?,
             load: self.load.ok_or(missing_error("load"))?,
-            latency: self.latency.unwrap_or(default.latency),
-            requests_per_connection: self.requests_per_connection.unwrap_or(default.requests_per_connection),
-            request_gap: self.request_gap.unwrap_or(default.request_gap),
-            report_ms: self.report_ms.unwrap_or(default.report_ms),
-            report_phase: self.report_phase.unwrap_or(default.report_phase),
-            window_ms: self.window_ms.unwrap_or(default.window_ms),
+            latency: self.latency.unwrap_or(default_config.latency),
+            requests_per_connection: self.requests_per_connection.unwrap_or(default_config.requests_per_connection),
+            request_gap: self.request_gap.unwrap_or(default_config.request_gap),
+            report_ms: self.report_ms.unwrap_or(default_config.report_ms),
+            report_phase: self.report_phase.unwrap_or(default_config.report_phase),
+            window_ms: self.window_ms.unwrap_or(default_config.window_ms),
             seconds: self.seconds.ok_or(missing_error("seconds"))?,
             seeds: vec![seed],
-            ..default
+            ..default_config
         };
         config.check().map_err(|error| ParameterError::Rejected(error.to_string()))?;
         Ok(Some((Job::Path(config), ValueQuery { seed, ..ValueQuery::for_metric(measure) })))

@@ -46,18 +46,18 @@ parameters! {
 }
 
 impl PccParameters {
-    pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut parameters = self.clone();
-        match swept {
-            SweepAxis::Servers => parameters.servers = Some(to_integer(swept, value)?),
+        match sweep_axis {
+            SweepAxis::Servers => parameters.servers = Some(to_integer(sweep_axis, value)?),
             SweepAxis::Connections => parameters.connections = Some(value),
             SweepAxis::UpdatesPerMinute => parameters.updates_per_minute = Some(value),
             SweepAxis::ThresholdPct => parameters.method = Some(ParsedText(with_threshold(parameters.method, value)?)),
             SweepAxis::TagBits | SweepAxis::IndexBits => {
-                parameters.method = Some(ParsedText(with_cookie_bits(parameters.method, swept, value)?))
+                parameters.method = Some(ParsedText(with_cookie_bits(parameters.method, sweep_axis, value)?))
             }
             SweepAxis::Time => {}
-            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
         }
         Ok(parameters)
     }
@@ -85,7 +85,7 @@ impl PccParameters {
                 servers: self.updates_per_minute.unwrap_or(servers),
                 load_balancers: self.lb_updates_per_minute.unwrap_or(load_balancers),
             },
-            at @ ClusterUpdates::Scheduled(_) => at,
+            scheduled_updates @ ClusterUpdates::Scheduled(_) => scheduled_updates,
         };
         let config = Config {
             servers: self.servers.unwrap_or(default_config.servers),
@@ -105,25 +105,25 @@ impl PccParameters {
 }
 
 fn with_threshold(method: Option<ParsedText<Method>>, threshold_pct: f64) -> Result<Method, ParameterError> {
-    let swept = SweepAxis::ThresholdPct;
+    let sweep_axis = SweepAxis::ThresholdPct;
     match method {
         Some(ParsedText(Method::Beamer { .. })) if threshold_pct > 0.0 => {
             Ok(Method::Beamer { threshold: Some(threshold_pct / 100.0) })
         }
-        Some(ParsedText(Method::Beamer { .. })) => Err(ParameterError::Value { swept, value: threshold_pct }),
-        _ => Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: ": the method is not beamer" }),
+        Some(ParsedText(Method::Beamer { .. })) => Err(ParameterError::Value { sweep_axis, value: threshold_pct }),
+        _ => Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: ": the method is not beamer" }),
     }
 }
 
 fn with_cookie_bits(
     method: Option<ParsedText<Method>>,
-    swept: SweepAxis,
+    sweep_axis: SweepAxis,
     value: f64,
 ) -> Result<Method, ParameterError> {
-    let bits: u8 = to_integer(swept, value)?;
-    let invalid_value_error = ParameterError::Value { swept, value };
-    let bits_up_to = |most: u8| if bits <= most { Ok(bits) } else { Err(invalid_value_error) };
-    match (swept, method) {
+    let bits: u8 = to_integer(sweep_axis, value)?;
+    let invalid_value_error = ParameterError::Value { sweep_axis, value };
+    let bits_up_to = |max_bits: u8| if bits <= max_bits { Ok(bits) } else { Err(invalid_value_error) };
+    match (sweep_axis, method) {
         (SweepAxis::TagBits, Some(ParsedText(Method::HistoryTag { renews_tags, layout, .. }))) => {
             Ok(Method::HistoryTag { tag_bits: bits_up_to(MAX_TAG_BITS)?, renews_tags, layout })
         }
@@ -135,7 +135,7 @@ fn with_cookie_bits(
         }
         _ => Err(ParameterError::NotSwept {
             kind: SIMULATION_KIND,
-            swept,
+            sweep_axis,
             detail: ": the method's cookie has no such bits",
         }),
     }

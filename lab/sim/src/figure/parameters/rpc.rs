@@ -45,21 +45,21 @@ parameters! {
 }
 
 impl RpcParameters {
-    pub fn with_parameter(&self, swept: SweepAxis, value: f64) -> Result<Self, ParameterError> {
+    pub fn with_parameter(&self, sweep_axis: SweepAxis, value: f64) -> Result<Self, ParameterError> {
         let mut parameters = self.clone();
-        match swept {
+        match sweep_axis {
             SweepAxis::Load => parameters.load = Some(value),
             SweepAxis::Slo => parameters.slo = Some(value),
-            SweepAxis::Cores => parameters.cores = Some(to_integer(swept, value)?),
+            SweepAxis::Cores => parameters.cores = Some(to_integer(sweep_axis, value)?),
             SweepAxis::Latency => parameters.latency = Some(value),
             SweepAxis::LongFactor => {
                 parameters.service = Some(ParsedText(with_long_factor(parameters.service, value)?))
             }
             SweepAxis::Lambda | SweepAxis::Switch => {
-                parameters.policy = Some(ParsedText(with_policy_option(parameters.policy, swept, value)?))
+                parameters.policy = Some(ParsedText(with_policy_option(parameters.policy, sweep_axis, value)?))
             }
             SweepAxis::Time => {}
-            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail: "" }),
+            _ => return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail: "" }),
         }
         Ok(parameters)
     }
@@ -77,7 +77,7 @@ impl RpcParameters {
             load: if is_peak_search { Config::default().load } else { self.load.ok_or(missing_error("load"))? },
             requests: self.requests.ok_or(missing_error("requests"))?,
             seed,
-            connection_sampler: self.connections,
+            connection_count: self.connections,
             skew: 0.0,
             queue_limit: None,
             window: self.window,
@@ -123,16 +123,18 @@ fn with_long_factor(
     service: Option<ParsedText<ServiceTimeDistribution>>,
     factor: f64,
 ) -> Result<ServiceTimeDistribution, ParameterError> {
-    let swept = SweepAxis::LongFactor;
+    let sweep_axis = SweepAxis::LongFactor;
     match service {
         Some(ParsedText(ServiceTimeDistribution::Classes(mut classes))) if factor >= 1.0 => {
             classes[0].factor = factor;
             Ok(ServiceTimeDistribution::Classes(classes))
         }
-        Some(ParsedText(ServiceTimeDistribution::Classes(_))) => Err(ParameterError::Value { swept, value: factor }),
+        Some(ParsedText(ServiceTimeDistribution::Classes(_))) => {
+            Err(ParameterError::Value { sweep_axis, value: factor })
+        }
         _ => Err(ParameterError::NotSwept {
             kind: SIMULATION_KIND,
-            swept,
+            sweep_axis,
             detail: ": the service times have no long class",
         }),
     }
@@ -140,15 +142,15 @@ fn with_long_factor(
 
 fn with_policy_option(
     policy: Option<ParsedText<Policy>>,
-    swept: SweepAxis,
+    sweep_axis: SweepAxis,
     value: f64,
 ) -> Result<Policy, ParameterError> {
     let Some(ParsedText(Policy::RankedQueue(options))) = policy else {
         let detail = ": the policy is not jbsrq";
-        return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, swept, detail });
+        return Err(ParameterError::NotSwept { kind: SIMULATION_KIND, sweep_axis, detail });
     };
-    let invalid_value = || ParameterError::Value { swept, value };
-    let options = match swept {
+    let invalid_value = || ParameterError::Value { sweep_axis, value };
+    let options = match sweep_axis {
         SweepAxis::Switch if value >= 0.0 => JbsrqOptions { switch_cost: value, ..options },
         SweepAxis::Switch => return Err(invalid_value()),
         _ => JbsrqOptions { lambda: Lambda::new(value).map_err(|_| invalid_value())?, ..options },

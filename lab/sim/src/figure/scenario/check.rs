@@ -29,7 +29,11 @@ fn check_seeds(scenario: &Scenario) -> Result<(), CheckError> {
 
 /// Returns those of the names rpc, lb, pcc and path whose element in `is_present` is true.
 fn present_kinds(is_present: [bool; 4]) -> Vec<&'static str> {
-    ["rpc", "lb", "pcc", "path"].into_iter().zip(is_present).filter_map(|(kind, there)| there.then_some(kind)).collect()
+    ["rpc", "lb", "pcc", "path"]
+        .into_iter()
+        .zip(is_present)
+        .filter_map(|(kind, has_kind)| has_kind.then_some(kind))
+        .collect()
 }
 
 fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
@@ -61,9 +65,9 @@ fn check_kinds(scenario: &Scenario) -> Result<(), CheckError> {
         let is_kind_present = [panel.rpc.is_some(), panel.lb.is_some(), panel.pcc.is_some(), panel.path.is_some()];
         (panel.title.span(), is_kind_present)
     });
-    for (span, parts) in series_kinds.chain(panel_kinds) {
-        if let Some(other) = present_kinds(parts).into_iter().find(|other| *other != kind) {
-            return Err((span, format!("has parameters of kind `{other}`: this scenario is of kind `{kind}`")));
+    for (span, is_kind_present) in series_kinds.chain(panel_kinds) {
+        if let Some(other_kind) = present_kinds(is_kind_present).into_iter().find(|other| *other != kind) {
+            return Err((span, format!("has parameters of kind `{other_kind}`: this scenario is of kind `{kind}`")));
         }
     }
     Ok(())
@@ -134,14 +138,14 @@ fn find_panels<'a>(scenario: &'a Scenario, title: Option<&Spanned<String>>) -> R
 }
 
 fn check_published(scenario: &Scenario) -> Result<(), CheckError> {
-    for published in &scenario.published {
-        check_series_exists(scenario, &published.series)?;
-        if published.points.is_empty() {
-            return Err((published.series.span(), "no published points: expected at least one".to_owned()));
+    for published_curve in &scenario.published {
+        check_series_exists(scenario, &published_curve.series)?;
+        if published_curve.points.is_empty() {
+            return Err((published_curve.series.span(), "no published points: expected at least one".to_owned()));
         }
-        if find_panels(scenario, published.panel.as_ref())?.len() > 1 {
+        if find_panels(scenario, published_curve.panel.as_ref())?.len() > 1 {
             let message = "published values without a panel: expected panel = \"...\", as there are several";
-            return Err((published.series.span(), message.to_owned()));
+            return Err((published_curve.series.span(), message.to_owned()));
         }
     }
     Ok(())
@@ -161,7 +165,7 @@ impl Scenario {
 fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError> {
     let claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
     let has_check = [claim.value.is_some(), claim.ratio.is_some(), claim.ascending.is_some()];
-    if has_check.iter().filter(|there| **there).count() != 1 {
+    if has_check.iter().filter(|is_present| **is_present).count() != 1 {
         return claim_error("a claim needs exactly one of `value`, `ratio`, `ascending`");
     }
     if claim.ascending.is_none() && claim.at_least.is_none() && claim.at_most.is_none() {
@@ -169,7 +173,7 @@ fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError>
             "a claim needs `at_least` or `at_most`: without a bound it would hold whatever is measured",
         );
     }
-    if claim.at_least.zip(claim.at_most).is_some_and(|(low, high)| low > high) {
+    if claim.at_least.zip(claim.at_most).is_some_and(|(lower_bound, upper_bound)| lower_bound > upper_bound) {
         return claim_error("`at_least` is above `at_most`: nothing could be both");
     }
     if let Some(order) = &claim.ascending {
@@ -186,7 +190,7 @@ fn check_claim(scenario: &Scenario, claim: &Assertion) -> Result<(), CheckError>
 fn check_quantity(scenario: &Scenario, claim: &Assertion, quantity: &Quantity) -> Result<(), CheckError> {
     let claim_error = |message: &str| Err((claim.statement.span(), message.to_owned()));
     let has_selection = [quantity.series.is_some(), !quantity.least_of.is_empty(), !quantity.greatest_of.is_empty()];
-    if has_selection.iter().filter(|there| **there).count() != 1 {
+    if has_selection.iter().filter(|is_present| **is_present).count() != 1 {
         return claim_error("a quantity needs exactly one of `series`, `least_of`, `greatest_of`");
     }
     if quantity.reaches.is_some() && (quantity.at.is_some() || quantity.from.is_some() || quantity.to.is_some()) {
@@ -225,7 +229,7 @@ fn check_runs(scenario: &Scenario) -> Result<(), CheckError> {
             return Err((0..0, "nothing is simulated: every point is above what its policy can carry".to_owned()));
         }
         Ok(_) => return Ok(()),
-        Err(failed) => failed,
+        Err(error) => error,
     };
     let series = scenario.series[expand_error.series_index].label.get_ref();
     let panel = &scenario.panel[expand_error.panel_index];

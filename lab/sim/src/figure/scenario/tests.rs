@@ -30,9 +30,9 @@ value = { series = "JSQ", at = 0.8 }
 at_most = 10
 "#;
 
-fn parse_error_after_replacing(from: &str, to: &str) -> String {
-    assert!(VALID_SCENARIO.contains(from), "{from:?} is not in the scenario");
-    Scenario::parse("s.toml", &VALID_SCENARIO.replace(from, to)).unwrap_err().to_string()
+fn parse_error_after_replacing(old_text: &str, new_text: &str) -> String {
+    assert!(VALID_SCENARIO.contains(old_text), "{old_text:?} is not in the scenario");
+    Scenario::parse("s.toml", &VALID_SCENARIO.replace(old_text, new_text)).unwrap_err().to_string()
 }
 
 #[test]
@@ -57,7 +57,7 @@ fn points_above_the_capacity_of_a_policy_are_omitted() {
     let text = VALID_SCENARIO.replace("\"jsq\"", "\"cfcfs\"").replace("latency = 0", "latency = 0.25");
     // A core is idle for two latencies of 0.25 per request, so the highest load is 1 / 1.5.
     let plan = Scenario::parse("s.toml", &text).unwrap().plan_runs().unwrap();
-    assert_eq!(plan.plot_points.iter().map(|place| place.x).collect::<Vec<_>>(), [0.5]);
+    assert_eq!(plan.plot_points.iter().map(|plot_point| plot_point.x).collect::<Vec<_>>(), [0.5]);
 }
 
 #[test]
@@ -91,9 +91,9 @@ fn errors_name_the_position_and_the_expected_values() {
         ("\"load\", label", "\"servers\", label", "`servers` cannot be swept in a simulation of kind `rpc`"),
         ("measure = \"p99\"", "measure = \"broken-pct\"", "a simulation of kind `rpc` does not measure `broken-pct`"),
     ];
-    for (from, to, expected) in cases {
-        let error = parse_error_after_replacing(from, to);
-        assert!(error.contains(expected), "{to:?}: {error}");
+    for (old_text, new_text, expected) in cases {
+        let error = parse_error_after_replacing(old_text, new_text);
+        assert!(error.contains(expected), "{new_text:?}: {error}");
     }
 }
 

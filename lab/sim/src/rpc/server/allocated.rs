@@ -105,15 +105,15 @@ impl RingLeaderServer {
 }
 
 impl<S: ResponseSink> Server<S> for RingLeaderServer {
-    fn advance(&mut self, until: Tick, sink: &mut S) {
+    fn advance(&mut self, end_time: Tick, sink: &mut S) {
         // At the end of a run, monitoring continues until every request is answered.
-        let is_run_ending = until == NEVER - 1;
-        while self.next_event() <= until && !(is_run_ending && self.server.outstanding_count == 0) {
+        let is_run_ending = end_time == NEVER - 1;
+        while self.next_event() <= end_time && !(is_run_ending && self.server.outstanding_count == 0) {
             let now = self.next_event();
             self.server.advance(now, sink);
             self.step(now);
         }
-        self.server.advance(until, sink);
+        self.server.advance(end_time, sink);
     }
 
     fn offer(&mut self, request: Request) {

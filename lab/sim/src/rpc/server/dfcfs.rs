@@ -34,7 +34,7 @@ impl Dispatcher for GroupedFcfsDispatcher {
         let group_index = (u64::from(header.flow_hash) * self.core_idle_times.len() as u64) >> 32;
         let group_idle_times = &mut self.core_idle_times[group_index as usize];
         let (core, idle_from) = group_idle_times.least();
-        group_idle_times.set(core, idle_from.max(now + self.latency) + header.expected_service_time);
+        group_idle_times.set_key(core, idle_from.max(now + self.latency) + header.expected_service_time);
         Some(group_index as u16 * self.cores_per_group + core)
     }
 

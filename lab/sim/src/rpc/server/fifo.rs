@@ -53,7 +53,7 @@ impl Cores for FifoCores {
         entry.total_work += request.work;
         let response = Response { departed_at: entry.idle_from + self.latency, request };
         if entry.unfinished_responses.is_empty() {
-            self.next_response_times.set(core, response.departed_at);
+            self.next_response_times.set_key(core, response.departed_at);
         }
         entry.unfinished_responses.push_back(response);
     }
@@ -68,7 +68,8 @@ impl Cores for FifoCores {
         let (core, _) = self.next_response_times.least();
         let entry = &mut self.cores[usize::from(core)];
         let response = entry.unfinished_responses.pop_front()?;
-        self.next_response_times.set(core, entry.unfinished_responses.front().map_or(NEVER, |next| next.departed_at));
+        self.next_response_times
+            .set_key(core, entry.unfinished_responses.front().map_or(NEVER, |next| next.departed_at));
         Some((core, response))
     }
 

@@ -72,8 +72,8 @@ pub trait ResponseSink {
 
 /// Interface between a server and the simulation that it is part of.
 pub trait Server<S: ResponseSink> {
-    /// Processes all of the server's events up to and including the time `until`.
-    fn advance(&mut self, until: Tick, sink: &mut S);
+    /// Processes all of the server's events up to and including the time `end_time`.
+    fn advance(&mut self, end_time: Tick, sink: &mut S);
 
     /// Adds a request that arrives at the NIC. All events up to `request.arrived_at` must have been processed.
     fn offer(&mut self, request: Request);
@@ -126,8 +126,8 @@ impl<D: Dispatcher, C: Cores> NicServer<D, C> {
 
 impl<D: Dispatcher, C: Cores, S: ResponseSink> Server<S> for NicServer<D, C> {
     #[inline]
-    fn advance(&mut self, until: Tick, sink: &mut S) {
-        while self.cores.next_event() <= until {
+    fn advance(&mut self, end_time: Tick, sink: &mut S) {
+        while self.cores.next_event() <= end_time {
             let Some((core, response)) = self.cores.step() else { continue };
             self.dispatcher.record_completion(core, &response.request.header());
             self.release_waiting_requests(response.departed_at);

@@ -56,7 +56,7 @@ impl PriorityCores {
         entry.last_service = job.request.service;
         entry.started_at = now + switch_time;
         entry.busy_time += switch_time + job.remaining_time;
-        timers.set(core, entry.started_at + job.remaining_time);
+        timers.set_key(core, entry.started_at + job.remaining_time);
         entry.running_job = Some(job);
     }
 }
@@ -71,7 +71,7 @@ impl Discipline for PriorityCores {
                 let quanta = now.saturating_sub(entry.started_at).div_ceil(self.quantum);
                 let end_of_quantum = (entry.started_at + quanta * self.quantum).max(now);
                 // If the timer fires before the request ends, the request yields.
-                timers.set(core, timers.get(core).min(end_of_quantum));
+                timers.set_key(core, timers.key(core).min(end_of_quantum));
             }
             Some(_) => {}
         }

@@ -53,14 +53,14 @@ impl<Q: Discipline> Cores for DisciplineCores<Q> {
     fn step(&mut self) -> Option<(u16, Response)> {
         let now = self.next_event();
         if self.responses_to_nic.next_arrival() == now {
-            let (left, (core, request)) = self.responses_to_nic.receive()?;
-            return Some((core, Response { departed_at: left, request }));
+            let (departed_at, (core, request)) = self.responses_to_nic.receive()?;
+            return Some((core, Response { departed_at, request }));
         }
         let (core, timer) = self.timers.least();
         if timer == now {
-            self.timers.set(core, NEVER);
-            if let Some(finished) = self.discipline.handle_timer(now, core, &mut self.timers) {
-                self.responses_to_nic.send(now, (core, finished));
+            self.timers.set_key(core, NEVER);
+            if let Some(finished_request) = self.discipline.handle_timer(now, core, &mut self.timers) {
+                self.responses_to_nic.send(now, (core, finished_request));
             }
         } else {
             let (_, (core, request)) = self.requests_to_cores.receive()?;

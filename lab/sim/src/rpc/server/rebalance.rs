@@ -42,14 +42,14 @@ impl RebalancedServer {
 }
 
 impl<S: ResponseSink> Server<S> for RebalancedServer {
-    fn advance(&mut self, until: Tick, sink: &mut S) {
+    fn advance(&mut self, end_time: Tick, sink: &mut S) {
         // While no request is outstanding, several redistributions have the same result as one.
-        while self.next_regroup_at <= until && self.server.outstanding_count > 0 {
+        while self.next_regroup_at <= end_time && self.server.outstanding_count > 0 {
             self.server.advance(self.next_regroup_at, sink);
             self.regroup(self.next_regroup_at);
             self.next_regroup_at += self.regroup_interval;
         }
-        self.server.advance(until, sink);
+        self.server.advance(end_time, sink);
     }
 
     fn offer(&mut self, request: Request) {

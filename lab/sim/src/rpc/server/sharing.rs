@@ -90,9 +90,9 @@ impl ProcessorSharing {
         } else {
             u128::from(self.core_count) * FIXED_POINT_ONE / job_count
         };
-        self.next_end_at = self.jobs.peek().map_or(NEVER, |Reverse(first)| {
+        self.next_end_at = self.jobs.peek().map_or(NEVER, |Reverse(earliest_job)| {
             self.updated_at
-                + first.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.virtual_time_per_tick) as Tick
+                + earliest_job.virtual_end.saturating_sub(self.virtual_now).div_ceil(self.virtual_time_per_tick) as Tick
         });
     }
 }
@@ -110,12 +110,15 @@ impl Cores for ProcessorSharing {
     fn step(&mut self) -> Option<(u16, Response)> {
         let now = self.next_event();
         if self.responses_to_nic.next_arrival() == now {
-            return self.responses_to_nic.receive().map(|(left, request)| (0, Response { departed_at: left, request }));
+            return self
+                .responses_to_nic
+                .receive()
+                .map(|(departed_at, request)| (0, Response { departed_at, request }));
         }
         self.advance_to(now);
         if self.next_end_at == now {
-            let Reverse(ended) = self.jobs.pop()?;
-            self.responses_to_nic.send(now, ended.request);
+            let Reverse(ended_job) = self.jobs.pop()?;
+            self.responses_to_nic.send(now, ended_job.request);
         } else {
             let (_, request) = self.requests_to_cores.receive()?;
             let virtual_end = self.virtual_now + u128::from(request.work) * FIXED_POINT_ONE;

@@ -60,8 +60,10 @@ impl ServerSpec<'_> {
                 fifo_cores(),
             ),
             Policy::Rss => visit_nic_server(visitor, self.bucket_hash(), fifo_cores()),
-            Policy::RssRebalanced(every) => visitor
-                .visit(RebalancedServer::new(NicServer::new(self.bucket_hash(), fifo_cores(), 1), to_ticks(*every))),
+            Policy::RssRebalanced(regroup_interval) => visitor.visit(RebalancedServer::new(
+                NicServer::new(self.bucket_hash(), fifo_cores(), 1),
+                to_ticks(*regroup_interval),
+            )),
             Policy::WorkStealing(cost) => {
                 let stealing = StealingCores::new(cores, to_ticks(*cost));
                 visit_nic_server(visitor, self.bucket_hash(), DisciplineCores::new(cores, latency, stealing))
@@ -69,9 +71,9 @@ impl ServerSpec<'_> {
             Policy::ProcessorSharing => {
                 visit_nic_server(visitor, RoundRobinCore::new(1), ProcessorSharing::new(cores, latency))
             }
-            Policy::GroupedFcfs { groups, cores_per_group: cores_each } => visit_nic_server(
+            Policy::GroupedFcfs { groups, cores_per_group } => visit_nic_server(
                 visitor,
-                GroupedFcfsDispatcher::new(groups.get(), cores_each.get(), latency),
+                GroupedFcfsDispatcher::new(groups.get(), cores_per_group.get(), latency),
                 fifo_cores(),
             ),
         }
@@ -104,7 +106,7 @@ impl ServerSpec<'_> {
             return visitor.visit(server);
         }
         let allocation = CoreAllocator::new(options.assignment, options.worker_count(cores), options.reserved_cores);
-        visitor.visit(RingLeaderServer::new(server, cores, allocation, to_ticks(options.interval), latency))
+        visitor.visit(RingLeaderServer::new(server, cores, allocation, to_ticks(options.monitor_interval), latency))
     }
 }
 

@@ -48,15 +48,15 @@ impl StealingCores {
         entry.busy_until = now + additional_time + request.work;
         entry.busy_time += additional_time + request.work;
         entry.request_in_service = Some(request);
-        timers.set(core, entry.busy_until);
+        timers.set_key(core, entry.busy_until);
         self.stealing_policy.set_busy(core, true);
     }
 
     fn take_first_waiting(&mut self, core: u16) -> Option<Request> {
         let queue = &mut self.cores[usize::from(core)].queue;
-        let first = queue.pop_front()?;
+        let first_request = queue.pop_front()?;
         self.stealing_policy.set_queue_length(core, queue.len() as u32);
-        Some(first)
+        Some(first_request)
     }
 
     fn steal_request(&mut self, now: Tick, timers: &mut TournamentTree<Tick>) {
@@ -80,13 +80,13 @@ impl Discipline for StealingCores {
     }
 
     fn handle_timer(&mut self, now: Tick, core: u16, timers: &mut TournamentTree<Tick>) -> Option<Request> {
-        let finished = self.cores[usize::from(core)].request_in_service.take();
+        let finished_request = self.cores[usize::from(core)].request_in_service.take();
         self.stealing_policy.set_busy(core, false);
         match self.take_first_waiting(core) {
-            Some(next) => self.serve(now, core, next, 0, timers),
+            Some(next_request) => self.serve(now, core, next_request, 0, timers),
             None => self.steal_request(now, timers),
         }
-        finished
+        finished_request
     }
 
     fn busy_times(&self, now: Tick) -> Vec<Tick> {

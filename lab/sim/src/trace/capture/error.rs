@@ -8,17 +8,19 @@ pub const REORDER_TOLERANCE_NS: u64 = 10_000_000;
 pub enum CaptureError {
     /// The file does not begin like any known format.
     #[error(
-        "begins with {mark:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) or an \
-         arrival log of the demo"
+        "begins with {first_bytes:02x?}: expected a capture (pcap or pcapng, perhaps compressed by gzip, xz or zstd) \
+         or an arrival log of the demo"
     )]
-    UnknownFormat { mark: Vec<u8> },
+    UnknownFormat { first_bytes: Vec<u8> },
     /// The file ends in the middle of a record.
-    #[error("cut off in packet {number}: {read} packets were read before, up to {last_s:.6} s after the first")]
+    #[error(
+        "cut off in packet {number}: {packets_before} packets were read before, up to {last_s:.6} s after the first"
+    )]
     Truncated {
         /// Number of the incomplete record, counted from 1.
         number: u64,
         /// Number of complete packets before the record.
-        read: u64,
+        packets_before: u64,
         /// Time from the first packet to the last complete one (s).
         last_s: f64,
     },
@@ -52,22 +54,22 @@ pub enum CaptureError {
     LinkType(u32),
     /// Packets were captured with too small a snap length to contain the ports.
     #[error(
-        "packet {number} was captured up to byte {captured} of {length}: its ports are behind; expected a snap length \
-         of at least {expected} bytes (64 is enough for most, 96 for nearly all)"
+        "packet {number} was captured up to byte {captured_bytes} of {length}: its ports are behind; expected a snap \
+         length of at least {min_snap_length} bytes (64 is enough for most, 96 for nearly all)"
     )]
     SnapLength {
         /// Number of the packet, counted from 1.
         number: u64,
-        captured: u32,
+        captured_bytes: u32,
         /// Length of the packet on the wire (bytes).
         length: u32,
         /// Offset at which the ports end in a packet without options (bytes).
-        expected: u32,
+        min_snap_length: u32,
     },
     /// A packet's time stamp is much earlier than that of a packet before it.
     #[error(
-        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {before_s:.9} s: expected time stamps \
-         in order, or at most {tolerated} ms back (reordercap sorts a capture)", (before_s - time_s) * 1e3,
+        "packet {number} is of {time_s:.9} s, {:.3} ms before packet {before} of {previous_s:.9} s: expected time \
+         stamps in order, or at most {tolerated} ms back (reordercap sorts a capture)", (previous_s - time_s) * 1e3,
         before = number - 1, tolerated = REORDER_TOLERANCE_NS / 1_000_000
     )]
     Unsorted {
@@ -76,6 +78,6 @@ pub enum CaptureError {
         /// Time of the packet (s since 1970).
         time_s: f64,
         /// Latest time stamp of all packets before it (s since 1970).
-        before_s: f64,
+        previous_s: f64,
     },
 }

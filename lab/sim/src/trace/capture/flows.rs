@@ -126,8 +126,8 @@ impl FlowTracker {
             if is_replaced {
                 batch.packets.push(Packet {
                     time_ns: record.time_ns,
-                    flow: number,
-                    bytes: 0,
+                    flow_number: number,
+                    wire_bytes: 0,
                     event: FlowEvent::EXPIRES,
                 });
                 flow.is_closing = false;
@@ -144,7 +144,12 @@ impl FlowTracker {
         } else {
             FlowEvent::NONE
         };
-        batch.packets.push(Packet { time_ns: record.time_ns, flow: number, bytes: record.bytes, event });
+        batch.packets.push(Packet {
+            time_ns: record.time_ns,
+            flow_number: number,
+            wire_bytes: record.wire_bytes,
+            event,
+        });
     }
 
     /// Removes the flows that have ended by `now_ns`.
@@ -161,7 +166,7 @@ impl FlowTracker {
                 FlowKey::None => continue,
             };
             self.free_flow_numbers.push(number);
-            events.push(Packet { time_ns: now_ns, flow: number, bytes: 0, event: FlowEvent::EXPIRES });
+            events.push(Packet { time_ns: now_ns, flow_number: number, wire_bytes: 0, event: FlowEvent::EXPIRES });
         }
         // This is often enough to free ended flows soon, and so seldom that the scan costs almost nothing per packet.
         self.next_sweep_ns = now_ns + (LINGER_NS.min(self.idle_timeout_ns) / 4).max(1);

@@ -207,26 +207,26 @@ fn parse_ipv6(packet: &[u8]) -> Result<ParsedHeaders, SkipReason> {
         return Err(SkipReason::Malformed);
     }
     let addresses = Addresses::V6(header[8..40].try_into().expect("32 bytes"));
-    let (mut next, mut rest) = (header[6], &packet[40..]);
+    let (mut next_header, mut payload) = (header[6], &packet[40..]);
     loop {
         // By RFC 8200, Sect. 4, headers other than the fragment header and AH contain their length in units of 8 bytes,
         // without the first 8.
-        let header_bytes = match next {
+        let header_bytes = match next_header {
             // These are hop-by-hop options, routing, destination options, mobility, HIP and shim6.
-            0 | 43 | 60 | 135 | 139 | 140 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 8 + 8,
+            0 | 43 | 60 | 135 | 139 | 140 => usize::from(*payload.get(1).ok_or(SkipReason::CutOff)?) * 8 + 8,
             44 => {
                 // The upper 13 bits are the fragment offset.
-                if u16_at(rest, 2).ok_or(SkipReason::CutOff)? & 0xfff8 != 0 {
+                if u16_at(payload, 2).ok_or(SkipReason::CutOff)? & 0xfff8 != 0 {
                     return Err(SkipReason::Fragment);
                 }
                 8
             }
             // The authentication header has its length in units of 4 bytes, minus 2.
-            51 => usize::from(*rest.get(1).ok_or(SkipReason::CutOff)?) * 4 + 8,
-            _ => return parse_transport(next, rest, addresses),
+            51 => usize::from(*payload.get(1).ok_or(SkipReason::CutOff)?) * 4 + 8,
+            _ => return parse_transport(next_header, payload, addresses),
         };
-        next = *rest.first().ok_or(SkipReason::CutOff)?;
-        rest = rest.get(header_bytes..).ok_or(SkipReason::CutOff)?;
+        next_header = *payload.first().ok_or(SkipReason::CutOff)?;
+        payload = payload.get(header_bytes..).ok_or(SkipReason::CutOff)?;
     }
 }
 

@@ -60,16 +60,16 @@ pub fn open(path: &Path) -> Result<Input, TraceError> {
     let path_text = || path.display().to_string();
     let file_error = |error| TraceError::File { path: path_text(), error };
     let file = File::open(path).map_err(file_error)?;
-    let (mark, mut reader) = peek_magic_number(file).map_err(file_error)?;
-    let mut found = detect_format(&mark);
-    let mut mark = mark;
-    if matches!(found, FileFormat::Gzip | FileFormat::Xz | FileFormat::Zstd) {
-        let (inner_mark, inner) = peek_magic_number(decompress(found, reader)).map_err(file_error)?;
-        (found, mark, reader) = (detect_format(&inner_mark), inner_mark, inner);
+    let (first_bytes, mut reader) = peek_magic_number(file).map_err(file_error)?;
+    let mut format = detect_format(&first_bytes);
+    let mut first_bytes = first_bytes;
+    if matches!(format, FileFormat::Gzip | FileFormat::Xz | FileFormat::Zstd) {
+        let (inner_first_bytes, inner_reader) = peek_magic_number(decompress(format, reader)).map_err(file_error)?;
+        (format, first_bytes, reader) = (detect_format(&inner_first_bytes), inner_first_bytes, inner_reader);
     }
-    match found {
-        FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, format: found }),
-        _ => Err(TraceError::Capture { path: path_text(), error: CaptureError::UnknownFormat { mark } }),
+    match format {
+        FileFormat::Pcap | FileFormat::Pcapng | FileFormat::ArrivalLog => Ok(Input { reader, format }),
+        _ => Err(TraceError::Capture { path: path_text(), error: CaptureError::UnknownFormat { first_bytes } }),
     }
 }
 

@@ -61,13 +61,13 @@ impl CaptureTrace {
     /// Starts a thread that reads the capture. Later errors name `path`.
     pub fn start(input: Input, path: &Path, options: ReadOptions) -> Self {
         let path_text = path.display().to_string();
-        let (fill, filled_batches) = sync_channel(BATCH_COUNT);
-        let (empty_batches, emptied) = sync_channel(BATCH_COUNT);
+        let (filled_batch_sender, filled_batches) = sync_channel(BATCH_COUNT);
+        let (empty_batches, empty_batch_receiver) = sync_channel(BATCH_COUNT);
         for _ in 0..BATCH_COUNT {
             empty_batches.send(RecordBatch::default()).expect("the receiver is here");
         }
         let read_file = move || {
-            let mut frame_parser = records::FrameParser::new(fill, emptied);
+            let mut frame_parser = records::FrameParser::new(filled_batch_sender, empty_batch_receiver);
             let result = match input.format {
                 FileFormat::Pcap => pcap::read(input.reader, &mut frame_parser),
                 _ => pcapng::read(input.reader, &mut frame_parser),

@@ -37,7 +37,7 @@ impl Encoding {
 pub fn read(mut reader: InputReader, frame_parser: &mut FrameParser) -> Result<(), StopReason> {
     let mut header = [0; FILE_HEADER_BYTES];
     fill_buffer(&mut reader, &mut header, frame_parser)?;
-    let (encoding, link) = parse_file_header(&header)?;
+    let (encoding, link_type) = parse_file_header(&header)?;
     // An incomplete record at the end of a chunk is moved to the start of the next one.
     let mut buffer = vec![0; CHUNK_BYTES + RECORD_HEADER_BYTES + MAX_RECORD_BYTES as usize];
     let mut kept_bytes = 0;
@@ -47,7 +47,7 @@ pub fn read(mut reader: InputReader, frame_parser: &mut FrameParser) -> Result<(
         if read_bytes == 0 {
             return if kept_bytes == 0 { Ok(()) } else { Err(frame_parser.truncation_error().into()) };
         }
-        let used_bytes = read_records(&buffer[..filled_bytes], encoding, link, frame_parser)?;
+        let used_bytes = read_records(&buffer[..filled_bytes], encoding, link_type, frame_parser)?;
         buffer.copy_within(used_bytes..filled_bytes, 0);
         kept_bytes = filled_bytes - used_bytes;
     }
@@ -75,7 +75,9 @@ fn read_records(
 ) -> Result<usize, StopReason> {
     let mut used_bytes = 0;
     while let Some(header) = bytes[used_bytes..].first_chunk::<RECORD_HEADER_BYTES>() {
-        let header_u32 = |at: usize| encoding.parse_u32([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        let header_u32 = |offset: usize| {
+            encoding.parse_u32([header[offset], header[offset + 1], header[offset + 2], header[offset + 3]])
+        };
         let captured_bytes = header_u32(8);
         if captured_bytes > MAX_RECORD_BYTES {
             let (number, bytes) = (frame_parser.packet_count() + 1, u64::from(captured_bytes));
@@ -84,7 +86,7 @@ fn read_records(
         let data_start = used_bytes + RECORD_HEADER_BYTES;
         let Some(data) = bytes.get(data_start..data_start + captured_bytes as usize) else { break };
         let time_ns = u64::from(header_u32(0)) * 1_000_000_000 + u64::from(header_u32(4)) * encoding.fraction_unit_ns;
-        frame_parser.record_frame(link_type, &Frame { time_ns, length: header_u32(12), data })?;
+        frame_parser.record_frame(link_type, &Frame { time_ns, wire_length: header_u32(12), data })?;
         used_bytes = data_start + data.len();
     }
     Ok(used_bytes)
@@ -93,7 +95,7 @@ fn read_records(
 fn read_some(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &FrameParser) -> Result<usize, StopReason> {
     loop {
         match reader.read(buffer) {
-            Ok(read) => return Ok(read),
+            Ok(read_bytes) => return Ok(read_bytes),
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             // A truncated compressed file causes this error.
             Err(error) if error.kind() == ErrorKind::UnexpectedEof => {
@@ -109,7 +111,7 @@ fn fill_buffer(reader: &mut InputReader, buffer: &mut [u8], frame_parser: &Frame
     while filled_bytes < buffer.len() {
         match read_some(reader, &mut buffer[filled_bytes..], frame_parser)? {
             0 => return Err(frame_parser.truncation_error().into()),
-            read => filled_bytes += read,
+            read_bytes => filled_bytes += read_bytes,
         }
     }
     Ok(())

@@ -20,17 +20,17 @@ struct FullBufferReader(InputReader);
 
 impl Read for FullBufferReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut filled = 0;
-        while filled < buffer.len() {
-            match self.0.read(&mut buffer[filled..]) {
+        let mut filled_bytes = 0;
+        while filled_bytes < buffer.len() {
+            match self.0.read(&mut buffer[filled_bytes..]) {
                 Ok(0) => break,
-                Ok(read) => filled += read,
+                Ok(read_bytes) => filled_bytes += read_bytes,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::UnexpectedEof => break,
                 Err(error) => return Err(error),
             }
         }
-        Ok(filled)
+        Ok(filled_bytes)
     }
 }
 
@@ -49,8 +49,8 @@ fn ticks_per_s(if_tsresol: u8) -> i128 {
 
 impl Interface {
     /// Converts a time stamp to ns since 1970. Returns `None` if it is before 1970, or more than 500 years after.
-    fn time_ns(&self, high: u32, low: u32) -> Option<u64> {
-        let ticks = i128::from(u64::from(high) << 32 | u64::from(low));
+    fn time_ns(&self, ticks_high: u32, ticks_low: u32) -> Option<u64> {
+        let ticks = i128::from(u64::from(ticks_high) << 32 | u64::from(ticks_low));
         let ns = ticks * 1_000_000_000 / self.ticks_per_s + i128::from(self.time_offset_s) * 1_000_000_000;
         u64::try_from(ns).ok()
     }
@@ -135,8 +135,8 @@ fn record_block(
             };
             let data = &packet.data[..packet.data.len().min(packet.caplen as usize)];
             match (interface.link_type, interface.time_ns(packet.ts_high, packet.ts_low)) {
-                (Ok(link), Some(time_ns)) => {
-                    frame_parser.record_frame(link, &Frame { time_ns, length: packet.origlen, data })?
+                (Ok(link_type), Some(time_ns)) => {
+                    frame_parser.record_frame(link_type, &Frame { time_ns, wire_length: packet.origlen, data })?
                 }
                 (Err(number), _) => return Err(CaptureError::LinkType(number).into()),
                 (_, None) => frame_parser.skip(SkipReason::NoTime),

@@ -35,7 +35,7 @@ pub struct Record {
     /// Source and destination port, with the source in the upper half.
     pub ports: u32,
     /// Length of the packet on the wire (bytes), at most 65,535.
-    pub bytes: u16,
+    pub wire_bytes: u16,
     /// IP protocol number, which is 6 (TCP) or 17 (UDP).
     pub protocol: u8,
     /// Combination of flags such as [`FLAG_IPV6`].
@@ -61,7 +61,7 @@ impl RecordBatch {
             .into_iter()
             .zip(self.skip_counts)
             .filter(|(_, count)| *count > 0)
-            .map(|(why, count)| (why.name(), count))
+            .map(|(reason, count)| (reason.name(), count))
     }
 
     fn clear(&mut self) {
@@ -76,7 +76,7 @@ impl RecordBatch {
 pub struct Frame<'a> {
     /// Time stamp of the packet (ns since 1970).
     pub time_ns: u64,
-    pub length: u32,
+    pub wire_length: u32,
     pub data: &'a [u8],
 }
 
@@ -116,7 +116,11 @@ impl FrameParser {
     /// Returns the error for a file that ends in the middle of the next packet.
     pub fn truncation_error(&self) -> CaptureError {
         let last_ns = self.first_packet_ns.map_or(0, |first_ns| self.latest_packet_ns - first_ns);
-        CaptureError::Truncated { number: self.packet_count + 1, read: self.packet_count, last_s: last_ns as f64 / 1e9 }
+        CaptureError::Truncated {
+            number: self.packet_count + 1,
+            packets_before: self.packet_count,
+            last_s: last_ns as f64 / 1e9,
+        }
     }
 
     #[inline]
@@ -124,7 +128,7 @@ impl FrameParser {
         self.packet_count += 1;
         let time_ns = self.ordered_time_ns(frame.time_ns)?;
         match headers::parse_headers(link_type, frame.data) {
-            Ok(parsed) => self.append_record(time_ns, frame.length, &parsed),
+            Ok(parsed_headers) => self.append_record(time_ns, frame.wire_length, &parsed_headers),
             Err(SkipReason::CutOff) => self.record_cut_off(link_type, frame)?,
             Err(reason) => self.records.skip_counts[reason as usize] += 1,
         }
@@ -144,8 +148,8 @@ impl FrameParser {
         let first_ns = *self.first_packet_ns.get_or_insert(time_ns);
         if time_ns < self.latest_packet_ns {
             if self.latest_packet_ns - time_ns > REORDER_TOLERANCE_NS {
-                let (time_s, before_s) = (time_ns as f64 / 1e9, self.latest_packet_ns as f64 / 1e9);
-                return Err(CaptureError::Unsorted { number: self.packet_count, time_s, before_s }.into());
+                let (time_s, previous_s) = (time_ns as f64 / 1e9, self.latest_packet_ns as f64 / 1e9);
+                return Err(CaptureError::Unsorted { number: self.packet_count, time_s, previous_s }.into());
             }
             self.records.reordered_packet_count += 1;
         } else {
@@ -155,11 +159,11 @@ impl FrameParser {
     }
 
     #[inline]
-    fn append_record(&mut self, time_ns: u64, length: u32, parsed: &ParsedHeaders) {
-        let (addresses, family) = match parsed.addresses {
-            Addresses::V4(both) => (both, 0),
-            Addresses::V6(both) => {
-                self.records.ipv6_addresses.push(both);
+    fn append_record(&mut self, time_ns: u64, length: u32, parsed_headers: &ParsedHeaders) {
+        let (addresses, family_flag) = match parsed_headers.addresses {
+            Addresses::V4(address_pair) => (address_pair, 0),
+            Addresses::V6(address_pair) => {
+                self.records.ipv6_addresses.push(address_pair);
                 (self.records.ipv6_addresses.len() as u64 - 1, FLAG_IPV6)
             }
         };
@@ -167,10 +171,10 @@ impl FrameParser {
         self.records.packets.push(Record {
             time_ns,
             addresses,
-            ports: parsed.ports,
-            bytes: length.min(u32::from(u16::MAX)) as u16,
-            protocol: parsed.protocol,
-            flags: parsed.flags | family,
+            ports: parsed_headers.ports,
+            wire_bytes: length.min(u32::from(u16::MAX)) as u16,
+            protocol: parsed_headers.protocol,
+            flags: parsed_headers.flags | family_flag,
         });
     }
 
@@ -179,9 +183,9 @@ impl FrameParser {
         self.records.skip_counts[SkipReason::CutOff as usize] += 1;
         self.first_cut_off.get_or_insert_with(|| CaptureError::SnapLength {
             number: self.packet_count,
-            captured: frame.data.len() as u32,
-            length: frame.length,
-            expected: link_type.min_snap_length(),
+            captured_bytes: frame.data.len() as u32,
+            length: frame.wire_length,
+            min_snap_length: link_type.min_snap_length(),
         });
         if self.cut_off_count > TOLERATED_CUT_OFF_COUNT { self.check_cut_off() } else { Ok(()) }
     }

@@ -15,23 +15,23 @@ const HEADERS_BYTES: usize = 54;
 /// A flow's first packet has SYN and its last one FIN. Times are in nanoseconds, because microseconds would lose the
 /// order. Each packet is truncated to `snap_length` bytes (at least 54). A history has no packets and is omitted. Fails
 /// when the trace cannot be read or the capture cannot be written. Panics when a flow is IPv6.
-pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> io::Result<u64> {
+pub fn write(trace: &mut dyn Trace, snap_length: usize, mut output: impl Write) -> io::Result<u64> {
     let snap_length = snap_length.max(HEADERS_BYTES);
     let mut file_header = Vec::with_capacity(24);
-    for word in [0xa1b2_3c4d, 0x0004_0002, 0, 0, snap_length as u32, 1] {
-        file_header.extend_from_slice(&u32::to_le_bytes(word));
+    for header_word in [0xa1b2_3c4d, 0x0004_0002, 0, 0, snap_length as u32, 1] {
+        file_header.extend_from_slice(&u32::to_le_bytes(header_word));
     }
-    out.write_all(&file_header)?;
-    let (mut batch, mut written) = (Batch::default(), 0);
+    output.write_all(&file_header)?;
+    let (mut batch, mut packet_count) = (Batch::default(), 0);
     let mut frames: Vec<Vec<u8>> = Vec::new();
     loop {
         trace.read(&mut batch).map_err(io::Error::other)?;
         if batch.packets.is_empty() {
-            return out.flush().map(|()| written);
+            return output.flush().map(|()| packet_count);
         }
         let mut first_packets = batch.first_packets.iter();
         for packet in &batch.packets {
-            let flow = packet.flow as usize;
+            let flow = packet.flow_number as usize;
             if packet.event.opens() {
                 let first_packet = first_packets.next().expect("one for each flow that opens");
                 frames.resize(frames.len().max(flow + 1), Vec::new());
@@ -40,16 +40,16 @@ pub fn write(trace: &mut dyn Trace, snap_length: usize, mut out: impl Write) -> 
             if !packet.event.is_packet() {
                 continue;
             }
-            let (frame, length) = (&mut frames[flow], packet.bytes.max(HEADERS_BYTES as u16));
+            let (frame, length) = (&mut frames[flow], packet.wire_bytes.max(HEADERS_BYTES as u16));
             let time_ns = packet.time_ns - trace.history_ns();
             frame[47] = tcp_flags(packet.event);
             let captured_bytes = snap_length.min(usize::from(length)) as u32;
             let (seconds, fraction) = ((time_ns / 1_000_000_000) as u32, (time_ns % 1_000_000_000) as u32);
-            for word in [seconds, fraction, captured_bytes, u32::from(length)] {
-                out.write_all(&word.to_le_bytes())?;
+            for header_word in [seconds, fraction, captured_bytes, u32::from(length)] {
+                output.write_all(&header_word.to_le_bytes())?;
             }
-            out.write_all(&frame[..captured_bytes as usize])?;
-            written += 1;
+            output.write_all(&frame[..captured_bytes as usize])?;
+            packet_count += 1;
         }
     }
 }
