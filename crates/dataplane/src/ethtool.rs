@@ -18,7 +18,7 @@ const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
 /// Bit of [`offload_flags`] that is set if the device strips VLAN tags from received packets.
 pub const ETH_FLAG_RXVLAN: u32 = 1 << 8;
-/// Bit of [`offload_flags`] that is set if the device merges received packets (LRO). Merged packets cannot be forwarded.
+/// Bit of [`offload_flags`] that is set if the device merges received packets (LRO), which then cannot be forwarded.
 pub const ETH_FLAG_LRO: u32 = 1 << 15;
 /// Bit of [`offload_flags`] that is set if the device applies flow steering rules, which accelerated RFS needs.
 pub const ETH_FLAG_NTUPLE: u32 = 1 << 27;

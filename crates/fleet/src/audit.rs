@@ -12,7 +12,7 @@ use crate::records::Records;
 pub const MAX_ENTRIES: usize = 1000;
 /// Maximum length of a name in bytes. These limits keep an entry at about 1 KB, because fifty are written per change.
 const MAX_NAME_BYTES: usize = 100;
-/// Maximum length of `before` and of `after` in bytes.
+/// Maximum length of `state_before` and of `state_after` in bytes.
 const MAX_STATE_BYTES: usize = 500;
 /// Maximum length of one described change of a document, in bytes.
 const MAX_CHANGE_BYTES: usize = 150;
@@ -30,11 +30,11 @@ pub struct Author {
 
 impl Author {
     /// Returns the controller as the author of scheduled changes.
-    pub fn of_controller() -> Self {
+    pub fn controller() -> Self {
         Self { actor: "controller".to_owned(), from_address: String::new() }
     }
 
-    pub fn of_signal() -> Self {
+    pub fn signal() -> Self {
         Self { actor: "SIGHUP".to_owned(), from_address: String::new() }
     }
 }
@@ -156,7 +156,7 @@ mod tests {
                 state_before: String::new(),
                 state_after: String::new(),
             };
-            records.record_change(&Author::of_signal(), change_description, Duration::from_secs(generation));
+            records.record_change(&Author::signal(), change_description, Duration::from_secs(generation));
         }
         assert_eq!((records.audit_log.len(), records.audit_log[0].id), (MAX_ENTRIES, 8));
     }

@@ -212,7 +212,7 @@ mod tests {
                 state_before: String::new(),
                 state_after: description,
             };
-            records.record_change(&Author::of_signal(), change_description, Duration::from_secs(1));
+            records.record_change(&Author::signal(), change_description, Duration::from_secs(1));
             let parts = encode_parts(&(&records).into()).unwrap();
             assert!(
                 largest_value_bytes(&parts) < MAX_REQUEST_BYTES,

@@ -109,7 +109,7 @@ mod tests {
                 state_before: "active".into(),
                 state_after: "drained".into(),
             };
-            records.record_change(&Author::of_signal(), change_description, Duration::from_secs(n));
+            records.record_change(&Author::signal(), change_description, Duration::from_secs(n));
         }
         records
     }

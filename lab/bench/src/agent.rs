@@ -157,15 +157,15 @@ fn build_report(args: &Args, windows: &[AgentWindow]) -> Report {
         table.add_row([row_name.into()].into_iter().chain(value_cells).chain(goal_cells(goal, median_min_max[0])));
     };
     add_result_row("CPU of the agent, % of one", |window| window.cpu_pct, Some(Goal::AtMost(1.0)));
-    add_result_row("CPU per report (its share of the looks included), us", |window| window.cpu_per_report_us, None);
+    add_result_row("CPU per report (its share of the checks included), us", |window| window.cpu_per_report_us, None);
     add_result_row("reports taken per second", |window| window.reports_per_second, None);
     Report {
         name: "agent",
         heading: "The agent",
         method: format!(
-            "The agent, with its programs at a veth device of {} receive queues, reports {} cores every {} ms to a \
-             controller by gRPC; once a second it checks RSS, interrupts and workers. CPU time of its thread in {} \
-             windows of {} s.",
+            "The agent at a veth device of {} receive queues reports {} cores every {} ms to a controller by gRPC. \
+             Once a second it checks RSS, interrupts and workers. Its thread's CPU time is measured in {} windows of \
+             {} s.",
             args.cores, args.cores, args.report_interval_ms, args.windows, args.window_seconds,
         ),
         tables: vec![table],

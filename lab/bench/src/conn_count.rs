@@ -69,8 +69,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "counting",
         heading: "Counting connections",
         method: format!(
-            "Duration of the agent's count of its services' connections, by the kernel's sock_diag(7): medians of {} \
-             counts of real sockets (CLOSE-WAIT). For services with one port the kernel skips all other sockets.",
+            "The agent counts its services' connections by the kernel's sock_diag(7). Durations are medians of {} \
+             counts of real sockets (CLOSE-WAIT). If all services have one port, the kernel skips all other sockets.",
             args.rounds
         ),
         tables: vec![table],

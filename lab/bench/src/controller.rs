@@ -180,9 +180,9 @@ fn build_report(args: &Args, results: &ControllerResults) -> Report {
         name: "controller",
         heading: "The controller",
         method: format!(
-            "{} agents of {} cores report every {} ms, each over its own connection (loopback); {} load balancers \
-             receive a table of {} ({} bytes) at the same rate. CPU by /proc/PID/stat in {} windows of {} s; resident \
-             memory {} MiB.",
+            "{} agents of {} cores report every {} ms, each over its own connection (loopback). At the same rate {} \
+             load balancers receive a table of {} ({} bytes). CPU times are from /proc/PID/stat in {} windows of {} s. \
+             Resident memory is {} MiB.",
             args.agents,
             args.cores,
             args.report_interval_ms,

@@ -130,12 +130,13 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "cpu-load",
         heading: "The load of a core",
         method: format!(
-            "UDP datagrams from CPU {SENDER_CPU} to a veth device whose packets are dropped on CPU {RECEIVER_CPU}: by \
-             RPS or by a NAPI thread. `load`: by cpu_load.bpf.c. `not idle`, `stolen`, `sum` of all columns: by \
-             /proc/stat. Difference, in points: 0 from `not idle` less `stolen` to `not idle`. Without \
-             IRQ_TIME_ACCOUNTING the kernel samples all but idle time. Events: task switches, begins and ends of \
-             interrupts and softirqs, of all CPUs. `program`: time of one event by the kernel's run-time statistics; \
-             `empty`: a program that does nothing. Medians of {windows} windows of {window_ms} ms."
+            "CPU {SENDER_CPU} sends UDP datagrams to a veth device, and CPU {RECEIVER_CPU} drops them, by RPS or in a \
+             NAPI thread. cpu_load.bpf.c measures `load`. /proc/stat has `not idle`, `stolen` and `sum` (of all \
+             columns). `difference` is the distance of `load`, in percentage points, from the range `not idle` less \
+             `stolen` to `not idle`. Without IRQ_TIME_ACCOUNTING the kernel samples all but idle time. Events are task \
+             switches, and begins and ends of interrupts and softirqs, of all CPUs. `program` is an event's time by \
+             the kernel's run-time statistics, `empty` that of an empty program. Values are medians of {windows} \
+             windows of {window_ms} ms."
         ),
         tables: vec![load_table, cost_table],
     })

@@ -106,10 +106,10 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "dispatch",
         heading: "Which worker gets a request",
         method: format!(
-            "dispatch.bpf.c on datagrams over a loopback, {CLIENT_COUNT} clients, up to {MAX_OUTSTANDING_REQUESTS} \
-             outstanding, by the kernel's run-time statistics: medians of {rounds} rounds of {requests} requests, \
-             interleaved, with the datagram's whole path in between. jlq and jbsrq distinguish two types of requests. \
-             `(always the same)` only calls the helper that names a socket."
+            "dispatch.bpf.c runs on datagrams over a loopback, from {CLIENT_COUNT} clients with up to \
+             {MAX_OUTSTANDING_REQUESTS} outstanding requests. The kernel's run-time statistics measure it. Values are \
+             medians of {rounds} interleaved rounds of {requests} requests. jlq and jbsrq distinguish two types of \
+             requests. `(always the same)` only calls the helper that selects a socket."
         ),
         tables: vec![dispatch_table, egress_table],
     })

@@ -44,7 +44,8 @@ impl BackgroundLoadMeter {
         let stolen_pct = TotalCpuTicks::read_proc_stat()?.stolen_pct_since(&self.cpu_times_at_start);
         let load_average = &self.load_average;
         Ok(format!(
-            "Load average before the run: {load_average}; stolen by the host during it: {stolen_pct:.1} % of the CPUs."
+            "The load average before the run was {load_average}. During it the host stole {stolen_pct:.1} % of the CPU \
+             time."
         ))
     }
 }

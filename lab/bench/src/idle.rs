@@ -159,10 +159,11 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "idle",
         heading: "Idle connections",
         method: format!(
-            "server.bpf.c at the loopback of a network namespace with {} connections, by the kernel's run-time \
-             statistics (its clock reads included). A request is of one byte, and so is the response; each packet \
-             passes both programs. Medians of {} rounds, each with a request on 99 % of the connections. `1 %`: the \
-             others were idle for more than {} ms before. `all`: every one was, and finds an entry of its own.",
+            "server.bpf.c runs at the loopback of a network namespace with {} connections. The kernel's run-time \
+             statistics measure it, clock reads included. Request and response have one byte each, and each packet \
+             passes both programs. Values are medians of {} rounds, each with a request on 99 % of the connections. In \
+             row `1 %` the others had been idle for more than {} ms. In row `all` every connection had been, so each \
+             has its own PAWS clamp entry.",
             args.connections,
             args.rounds,
             intf::MAX_STEP_MS,

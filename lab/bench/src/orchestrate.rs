@@ -110,17 +110,17 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         name: "orchestrate",
         heading: "Requests to cores through shared memory",
         method: format!(
-            "coreward-orchestrator and coreward-runtime: JBSRQ and FEO, {SERVICE_COUNT} services, depth \
-             {MAX_OUTSTANDING_PER_CORE}, {} bytes of payload; without sockets, except the last table ({} cores). The \
-             orchestrator is on CPU {}, all workers share a thread on CPU {}; where they are slower, they are the \
-             limit. A decision is a request that is sent to a core, and its feedback. {} operations per case, {} \
-             rounds; medians.",
+            "coreward-orchestrator and coreward-runtime run JBSRQ and FEO with {SERVICE_COUNT} services, depth \
+             {MAX_OUTSTANDING_PER_CORE} and {} bytes of payload. Only the last table uses sockets ({} cores). The \
+             orchestrator is on CPU {}, and all workers share a thread on CPU {} (the limit, if they are slower). A \
+             decision is a request sent to a core, and its feedback. Values are medians of {} rounds with {} \
+             operations per case.",
             REQUEST_PAYLOAD.len(),
             sockets::CORE_COUNT,
             ORCHESTRATOR_AND_WORKER_CPU[0],
             ORCHESTRATOR_AND_WORKER_CPU[1],
-            args.operations,
-            args.rounds
+            args.rounds,
+            args.operations
         ),
         tables: vec![rate_table, round_trip_table, socket_table],
     })

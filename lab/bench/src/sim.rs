@@ -60,9 +60,9 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
         name: "sim",
         heading: "The simulator",
         method: format!(
-            "`coreward-lab sim rpc` on one CPU, load 0.8: {} requests per case, {} rounds, interleaved; medians. \
-             `coreward-lab sim lb` on both CPUs: a capture of {} s of campus traffic, {CAPTURED_BYTES_PER_PACKET} \
-             bytes of each packet, from the page cache.",
+            "`coreward-lab sim rpc` runs on one CPU at load 0.8, for {1} interleaved rounds of {0} requests (medians). \
+             `coreward-lab sim lb` reads {2} s of captured campus traffic ({CAPTURED_BYTES_PER_PACKET} bytes of each \
+             packet) from the page cache, on both CPUs.",
             args.requests, args.rounds, args.capture_seconds
         ),
         tables: vec![table, measure_captures(args)?],

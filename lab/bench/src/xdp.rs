@@ -197,15 +197,14 @@ fn cost_table(
 
 fn describe_method(args: &Args, parse_and_swap_ns: f64) -> String {
     format!(
-        "lb.bpf.c on a fresh packet each time (BPF_PROG_TEST_RUN; a program puts the next connection into the frame \
-         and calls the measured one). {} rounds of {} packets per program, interleaved, after a warm-up by all \
-         connections; medians over the rounds. `fastest rounds`: the fastest of lb above the fastest of `empty`, \
-         compared with the goal. `multiple of parse + swap`: `fastest rounds` divided by that of `parse + swap MACs` \
-         (median of all cases: {parse_and_swap_ns:.1} ns). The frame is in the CPU's cache. Packets of open \
-         connections come in random order with valid cookies. stateful has a table of {} entries, hash-table one of \
-         {}. A first packet of stateful takes an entry. All are freed between the rounds, or after the given number; \
-         the first quarter after that is not measured (cold caches). The last table has single operations, 64 in a \
-         row.",
+        "BPF_PROG_TEST_RUN runs a program that puts the next connection into the frame and calls the measured program, \
+         lb.bpf.c. Values are medians of {} interleaved rounds of {} packets, after a warm-up by all connections. \
+         `fastest rounds` is the fastest round minus the fastest of an empty program, compared with the goal. \
+         `multiple of parse + swap` is `fastest rounds` divided by that of `parse + swap MACs` (median of all cases: \
+         {parse_and_swap_ns:.1} ns). The frame is in the CPU's cache. Open connections' packets come in random order \
+         with valid cookies. stateful has a table of {} entries, hash-table one of {}. Each first packet of stateful \
+         takes an entry. Entries are freed after each round, or after the given number of packets. Then caches are \
+         cold, so the first quarter of the next packets is not measured. Operations of the last table run 64 in a row.",
         args.length.rounds,
         args.length.packets,
         balancer::CONNECTION_TABLE_ENTRIES,

@@ -141,7 +141,7 @@ impl ControllerState {
 
     /// Requests a change by the controller itself, and waits until it is active. Fails if it cannot be written.
     pub async fn change(&self, change: RecordChange) -> anyhow::Result<ChangeOutcome> {
-        self.request_change(Author::of_controller(), change).await
+        self.request_change(Author::controller(), change).await
     }
 
     pub async fn request_change(&self, author: Author, change: RecordChange) -> anyhow::Result<ChangeOutcome> {

@@ -386,9 +386,9 @@ async fn process_changes(
     let mut retire_timer = tokio::time::interval(ID_RETIREMENT_INTERVAL);
     loop {
         let (change, is_reply_expected) = tokio::select! {
-            _ = hangup.recv() => (ChangeRequest::without_reply(RecordChange::Reload, Author::of_signal()), false),
+            _ = hangup.recv() => (ChangeRequest::without_reply(RecordChange::Reload, Author::signal()), false),
             _ = retire_timer.tick() => {
-                (ChangeRequest::without_reply(RecordChange::RetireExpiredIds, Author::of_controller()), false)
+                (ChangeRequest::without_reply(RecordChange::RetireExpiredIds, Author::controller()), false)
             }
             Some(change) = changes.recv() => (change, true),
         };

@@ -98,13 +98,13 @@ pub fn table(costs: &[ConnectionCountCosts]) -> Table {
     let mut table = Table::new(&[
         "connections",
         "stateless, ns",
-        "stateful above it",
+        "stateful above stateless",
         "quartiles",
-        "one random 64-byte line of so many, during the packet's work",
+        "one more random cache line, in parallel",
         "its quartiles",
-        "the same, before the packet's work",
+        "the same, awaited first",
         "its quartiles ",
-        "hash-table above it",
+        "hash-table above stateless",
     ]);
     for count_costs in costs {
         let stateless_ns = &count_costs.stateless.ns_above_empty;

@@ -316,11 +316,11 @@ fn build_report(measurements: &[FloodMeasurement], length: &MeasurementLength, c
     let MapMemory { array_map_count: array_count, hash_map_count: hash_count, .. } =
         measurements[0].memory_before_and_after[1];
     let method = format!(
-        "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. CPU {} runs the same \
-         program with the same maps on SYNs of new clients, as fast as it can, on another receive queue; rule \
-         least_assigned. Without flood it runs the empty program on the same SYNs. {} rounds of {} packets, with and \
-         without flood in turns; medians over the rounds. {}. Memory: {array_count} of the maps are arrays of fixed \
-         size, {hash_count} are hash tables, whose entries are counted.",
+        "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. Meanwhile CPU {} \
+         floods the same program and maps, as another receive queue, with SYNs of new clients by the rule \
+         least_assigned. Without flood it runs the empty program on the same SYNs. Values are medians over {} rounds \
+         of {} packets with and without flood in turns. {}. {array_count} maps are arrays of fixed size, and \
+         {hash_count} are hash tables, whose entries are counted.",
         cpus[0],
         cpus[1],
         length.rounds,
@@ -337,7 +337,10 @@ fn describe_cpu_topology(cpus: [usize; 2]) -> String {
         std::fs::read_to_string(path).map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
     };
     let is_virtual_machine = std::fs::read_to_string("/proc/cpuinfo").is_ok_and(|text| text.contains(" hypervisor"));
-    let note = if is_virtual_machine { " (by /sys; in a virtual machine that may be wrong)" } else { "" };
+    let note = if is_virtual_machine { " (in a virtual machine this may be wrong)" } else { "" };
     let [first_siblings, second_siblings] = cpus.map(thread_siblings);
-    format!("CPU {} shares its core with CPUs {first_siblings}, CPU {} with {second_siblings}{note}", cpus[0], cpus[1])
+    format!(
+        "By /sys CPU {}'s core consists of CPUs {first_siblings}, and CPU {}'s of CPUs {second_siblings}{note}",
+        cpus[0], cpus[1]
+    )
 }

@@ -273,9 +273,9 @@ pub fn run(length: &MeasurementLength) -> anyhow::Result<Report> {
         ]);
     }
     let method = format!(
-        "server.bpf.c at tc on a fresh packet each time, as for the load balancer's program; {} rounds of {} packets \
-         per program, in turns. `empty` returns at once; `parse + swap MACs` does that at tc. The packets have no \
-         socket, so PAWS clamp and steering are not included.",
+        "server.bpf.c runs at tc, on a fresh packet each time. Values are medians of {} interleaved rounds of {} \
+         packets. `empty` returns at once, and `parse + swap MACs` is the floor, here at tc. The packets have no \
+         socket, so the PAWS clamp and steering are not included.",
         length.rounds, length.packets,
     );
     Ok(Report { name: "server", heading: "The server's programs", method, tables: vec![table] })

@@ -364,13 +364,13 @@ fn traffic_row(
 
 fn describe_method(args: &Args, cpus: [usize; 2]) -> String {
     format!(
-        "A thread on CPU {} redirects live frames (BPF_F_TEST_XDP_LIVE_FRAMES) into one end of a veth pair. At the \
-         other end a NAPI thread on CPU {} runs the program under test as native XDP; frames that it returns are \
-         dropped at the first end, on the generator's CPU. {} rounds of {} frames per kind of traffic, interleaved; \
-         medians over the rounds. CPU time is that of the NAPI thread, with veth's receive path and XDP_TX; where it \
-         waits for the generator, its wake-ups count. `swap MACs` is the floor: the ratio is the floor's CPU time per \
-         frame divided by the other's, round by round. {} connections are open; each SYN is of a new client. A frame's \
-         memory was written on the other CPU; behind a NIC it is in the shared cache.",
+        "A thread on CPU {0} redirects live frames (BPF_F_TEST_XDP_LIVE_FRAMES) into one end of a veth pair. At the \
+         other end a NAPI thread on CPU {1} runs the measured program as native XDP. Frames that the program returns \
+         are dropped at the first end, on CPU {0}. Values are medians of {2} interleaved rounds of {3} frames per kind \
+         of traffic. CPU time is the NAPI thread's, with veth's receive path, XDP_TX, and wake-ups after waits for \
+         frames. `swap MACs` is the floor: the ratio is the floor's CPU time per frame divided by the other's, round \
+         by round. {4} connections are open, and each SYN is of a new client. CPU {0} has written the frame's memory, \
+         which behind a NIC is in the shared cache.",
         cpus[0], cpus[1], args.rounds, args.frames, LIVE_PACKET_COUNT,
     )
 }

@@ -36,9 +36,9 @@ pub fn render_page(figures: &[(FigureResult, Scenario)]) -> String {
         "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width\">\n<title>coreward: the papers' figures</title>\n\
          <style>{PAGE_CSS}</style>\n</head>\n<body>\n<h1>The papers' figures, simulated</h1>\n\
-         <p>{holding_count} of {claim_count} statements hold here. {made} Published values are drawn in where the paper \
-         or its artifact gives numbers. Each statement is judged by a number of the table below it; one that does not \
-         hold is marked.</p>\n\
+         <p>{holding_count} of {claim_count} statements hold here. {made} Published values are drawn in where the \
+         paper or its artifact gives numbers. Each statement is judged by a number of the table below it; one that \
+         does not hold is marked.</p>\n\
          <nav><table>\n{contents_rows}</table></nav>\n{sections}</body>\n</html>\n",
         made = describe_number_source(figures.iter().any(|(_, scenario)| scenario.live.is_some())),
     )

@@ -67,7 +67,8 @@ pub fn configuration(
     let (cores, depth) = (config.cores, options.queue_depth);
     let mut text = format!(
         "memory = {memory_path:?}\ncores = {cores}\ndepth = {depth}\npolicy = \"{policy}\"\n\
-         scheduler = \"{scheduler}\"\nsleep = \"{latency_us}us\"\nwaiting = 16384\npayload = {MAX_DATAGRAM_BYTES}\nstall_after = \"10s\"\n"
+         scheduler = \"{scheduler}\"\nsleep = \"{latency_us}us\"\nwaiting = 16384\n\
+         payload = {MAX_DATAGRAM_BYTES}\nstall_after = \"10s\"\n"
     );
     let services = options.priorities.service_count(config.service.class_times().len() as u8);
     for service in 0..services {
