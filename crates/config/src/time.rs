@@ -8,9 +8,9 @@ use toml::de::DeValue;
 
 use crate::{FromToml, Reader};
 
-/// One microsecond in nanoseconds, the unit in which the limits of [`BoundedDuration`] are given.
+/// Number of nanoseconds in a microsecond. The limits of [`BoundedDuration`] are in nanoseconds.
 pub const MICROSECOND_NS: u64 = 1_000;
-/// One millisecond in nanoseconds.
+/// Number of nanoseconds in a millisecond.
 pub const MILLISECOND_NS: u64 = 1_000_000;
 /// One second in nanoseconds.
 pub const SECOND_NS: u64 = 1_000_000_000;

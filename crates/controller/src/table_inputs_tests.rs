@@ -90,7 +90,7 @@ struct Harness {
     balancer_session: Option<u64>,
     traffic_message: TrafficMessage,
     /// Servers' inputs from which the newest table of each service was made, by the service's name.
-    inputs_of_tables: BTreeMap<String, Vec<PoolServer>>,
+    table_inputs_by_service: BTreeMap<String, Vec<PoolServer>>,
 }
 
 impl Harness {
@@ -104,7 +104,7 @@ impl Harness {
         let mut records = Records::generate(at(0).wall, &mut seeded_rng(5, 0));
         records.apply_document(&config_after(&initial_change), at(0).wall, &mut seeded_rng(6, 0)).unwrap();
         let controller = Controller::new(Fleet::new(&config_after(&initial_change), &records));
-        let (agent_sessions, traffic_message, inputs_of_tables) = Default::default();
+        let (agent_sessions, traffic_message, table_inputs_by_service) = Default::default();
         Self {
             controller,
             records,
@@ -112,7 +112,7 @@ impl Harness {
             sequence: 0,
             balancer_session: None,
             traffic_message,
-            inputs_of_tables,
+            table_inputs_by_service,
         }
     }
 
@@ -213,7 +213,7 @@ impl Harness {
             let present_pool = self.controller.compute_pool(service, now);
             let present_inputs = comparable_inputs(service, &present_pool);
             // A dropped pool is read again for the next table, which is not due yet.
-            let table_inputs = self.inputs_of_tables.entry(service_name.clone()).or_default();
+            let table_inputs = self.table_inputs_by_service.entry(service_name.clone()).or_default();
             if let Some(pool) = service.cached_pool() {
                 *table_inputs = comparable_inputs(service, pool);
             }

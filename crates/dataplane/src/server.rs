@@ -133,8 +133,8 @@ impl ServerPrograms {
     }
 
     /// Copies the cookie keys and the time key from state with another layout, so that issued cookies stay valid and
-    /// TSvals continue. The keys have the same offsets in all layouts from [`FIRST_LAYOUT_VERSION_WITH_KEYS`] on.
-    /// Cookies of older layouts are no longer recognised.
+    /// TSvals continue. The keys have the same offsets in all layouts from [`FIRST_LAYOUT_VERSION_WITH_KEYS`] on. If
+    /// the layout is older, cookies that were issued under it are no longer recognised.
     fn copy_keys_from_state(&mut self, state_path: &Path) -> anyhow::Result<()> {
         let state_map = MapHandle::from_pinned_path(state_path).with_context(|| state_path.display().to_string())?;
         let old_state = state_map.lookup(&0u32.to_ne_bytes(), MapFlags::ANY)?.context("an empty map")?;

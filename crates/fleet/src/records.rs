@@ -433,7 +433,7 @@ mod tests {
 
     /// A server of a service with LB-side stamping gets an id that fits the cookie. Old connections keep the old id.
     #[test]
-    fn ids_fit_the_cookie_of_lb_side_stamping() {
+    fn server_ids_fit_into_the_cookies_of_lb_side_stamping() {
         let random = &mut seeded_rng(1, 0);
         let mut records = Records::generate(at(0), random);
         let config_without_lb_stamping = two_service_config(&["s1", "s2", "s3=9000"], &["s1", "s2"]);

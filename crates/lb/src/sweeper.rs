@@ -170,7 +170,7 @@ impl ConnectionSweeper {
             return self.mark_agent_absent(closed_query, now);
         }
         if closed_query.connections.len() != answer.socket_exists.len() {
-            self.allow_requery(&closed_query.connections);
+            self.forget_earliest_requery_times(&closed_query.connections);
             return Vec::new();
         }
         self.absent_agents.remove(&closed_query.server_id);
@@ -199,7 +199,7 @@ impl ConnectionSweeper {
 
     /// Records that an agent is absent. Returns the query's connections if they may be freed after so long an absence.
     fn mark_agent_absent(&mut self, closed_query: OpenQuery, now: Duration) -> Vec<Connection> {
-        self.allow_requery(&closed_query.connections);
+        self.forget_earliest_requery_times(&closed_query.connections);
         let absent_agent = self
             .absent_agents
             .entry(closed_query.server_id)
@@ -208,7 +208,7 @@ impl ConnectionSweeper {
         if self.is_agent_absent_too_long(closed_query.server_id, now) { closed_query.connections } else { Vec::new() }
     }
 
-    fn allow_requery(&mut self, connections: &[Connection]) {
+    fn forget_earliest_requery_times(&mut self, connections: &[Connection]) {
         for connection in connections {
             self.earliest_requery_times.remove(&connection.index);
         }

@@ -61,7 +61,8 @@ pub(crate) struct ServiceRecord {
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(crate) struct RingTails {
-    /// Tails of the request rings, by priority. In the worker's cache line, the first is the response ring's tail.
+    /// In the orchestrator's cache line, the tails of the request rings by priority. In the worker's cache line, the
+    /// first element is the tail of the response ring, and the others are unused.
     pub data_tails: [AtomicU32; MAX_PRIORITIES as usize],
     pub message_tail: AtomicU32,
     /// In the worker's cache line, the number of this core's worker, counted from 1. In the orchestrator's cache line,

@@ -130,7 +130,7 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
 type MeasureUdpServer = fn(u64) -> anyhow::Result<sockets::RequestTimes>;
 
 const LOOPBACK_SERVERS: [(&str, MeasureUdpServer); 3] = [
-    ("loopback: echo, one datagram at a time", sockets::measure_single_echo),
+    ("loopback: echo, one datagram at a time", sockets::measure_echo_per_request),
     ("loopback: echo in batches", sockets::measure_batch_echo),
     ("loopback: orchestrator", sockets::measure_loopback_orchestrator),
 ];

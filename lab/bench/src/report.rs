@@ -61,7 +61,7 @@ pub fn median_min_max(values: impl IntoIterator<Item = f64>) -> [f64; 3] {
     [median(&values), min_max[0], min_max[1]].map(|value| value.unwrap_or(f64::NAN))
 }
 
-/// Limit that a measured value should not exceed or should reach.
+/// Upper or lower limit for a measured value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Goal {
     AtMost(f64),

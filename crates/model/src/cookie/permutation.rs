@@ -13,7 +13,8 @@ pub struct KeyedPermutation {
     bits: u32,
 }
 
-/// Number of multiplications in a permutation. With two, the test `differences_are_uniformly_distributed` fails.
+/// Number of multiplications in a permutation. With two, the test
+/// `differences_of_permuted_values_are_uniformly_distributed` fails.
 const ROUND_COUNT: u32 = 3;
 
 impl KeyedPermutation {
@@ -97,7 +98,7 @@ mod tests {
 
     /// Two plain numbers, or two hidden ones, that differ in one bit lead to an unpredictable difference.
     #[test]
-    fn differences_are_uniformly_distributed() {
+    fn differences_of_permuted_values_are_uniformly_distributed() {
         let mut rng = seeded_rng(4, 0);
         let draw_count = 1 << 19;
         for permutation in PERMUTATIONS {

@@ -70,23 +70,24 @@ pub struct LoadMonitor {
 
 #[derive(Debug, Clone, Copy)]
 struct CheckTimes {
-    previous_check: u64,
-    next_check: u64,
+    previous_check_time: u64,
+    next_check_time: u64,
 }
 
 impl CheckTimes {
     fn new(now: u64, epoch: Epoch) -> Self {
-        Self { previous_check: now, next_check: now.saturating_add(epoch.0.get()) }
+        Self { previous_check_time: now, next_check_time: now.saturating_add(epoch.0.get()) }
     }
 
     /// Returns the time of the previous check, if a check is due at `now`. Missed checks are not repeated.
     fn take_due_check(&mut self, now: u64, epoch: Epoch) -> Option<u64> {
-        if now < self.next_check {
+        if now < self.next_check_time {
             return None;
         }
-        let missed_check_count = (now - self.next_check) / epoch.0;
-        self.next_check = self.next_check.saturating_add((missed_check_count + 1).saturating_mul(epoch.0.get()));
-        Some(std::mem::replace(&mut self.previous_check, now))
+        let missed_check_count = (now - self.next_check_time) / epoch.0;
+        self.next_check_time =
+            self.next_check_time.saturating_add((missed_check_count + 1).saturating_mul(epoch.0.get()));
+        Some(std::mem::replace(&mut self.previous_check_time, now))
     }
 }
 
@@ -112,8 +113,8 @@ impl LoadMonitor {
 
     /// Returns the time of the next check of either monitor, or `None` if both are disabled.
     pub fn next_check_time(&self) -> Option<u64> {
-        let next_scale_up_check = self.scale_up.map(|(_, checks)| checks.next_check);
-        let next_scale_down_check = self.scale_down.map(|(_, checks)| checks.next_check);
+        let next_scale_up_check = self.scale_up.map(|(_, checks)| checks.next_check_time);
+        let next_scale_down_check = self.scale_down.map(|(_, checks)| checks.next_check_time);
         next_scale_up_check.into_iter().chain(next_scale_down_check).min()
     }
 
@@ -134,8 +135,8 @@ impl LoadMonitor {
 
     fn check_scale_up(&mut self, now: u64, oldest_arrival_time: Option<u64>) -> bool {
         let Some((condition, checks)) = &mut self.scale_up else { return false };
-        let Some(previous_check) = checks.take_due_check(now, condition.epoch) else { return false };
-        oldest_arrival_time.is_some_and(|arrival_time| arrival_time <= previous_check)
+        let Some(previous_check_time) = checks.take_due_check(now, condition.epoch) else { return false };
+        oldest_arrival_time.is_some_and(|arrival_time| arrival_time <= previous_check_time)
     }
 
     fn check_scale_down(&mut self, now: u64, peak_queue_length: u64) -> bool {

@@ -49,7 +49,8 @@ impl HandshakeState {
         matches!(self, Self::HalfOpen(_))
     }
 
-    /// Returns whether the client's TSecr `tsecr` may be the TSval of the unstamped SYN-ACK.
+    /// Returns whether a client that sends `tsecr` may have received the SYN-ACK of this half-open connection. The
+    /// SYN-ACK had no cookie in its TSval, so only the time can be compared.
     pub(super) fn is_answered_by(self, tsecr: u32) -> bool {
         let Self::HalfOpen(time) = self else { return false };
         let time_difference = (tsecr >> intf::HALF_OPEN_TIME_SHIFT).wrapping_sub(time.into());

@@ -86,7 +86,7 @@ fn measure_server(
 }
 
 /// Measures an echo server that uses two system calls per request.
-pub fn measure_single_echo(requests: u64) -> anyhow::Result<RequestTimes> {
+pub fn measure_echo_per_request(requests: u64) -> anyhow::Result<RequestTimes> {
     let socket = UdpSocket::bind("127.0.0.1:0")?;
     let std::net::SocketAddr::V4(address) = socket.local_addr()? else { unreachable!("bound to an IPv4 address") };
     measure_server(&mut bind_loopback_client()?, address, requests, &mut || {

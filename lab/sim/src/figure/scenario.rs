@@ -194,15 +194,15 @@ pub struct PublishedPoint {
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "expected [x, y] or [x, y, low, high]")]
 enum PublishedNumbers {
-    Plain([f64; 2]),
-    WithRange([f64; 4]),
+    Point([f64; 2]),
+    PointAndRange([f64; 4]),
 }
 
 impl From<PublishedNumbers> for PublishedPoint {
     fn from(numbers: PublishedNumbers) -> Self {
         match numbers {
-            PublishedNumbers::Plain([x, y]) => Self { x, y, spread: None },
-            PublishedNumbers::WithRange([x, y, low, high]) => Self { x, y, spread: Some((low, high)) },
+            PublishedNumbers::Point([x, y]) => Self { x, y, spread: None },
+            PublishedNumbers::PointAndRange([x, y, low, high]) => Self { x, y, spread: Some((low, high)) },
         }
     }
 }

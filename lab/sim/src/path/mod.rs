@@ -75,7 +75,7 @@ pub struct Config {
     pub seeds: Vec<u64>,
 }
 
-/// Time at which agents read the loads of their cores.
+/// Moment, within a report interval, at which agents read the loads of their cores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReportPhase {

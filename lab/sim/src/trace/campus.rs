@@ -42,7 +42,8 @@ enum LengthDistribution {
     Lognormal { s: f64, scale: f64 },
 }
 
-/// Mixture of packets per flow (flow-models, agh_2015061019_IPv4_anon, mixtures/all/length, Jurkiewicz 2023).
+/// Distribution of the number of packets per flow, as a mixture of distributions (flow-models,
+/// agh_2015061019_IPv4_anon, mixtures/all/length, Jurkiewicz 2023).
 const FLOW_LENGTH_MIXTURE: [MixtureComponent; 10] = [
     MixtureComponent { weight: 0.2667839375411922, length: LengthDistribution::Uniform(1.0) },
     MixtureComponent { weight: 0.2498173937170916, length: LengthDistribution::Uniform(2.0) },

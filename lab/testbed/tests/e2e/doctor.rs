@@ -208,7 +208,7 @@ impl CheckedHost {
 
     /// Returns this host with another configuration file, in which texts are replaced and the lines `extra_config` are
     /// added.
-    fn with_replacements(&self, replacements: &[(&str, &str)], extra_config: &str) -> Self {
+    fn with_replaced_config_text(&self, replacements: &[(&str, &str)], extra_config: &str) -> Self {
         let mut text = fs::read_to_string(&self.config_path).unwrap();
         for (old_text, new_text) in replacements {
             assert!(text.contains(old_text), "{old_text}: {text}");
@@ -488,7 +488,7 @@ fn check_load_balancer(env: &TestEnv, balancer: &CheckedHost) {
     // Remove the switch's XDP program first, because veth rejects such an MTU with a program at either end.
     env.run_script(env.testbed.switch(), "ip link set dev lb2 xdp off");
     env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} mtu 9000"));
-    let native_mode_host = balancer.with_replacements(&[], "xdp_mode = \"native\"\n");
+    let native_mode_host = balancer.with_replaced_config_text(&[], "xdp_mode = \"native\"\n");
     native_mode_host.assert_only_new_finding(env, "an MTU of 9000", "mtu", DoctorConditions::Normal, &[]);
     env.run_script(&balancer.namespace, &format!("ip link set dev {HOST_DEVICE} mtu 1500"));
     balancer.assert_no_new_finding(env, "mtu");
@@ -540,8 +540,8 @@ fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
     controller.assert_fixed(env, "store", &make_readable_command, DoctorConditions::Normal);
     controller.assert_no_new_finding(env, &make_readable_command);
     let missing_store_path = store_path.with_file_name("no/controller.redb");
-    let host_with_missing_store =
-        controller.with_replacements(&[(store_path.to_str().unwrap(), missing_store_path.to_str().unwrap())], "");
+    let host_with_missing_store = controller
+        .with_replaced_config_text(&[(store_path.to_str().unwrap(), missing_store_path.to_str().unwrap())], "");
     host_with_missing_store.assert_only_new_finding(
         env,
         "the store's directory is missing",
@@ -552,7 +552,7 @@ fn check_controller_settings(env: &TestEnv, controller: &CheckedHost) {
     check_store_on_another_disk(env, controller, &store_path);
     let address_replacement = [(first_controller_address(), "192.0.2.1:7400")];
     let host_with_wrong_address =
-        controller.with_replacements(&[(&address_replacement[0].0, address_replacement[0].1)], "");
+        controller.with_replaced_config_text(&[(&address_replacement[0].0, address_replacement[0].1)], "");
     host_with_wrong_address.assert_only_new_finding(
         env,
         "an address of another machine",
@@ -567,7 +567,7 @@ fn check_store_on_another_disk(env: &TestEnv, controller: &CheckedHost, store: &
     let store_on_disk = mounted_disk.0.join("controller.redb");
     fs::copy(store, &store_on_disk).unwrap();
     let host_with_store_on_disk =
-        controller.with_replacements(&[(store.to_str().unwrap(), store_on_disk.to_str().unwrap())], "");
+        controller.with_replaced_config_text(&[(store.to_str().unwrap(), store_on_disk.to_str().unwrap())], "");
     host_with_store_on_disk.assert_no_new_finding(env, "a store on another disk");
     let filler_path = mounted_disk.0.join("fill");
     let fill_disk_command = format!("cat /dev/zero > {0} 2> /dev/null || test -s {0}", filler_path.display());
