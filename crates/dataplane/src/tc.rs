@@ -83,7 +83,7 @@ pub struct TemporaryAttachment(TemporaryHook);
 #[derive(Debug)]
 enum TemporaryHook {
     Tcx { _link: OwnedFd },
-    Clsact(TcHook),
+    Clsact { hook: TcHook, interface_index: u32, direction: Direction },
 }
 
 /// Attaches `program` in addition to others until the result is dropped. If the process is killed, the program is
@@ -100,9 +100,8 @@ pub fn attach_until_drop(
             let mut clsact_hook = new_clsact_hook(program, interface_index, direction);
             clsact_hook.priority(CLSACT_TEMPORARY_PRIORITY);
             clsact_hook.create().context("making a clsact qdisc")?;
-            Ok(TemporaryAttachment(TemporaryHook::Clsact(
-                clsact_hook.attach().context("attaching to the clsact qdisc")?,
-            )))
+            let hook = clsact_hook.attach().context("attaching to the clsact qdisc")?;
+            Ok(TemporaryAttachment(TemporaryHook::Clsact { hook, interface_index, direction }))
         }
         Err(error) => Err(error).context("making a tcx link"),
     }
@@ -110,13 +109,15 @@ pub fn attach_until_drop(
 
 impl Drop for TemporaryAttachment {
     fn drop(&mut self) {
-        if let TemporaryHook::Clsact(hook) = &mut self.0
+        if let TemporaryHook::Clsact { hook, interface_index, direction } = &mut self.0
             && let Err(error) = hook.detach()
         {
             tracing::warn!(
                 event = "not-detached",
+                interface_index,
+                ?direction,
                 %error,
-                "the process cannot detach a temporary program from a clsact qdisc: remove it with `tc filter del`"
+                "the process cannot detach a temporary program from the device: remove it with `tc filter del`"
             );
         }
     }

@@ -390,8 +390,7 @@ impl StateManager {
                     tracing::warn!(
                         event = "change-not-stored",
                         %error,
-                        "the controller cannot write a change of its state to the store and writes it with the next \
-                         change"
+                        "the controller cannot store a change of its state, and retries with the next change"
                     );
                 }
                 Err(error) => return Err(error).context("the change is not on record, and not in force"),
