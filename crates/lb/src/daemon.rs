@@ -412,7 +412,7 @@ fn apply_update(
                 forwarder.free_connections(&sweeper.handle_socket_answer(&answer, monotonic_time()))
             });
             if let Err(error) = freed_result {
-                log_rejection("socket-answer", &error);
+                log_rejection("socket-answer", None, &format!("{error:#}"));
             }
         }
         None => tracing::warn!(

@@ -85,7 +85,7 @@ impl RackState {
         let connection = self.lock_controller();
         ConnectionStatus {
             is_connected: connection.is_some(),
-            agent_count: connection.as_ref().map_or(0, |up| up.reducer.agent_count()),
+            agent_count: connection.as_ref().map_or(0, |connection| connection.reducer.agent_count()),
         }
     }
 
@@ -193,7 +193,8 @@ impl RackState {
 
     fn process_report(&self, stream: u64, report: v1::Report) -> bool {
         let (now, mut connection) = (self.now(), self.lock_controller());
-        let Some(connection) = connection.as_mut().filter(|up| up.update_senders_by_stream.contains_key(&stream))
+        let Some(connection) =
+            connection.as_mut().filter(|connection| connection.update_senders_by_stream.contains_key(&stream))
         else {
             return false;
         };

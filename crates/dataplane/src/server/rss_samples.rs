@@ -22,10 +22,15 @@ pub fn samples_after(state: &MmapArray<intf::server_state>, after: u32) -> Vec<i
     (0..stored_count).rev().map_while(|age| read_sample(state, newest.wrapping_sub(age))).collect()
 }
 
+/// Returns the offset at which the sample with a sequence number is stored.
+fn sample_offset(sequence: u32) -> usize {
+    let slot = sequence.wrapping_sub(1) % intf::RSS_SAMPLES;
+    offset_of!(intf::server_state, samples) + slot as usize * size_of::<intf::rss_sample>()
+}
+
 /// Returns the sample with a sequence number, or `None` if a program is writing or has replaced it.
 fn read_sample(state: &MmapArray<intf::server_state>, sequence: u32) -> Option<intf::rss_sample> {
-    let slot = sequence.wrapping_sub(1) % intf::RSS_SAMPLES;
-    let offset = offset_of!(intf::server_state, samples) + slot as usize * size_of::<intf::rss_sample>();
+    let offset = sample_offset(sequence);
     let stored_sequence = state.word32(offset + offset_of!(intf::rss_sample, sequence));
     if stored_sequence.load(Acquire) != sequence {
         return None;
@@ -57,8 +62,7 @@ mod tests {
 
     /// Writes a sample whose fields have the value of its sequence number, in the order of `sample_rss()`.
     fn write_sample(state: &MmapArray<intf::server_state>, sequence: u32) {
-        let slot = (sequence - 1) % intf::RSS_SAMPLES;
-        let offset = offset_of!(intf::server_state, samples) + slot as usize * size_of::<intf::rss_sample>();
+        let offset = sample_offset(sequence);
         let stored_sequence = state.word32(offset + offset_of!(intf::rss_sample, sequence));
         stored_sequence.swap(0, SeqCst);
         for word in 0..offset_of!(intf::rss_sample, predicted_queue) / size_of::<u32>() {

@@ -60,7 +60,7 @@ impl Forwarder {
             .extend(self.previous_services_of_refused(refused, &change.configuration.services));
         let change_result = self.try_apply_change(change);
         match &change_result {
-            Err(error) if self.needs_complete_configuration => log_rejection("change", error),
+            Err(error) if self.needs_complete_configuration => log_rejection("change", None, &format!("{error:#}")),
             _ => self.record_refused_services(generation, refused, &change_result),
         }
     }

@@ -4,12 +4,14 @@ use std::collections::BTreeMap;
 
 use coreward_wire::v1::RefusedUpdate;
 
-/// Logs an update that is rejected without a report to the controller.
-pub fn log_rejection(kind: &str, error: &anyhow::Error) {
+/// Logs a rejected update. `refused_update` is what is reported to the controller, or `None` if nothing is.
+pub fn log_rejection(kind: &str, refused_update: Option<&RefusedUpdate>, error: &str) {
     tracing::warn!(
         event = "update-rejected",
         kind,
-        error = format!("{error:#}"),
+        generation = refused_update.map(|update| update.generation),
+        service = refused_update.map(|update| update.service.as_str()),
+        error,
         "the load balancer rejects an update of the controller and keeps its previous state"
     );
 }
@@ -31,16 +33,8 @@ impl RefusedUpdates {
             previous_update.service == refused_update.service && previous_update.reason == refused_update.reason
         };
         if !self.0.get(&subject).is_some_and(has_same_reason) {
-            let RefusedUpdate { service, generation, reason, table } = &refused_update;
-            let kind = if *table { "table" } else { "configuration" };
-            tracing::warn!(
-                event = "update-rejected",
-                kind,
-                generation,
-                service,
-                error = reason,
-                "the load balancer rejects an update of the controller and keeps its previous state"
-            );
+            let kind = if refused_update.table { "table" } else { "configuration" };
+            log_rejection(kind, Some(&refused_update), &refused_update.reason);
         }
         self.0.insert(subject, refused_update);
     }
