@@ -12,12 +12,9 @@ use anyhow::{Context as _, bail};
 use coreward_dataplane::lb::capture::{self, Capture, CapturedPacket, Destination, Options};
 use coreward_model::ServiceAddress;
 use nix::time::{ClockId, clock_gettime};
-use pcap_file::DataLink;
-use pcap_file::pcapng::PcapNgWriter;
-use pcap_file::pcapng::blocks::enhanced_packet::{EnhancedPacketBlock, EnhancedPacketOption};
-use pcap_file::pcapng::blocks::interface_description::{InterfaceDescriptionBlock, InterfaceDescriptionOption};
 
 use crate::config::Config;
+use crate::pcapng::PcapngWriter;
 
 /// Options of `coreward capture`.
 #[derive(Debug, Clone, clap::Args)]
@@ -56,7 +53,7 @@ pub fn run(args: &CaptureArgs) -> anyhow::Result<()> {
     let service = find_service(&args.service, &capture::pinned_services(&config.pin_directory)?)?;
     let options = Options { pin_directory: config.pin_directory, service, max_captured_bytes: args.length };
     let mut packet_sink = match &args.out {
-        Some(path) => PacketSink::PcapNgFile(PcapNgFile::create(path, args.annotate)?),
+        Some(path) => PacketSink::PcapngFile(PcapngFile::create(path, args.annotate)?),
         None => PacketSink::TextLines,
     };
     let mut capture = Capture::start(options)?;
@@ -123,7 +120,7 @@ fn monotonic_clock_epoch() -> anyhow::Result<Duration> {
 
 enum PacketSink {
     TextLines,
-    PcapNgFile(PcapNgFile),
+    PcapngFile(PcapngFile),
 }
 
 impl PacketSink {
@@ -138,7 +135,7 @@ impl PacketSink {
                     packet.frame_length
                 )?)
             }
-            PacketSink::PcapNgFile(file) => file.write_packet(time, packet),
+            PacketSink::PcapngFile(file) => file.write_packet(time, packet),
         }
     }
 }
@@ -148,42 +145,25 @@ impl PacketSink {
     fn finish(self) -> anyhow::Result<()> {
         match self {
             PacketSink::TextLines => Ok(()),
-            PacketSink::PcapNgFile(file) => file.pcapng_writer.into_inner().flush().context("writing the capture"),
+            PacketSink::PcapngFile(mut file) => file.writer.flush().context("writing the capture"),
         }
     }
 }
 
-struct PcapNgFile {
-    pcapng_writer: PcapNgWriter<BufWriter<File>>,
+struct PcapngFile {
+    writer: PcapngWriter<BufWriter<File>>,
     adds_decisions: bool,
 }
 
-impl PcapNgFile {
+impl PcapngFile {
     fn create(path: &std::path::Path, adds_decisions: bool) -> anyhow::Result<Self> {
         let file = File::create(path).with_context(|| path.display().to_string())?;
-        let mut pcapng_writer = PcapNgWriter::new(BufWriter::new(file))?;
-        let interface_block = InterfaceDescriptionBlock {
-            linktype: DataLink::ETHERNET,
-            snaplen: 0,
-            // The value 9 sets the unit of the timestamps to 10^-9 s.
-            options: vec![InterfaceDescriptionOption::IfTsResol(9)],
-        };
-        pcapng_writer.write_pcapng_block(interface_block)?;
-        Ok(Self { pcapng_writer, adds_decisions })
+        Ok(Self { writer: PcapngWriter::new(BufWriter::new(file))?, adds_decisions })
     }
 
     fn write_packet(&mut self, time: Duration, packet: &CapturedPacket) -> anyhow::Result<()> {
-        let mut options = Vec::new();
-        if self.adds_decisions {
-            options.push(EnhancedPacketOption::Comment(DecisionComment(packet).to_string().into()));
-        }
-        self.pcapng_writer.write_pcapng_block(EnhancedPacketBlock {
-            interface_id: 0,
-            timestamp: time,
-            original_len: packet.frame_length,
-            data: packet.frame_in.as_slice().into(),
-            options,
-        })?;
+        let decision = self.adds_decisions.then(|| DecisionComment(packet).to_string());
+        self.writer.write_packet(time, &packet.frame_in, packet.frame_length, decision.as_deref())?;
         Ok(())
     }
 }

@@ -8,6 +8,7 @@
 //! * [`forwarder`]: application of the controller's updates
 //! * [`health`]: checks of the services' servers
 //! * [`last_configuration`]: the saved configuration, for a start without controller
+//! * `pcapng`: files that `coreward capture` writes
 //! * [`resolvers`]: MAC addresses of neighbours in each VLAN
 //! * [`routing`]: check whether the kernel forwards servers' replies
 //! * [`sweeper`]: removal of expired entries from the connection table
@@ -20,6 +21,7 @@ pub mod daemon;
 pub mod forwarder;
 pub mod health;
 pub mod last_configuration;
+mod pcapng;
 pub mod resolvers;
 pub mod routing;
 pub mod sweeper;
