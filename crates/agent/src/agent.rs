@@ -1,30 +1,26 @@
 //! The agent's state, configuration and reports. [`crate::daemon`] calls it periodically.
 
 mod metrics;
+mod report;
 
-use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use coreward_daemon::Controllers;
-use coreward_dataplane::clock::{monotonic_ms, monotonic_ns};
+use coreward_dataplane::clock::monotonic_ms;
 use coreward_dataplane::pins;
-use coreward_dataplane::server::{self, ServerOptions, ServerPrograms};
+use coreward_dataplane::server::{ServerOptions, ServerPrograms};
 use coreward_dataplane::sockets::have_open_sockets;
 use coreward_dataplane::vlan_device;
 use coreward_dispatch::dispatcher::{self, Dispatcher};
 use coreward_intf as intf;
 use coreward_model::FourTuple;
 use coreward_model::key_activation;
-use coreward_model::load::CoreReadings;
 use coreward_model::rss::RssConfig;
 use coreward_model::tuple::Protocol;
-use coreward_wire::{
-    AgentConfiguration, AgentReport, AgentService, ReportDetails, ReportedRss, SocketAnswer, SocketQuery,
-    UnusableService, reduce_oversized_report, v1,
-};
+use coreward_wire::{AgentConfiguration, AgentService, SocketAnswer, SocketQuery, UnusableService, v1};
 
 use crate::config::{self, Config};
 use crate::connection_counter::ConnectionCounter;
@@ -33,7 +29,6 @@ use crate::decapsulation::{self, Decapsulator};
 use crate::load::cpu::CpuLoadSource;
 use crate::load::published::PublishedLoadFile;
 use crate::load::{LoadSource, queues};
-use crate::report_state::SentReportState;
 use crate::rss::RssDevice;
 use crate::rss::ethtool::EthtoolRss;
 use crate::rss::input::TransformSearch;
@@ -45,14 +40,10 @@ use crate::saved_settings::SettingsStore;
 use crate::stall::{HandshakeCounters, StallDetector};
 use crate::steering::{self, Steering};
 use crate::unstamped_syn_acks::{self, UnstampedSynAckMonitor};
-use crate::{connections, dispatch, timestamps};
+use crate::{dispatch, timestamps};
 
 /// Interval between two reports, unless the controller sets another one.
 pub const DEFAULT_REPORT_INTERVAL: Duration = Duration::from_millis(100);
-/// Lifetime of a report, in report intervals.
-const REPORT_LIFETIME_IN_INTERVALS: u32 = 5;
-/// Minimum lifetime of a report, so that reports do not expire while a busy machine delays them.
-const MIN_REPORT_LIFETIME: Duration = Duration::from_millis(500);
 const RSS_CONFLICT_CHECK_INTERVAL: Duration = Duration::from_secs(20);
 
 pub struct Agent {
@@ -102,6 +93,31 @@ fn rss_device(config: &Config, nic_name: &str) -> Box<dyn RssDevice> {
     }
 }
 
+/// Attaches the BPF programs or takes over those of an earlier process.
+fn attach_programs(config: &Config, interface_index: u32) -> anyhow::Result<ServerPrograms> {
+    let bpf_programs = ServerPrograms::attach(ServerOptions {
+        interface_index,
+        pin_directory: config.pin_directory.clone(),
+        sample_every_syn: false,
+    })?;
+    let start_action = if bpf_programs.is_taken_over() { "taken over" } else { "attached" };
+    tracing::info!(
+        event = "programs-attached",
+        server = config.server,
+        interface = config.interface,
+        attachment = ?bpf_programs.attach_mechanism(),
+        "the agent has {start_action} its BPF programs"
+    );
+    Ok(bpf_programs)
+}
+
+fn start_load_source(config: &config::Load) -> anyhow::Result<Box<dyn LoadSource>> {
+    Ok(match config {
+        config::Load::Cpu {} => Box::new(CpuLoadSource::start()?),
+        config::Load::Published { path } => Box::new(PublishedLoadFile::new(path.clone())),
+    })
+}
+
 impl Agent {
     /// Attaches the BPF programs or takes over those of an earlier process, and reads the NIC's settings. Fails when
     /// the interface does not exist or the kernel rejects a program.
@@ -109,32 +125,15 @@ impl Agent {
         let interface_index = interface_index(&config.interface)?;
         let nic_name = vlan_device::underlying_nic(&config.interface);
         let saved_settings = SettingsStore::open(&config.pin_directory)?;
-        let bpf_programs = ServerPrograms::attach(ServerOptions {
-            interface_index,
-            pin_directory: config.pin_directory.clone(),
-            sample_every_syn: false,
-        })?;
-        let start_action = if bpf_programs.is_taken_over() { "taken over" } else { "attached" };
-        tracing::info!(
-            event = "programs-attached",
-            server = config.server,
-            interface = config.interface,
-            attachment = ?bpf_programs.attach_mechanism(),
-            "the agent has {start_action} its BPF programs"
-        );
-        let dispatcher = config.dispatch.as_ref().map(Dispatcher::start).transpose()?;
-        let load_source: Box<dyn LoadSource> = match &config.load {
-            config::Load::Cpu {} => Box::new(CpuLoadSource::start()?),
-            config::Load::Published { path } => Box::new(PublishedLoadFile::new(path.clone())),
-        };
+        let bpf_programs = attach_programs(&config, interface_index)?;
         let mut agent = Self {
+            dispatcher: config.dispatch.as_ref().map(Dispatcher::start).transpose()?,
+            load_source: start_load_source(&config.load)?,
             steering: Steering::new(config.steer, &config.pin_directory),
             daisy_chain: DaisyChain::new(&config.interface),
             decapsulator: Decapsulator::start(&config, interface_index)?,
             stall_detector: StallDetector::starting_at(handshake_counters(&bpf_programs)),
-            unstamped_syn_ack_monitor: UnstampedSynAckMonitor::starting_at(
-                bpf_programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK),
-            ),
+            unstamped_syn_ack_monitor: UnstampedSynAckMonitor::starting_at(foreign_clock_count(&bpf_programs)),
             rss_manager: RssManager::new(rss_device(&config, &nic_name)),
             nic_name,
             config,
@@ -143,7 +142,6 @@ impl Agent {
             syn_rss_verifier: RssVerifier::default(),
             established_rss_verifier: RssVerifier::default(),
             input_transform_search: TransformSearch::default(),
-            load_source,
             cpu_of_queue: vec![],
             applied_configuration: None,
             refused_updates: Vec::new(),
@@ -154,7 +152,6 @@ impl Agent {
             warnings: vec![],
             rss_conflicts: vec![],
             rss_conflicts_checked_at: None,
-            dispatcher,
             connection_counter: ConnectionCounter::default(),
         };
         agent.on_rss_changed();
@@ -221,17 +218,7 @@ impl Agent {
                 "the agent rejects the service's configuration: the service's previous configuration stays in force"
             );
         }
-        // Services with a rejected configuration keep their previous one.
-        let previous_services =
-            self.applied_configuration.iter().flat_map(|previous_configuration| &previous_configuration.services);
-        let is_refused = |service: &&AgentService| {
-            unusable_services.iter().any(|unusable_service| unusable_service.name == service.name)
-        };
-        let has_free_address =
-            |service: &&AgentService| configuration.services.iter().all(|other| other.address != service.address);
-        let kept_services: Vec<AgentService> =
-            previous_services.filter(is_refused).filter(has_free_address).cloned().collect();
-        configuration.services.extend(kept_services);
+        self.keep_rejected_services(&mut configuration, unusable_services);
         self.refused_updates = unusable_services.iter().map(|service| service.to_refused_update(generation)).collect();
         if let Err(error) = self.try_apply_configuration(&configuration) {
             self.reject_configuration(generation, format!("{error:#}"));
@@ -253,6 +240,20 @@ impl Agent {
         self.accepted_config_generation = configuration.generation;
         self.applied_configuration = Some(configuration);
         self.run_maintenance();
+    }
+
+    /// Adds the previous configuration of the services whose new one was rejected.
+    fn keep_rejected_services(&self, configuration: &mut AgentConfiguration, unusable_services: &[UnusableService]) {
+        let previous_services =
+            self.applied_configuration.iter().flat_map(|previous_configuration| &previous_configuration.services);
+        let is_refused = |service: &&AgentService| {
+            unusable_services.iter().any(|unusable_service| unusable_service.name == service.name)
+        };
+        let has_free_address =
+            |service: &&AgentService| configuration.services.iter().all(|other| other.address != service.address);
+        let kept_services: Vec<AgentService> =
+            previous_services.filter(is_refused).filter(has_free_address).cloned().collect();
+        configuration.services.extend(kept_services);
     }
 
     /// Records that the agent rejects the whole configuration, and why.
@@ -277,25 +278,7 @@ impl Agent {
         if old_configuration
             .is_none_or(|old| old.services != new_configuration.services || old.address != new_configuration.address)
         {
-            if self.config.manage_timestamps && has_stamped_services(new_configuration) {
-                timestamps::manage_sysctl(stamps_new_connections(new_configuration), &mut self.saved_settings)?;
-            }
-            let services_with_ids_and_modes: Vec<_> = new_configuration
-                .services
-                .iter()
-                .map(|service| (service.address, service.server_id, service.mode))
-                .collect();
-            new_configuration
-                .address
-                .into_iter()
-                .for_each(|address| self.bpf_programs.set_outer_address_family(address));
-            self.bpf_programs.set_services(&services_with_ids_and_modes)?;
-            self.decapsulator.set_services(&new_configuration.services)?;
-            // Only TCP services are steered, because only they have listening sockets.
-            let tcp_services =
-                new_configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
-            let tcp_service_addresses: Vec<_> = tcp_services.map(|service| service.address).collect();
-            self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map())?;
+            self.apply_services(new_configuration)?;
         }
         if self.config.manage_rss {
             let desired_rss = DesiredRss {
@@ -306,6 +289,22 @@ impl Agent {
             self.on_rss_changed();
         }
         Ok(())
+    }
+
+    /// Applies the services and the server's outer address.
+    fn apply_services(&mut self, configuration: &AgentConfiguration) -> anyhow::Result<()> {
+        if self.config.manage_timestamps && has_stamped_services(configuration) {
+            timestamps::manage_sysctl(stamps_new_connections(configuration), &mut self.saved_settings)?;
+        }
+        let services_with_ids_and_modes: Vec<_> =
+            configuration.services.iter().map(|service| (service.address, service.server_id, service.mode)).collect();
+        configuration.address.into_iter().for_each(|address| self.bpf_programs.set_outer_address_family(address));
+        self.bpf_programs.set_services(&services_with_ids_and_modes)?;
+        self.decapsulator.set_services(&configuration.services)?;
+        // Only TCP services are steered, because only they have listening sockets.
+        let tcp_services = configuration.services.iter().filter(|service| service.address.protocol == Protocol::Tcp);
+        let tcp_service_addresses: Vec<_> = tcp_services.map(|service| service.address).collect();
+        self.steering.set_services(&tcp_service_addresses, self.bpf_programs.rss_map())
     }
 
     /// Rereads settings that other programs may change, which are the NIC's RSS, its queues' CPUs, and the workers.
@@ -329,7 +328,7 @@ impl Agent {
         self.warnings.extend(self.decapsulator.missing_program_warning());
         self.warnings
             .extend(self.stall_detector.observe_counters(handshake_counters(&self.bpf_programs)).map(str::to_owned));
-        let foreign_clock_count = self.bpf_programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK);
+        let foreign_clock_count = foreign_clock_count(&self.bpf_programs);
         self.warnings.extend(self.unstamped_syn_ack_monitor.observe_count(foreign_clock_count, Instant::now()));
         let services = self.applied_configuration.iter().flat_map(|configuration| &configuration.services);
         let forwarded_services = services.filter(|service| self.bpf_programs.forwards_syn_acks(&service.address));
@@ -427,83 +426,6 @@ impl Agent {
         Ok(query.answer(are_open))
     }
 
-    /// Returns all warnings for `coreward status`, including `extra_warnings` warnings about the connection to the
-    /// controller.
-    fn all_warnings(&self, extra_warnings: &[String]) -> Vec<String> {
-        let describe_refused_update = |refused_update: &v1::RefusedUpdate| {
-            format!(
-                "configuration {} cannot be used (service {:?}): {}",
-                refused_update.generation, refused_update.service, refused_update.reason
-            )
-        };
-        let refusal_warnings: Vec<String> = self.refused_updates.iter().map(describe_refused_update).collect();
-        [&self.warnings[..], extra_warnings, &refusal_warnings].concat()
-    }
-
-    /// Returns the next report without the parts that were already `report_state`, or `None` while the cores' load is
-    /// unknown.
-    pub fn report(&mut self, report_state: &SentReportState, extra_warnings: &[String]) -> Option<v1::Report> {
-        self.core_busy_ns.clear();
-        let measured_ns = monotonic_ns();
-        let load_read_error =
-            self.load_source.append_busy_times(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
-        if load_read_error != self.load_read_error {
-            match &load_read_error {
-                Some(error_text) => {
-                    tracing::warn!(
-                        event = "load-unknown",
-                        error = error_text,
-                        "the agent cannot read the load of its cores and sends no reports meanwhile"
-                    );
-                }
-                None => tracing::info!(
-                    event = "load-known",
-                    "the agent can read the load of its cores again and sends reports"
-                ),
-            }
-            self.load_read_error = load_read_error;
-        }
-        if self.load_read_error.is_some() {
-            return None;
-        }
-        self.report_sequence_number += 1;
-        // This does not wait for maintenance, because packets for a server are dropped until its MAC address is known.
-        self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
-        self.connection_counter.poll(self.applied_configuration.as_ref());
-        let rss_generation = self.rss_manager.change_count();
-        let changed_rss = (rss_generation != report_state.sent_rss_generation()).then(|| ReportedRss {
-            source: self.rss_manager.settings_source().to_owned(),
-            rss: self.rss_manager.known_rss().cloned(),
-        });
-        let counters = self.bpf_programs.counters();
-        let warnings = self.all_warnings(extra_warnings);
-        let details =
-            report_state.needs_details(self.applied_configuration.as_ref(), &warnings).then(|| ReportDetails {
-                counters: [counters_by_name(&counters, &self.steering), self.decapsulator.counters()].concat(),
-                warnings,
-                dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
-                connections: self.connection_counter.newest_counted_connections(),
-                refused: self.refused_updates.clone(),
-            });
-        let report = AgentReport {
-            sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
-            time_to_live: (self.report_interval() * REPORT_LIFETIME_IN_INTERVALS).max(MIN_REPORT_LIFETIME),
-            readings: CoreReadings {
-                report_sequence: self.report_sequence_number,
-                measured_ns,
-                busy_ns: self.core_busy_ns.clone(),
-            },
-            open_connections: connections::open_connection_count(),
-            rss_generation,
-            rss: changed_rss,
-            rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
-            rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
-            configuration_generation: self.confirmed_generation(),
-            details,
-        };
-        Some(reduce_oversized_report(report.into()))
-    }
-
     /// Applies the `[dispatch]` section of the changed `config_file` and logs that other changes need a restart. On
     /// failure, for example when the kernel rejects something, the previous state remains.
     pub fn reload(&mut self, config_file: &Path, config: Config) -> anyhow::Result<()> {
@@ -579,12 +501,7 @@ fn handshake_counters(bpf_programs: &ServerPrograms) -> HandshakeCounters {
     }
 }
 
-fn counters_by_name(counters: &[u64; server::COUNTER_COUNT], steering: &Steering) -> Vec<(String, u64)> {
-    let server_counters = server::COUNTER_NAMES.into_iter().zip(*counters);
-    // Values are sums over all services. If two programs used the same counter name, their values would be added up.
-    let mut value_by_name: HashMap<&str, u64> = HashMap::new();
-    server_counters
-        .chain(steering.counters())
-        .for_each(|(name, value)| *value_by_name.entry(name).or_default() += value);
-    value_by_name.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+/// Returns the number of unstamped SYN-ACKs whose socket is in another network namespace.
+fn foreign_clock_count(bpf_programs: &ServerPrograms) -> u64 {
+    bpf_programs.counter(intf::SERVER_COUNTER_EGRESS_FOREIGN_CLOCK)
 }

@@ -18,6 +18,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+use tonic::transport::Channel;
 
 use crate::agent::Agent;
 use crate::config::Config;
@@ -187,73 +189,100 @@ async fn run_session(
     agent: &mut Agent,
     tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
-    let grpc_channel = tasks.run_while(agent, connection, connection.connect()).await?;
-    let mut client = ControlClient::new(grpc_channel);
-    let (message_sender, message_receiver) = mpsc::channel(4);
-    let registration =
-        v1::AgentRegistration { server: agent.server_name().to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() };
-    message_sender.send(to_agent_message(Message::Registration(registration))).await?;
-    let stream_request = client.agent(ReceiverStream::new(message_receiver));
-    let stream_response = tasks.run_while(agent, connection, stream_request).await?;
-    let mut updates = connection.accept_stream(stream_response)?;
-    agent.begin_controller_stream();
-    tracing::info!(
-        event = "controller-connected",
-        controller = %connection.next_controller(),
-        "the agent has opened its stream to the controller"
-    );
-    let mut report_timer = start_interval(agent.report_interval());
-    let mut report_state = SentReportState::default();
+    let mut stream = ControllerStream::open(connection, agent, tasks).await?;
     loop {
         tokio::select! {
-            update = updates.message() => {
+            update = stream.updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
-                match update.update {
-                    Some(Update::Configuration(configuration)) => {
-                        let generation = configuration.generation;
-                        match AgentConfiguration::read(configuration) {
-                            Ok((configuration, unusable_services)) => {
-                                agent.configure(configuration, &unusable_services);
-                            }
-                            Err(error) => {
-                                tracing::warn!(
-                                    event = "configuration-rejected",
-                                    controller = %connection.next_controller(),
-                                    generation,
-                                    %error,
-                                    "the agent cannot decode the controller's configuration: the previous one stays in \
-                                     force"
-                                );
-                                agent.reject_configuration(generation, error.to_string());
-                            }
-                        }
-                    }
-                    Some(Update::SocketQuery(query)) => {
-                        // If the channel is full, the answer is dropped, because the load balancer repeats its query.
-                        if let Some(answer) = socket_answer(agent, &query) {
-                            let _ = message_sender.try_send(to_agent_message(Message::SocketAnswer(answer)));
-                        }
-                    }
-                    None => tracing::warn!(
-                        event = "update-unknown",
-                        controller = %connection.next_controller(),
-                        "the agent ignores an update of an unknown kind: upgrade the agent"
-                    ),
-                }
-                if report_timer.period() != agent.report_interval() {
-                    report_timer = start_interval(agent.report_interval());
-                }
+                stream.process_update(update, agent, connection);
             }
-            _ = report_timer.tick() => {
-                let Some(report) = agent.report(&report_state, &connection.warnings()) else { continue };
-                let next_report_state = report_state.with_report(&report);
-                // If the channel is full, the report is dropped, because the next one is complete.
-                if message_sender.try_send(to_agent_message(Message::Report(report))).is_ok() {
-                    report_state = next_report_state;
-                }
-            }
+            _ = stream.report_timer.tick() => stream.send_report(agent, connection),
             task = tasks.next_task() => task.perform(agent, connection),
+        }
+    }
+}
+
+/// Open stream to a controller, with the state of its reports.
+struct ControllerStream {
+    message_sender: mpsc::Sender<v1::AgentMessage>,
+    updates: Streaming<v1::AgentUpdate>,
+    report_timer: Interval,
+    report_state: SentReportState,
+    /// Client that keeps the stream's connection open.
+    _client: ControlClient<Channel>,
+}
+
+impl ControllerStream {
+    async fn open(
+        connection: &mut ControllerConnection,
+        agent: &mut Agent,
+        tasks: &mut BackgroundTasks,
+    ) -> anyhow::Result<Self> {
+        let grpc_channel = tasks.run_while(agent, connection, connection.connect()).await?;
+        let mut client = ControlClient::new(grpc_channel);
+        let (message_sender, message_receiver) = mpsc::channel(4);
+        let registration = v1::AgentRegistration {
+            server: agent.server_name().to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        message_sender.send(to_agent_message(Message::Registration(registration))).await?;
+        let stream_request = client.agent(ReceiverStream::new(message_receiver));
+        let stream_response = tasks.run_while(agent, connection, stream_request).await?;
+        let updates = connection.accept_stream(stream_response)?;
+        agent.begin_controller_stream();
+        tracing::info!(
+            event = "controller-connected",
+            controller = %connection.next_controller(),
+            "the agent has opened its stream to the controller"
+        );
+        let report_timer = start_interval(agent.report_interval());
+        Ok(Self { message_sender, updates, report_timer, report_state: SentReportState::default(), _client: client })
+    }
+
+    fn process_update(&mut self, update: v1::AgentUpdate, agent: &mut Agent, connection: &ControllerConnection) {
+        match update.update {
+            Some(Update::Configuration(configuration)) => apply_configuration(agent, configuration, connection),
+            Some(Update::SocketQuery(query)) => {
+                // If the channel is full, the answer is dropped, because the load balancer repeats its query.
+                if let Some(answer) = socket_answer(agent, &query) {
+                    let _ = self.message_sender.try_send(to_agent_message(Message::SocketAnswer(answer)));
+                }
+            }
+            None => tracing::warn!(
+                event = "update-unknown",
+                controller = %connection.next_controller(),
+                "the agent ignores an update of an unknown kind: upgrade the agent"
+            ),
+        }
+        if self.report_timer.period() != agent.report_interval() {
+            self.report_timer = start_interval(agent.report_interval());
+        }
+    }
+
+    fn send_report(&mut self, agent: &mut Agent, connection: &ControllerConnection) {
+        let Some(report) = agent.report(&self.report_state, &connection.warnings()) else { return };
+        let next_report_state = self.report_state.with_report(&report);
+        // If the channel is full, the report is dropped, because the next one is complete.
+        if self.message_sender.try_send(to_agent_message(Message::Report(report))).is_ok() {
+            self.report_state = next_report_state;
+        }
+    }
+}
+
+fn apply_configuration(agent: &mut Agent, configuration: v1::AgentConfiguration, connection: &ControllerConnection) {
+    let generation = configuration.generation;
+    match AgentConfiguration::read(configuration) {
+        Ok((configuration, unusable_services)) => agent.configure(configuration, &unusable_services),
+        Err(error) => {
+            tracing::warn!(
+                event = "configuration-rejected",
+                controller = %connection.next_controller(),
+                generation,
+                %error,
+                "the agent cannot decode the controller's configuration: the previous one stays in force"
+            );
+            agent.reject_configuration(generation, error.to_string());
         }
     }
 }

@@ -92,13 +92,7 @@ impl Controller {
     ) -> Result<u64, Vec<String>> {
         let generation = server.drain.as_ref().map_or(self.fleet.generation, |drain| drain.generation);
         let confirmation_time = self.load_balancers.confirmed_since(generation, now);
-        let counted_connections = match (agent.report_state(now), agent.connection_count(now)) {
-            (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),
-            (ReportState::Fresh, None) => {
-                Err("its agent's first count of connections (those before this version do not count)".to_owned())
-            }
-            (ReportState::Fresh, Some(connection_count)) => Ok(connection_count),
-        };
+        let counted_connections = newest_connection_count(agent, now);
         let is_count_after_drain = |connection_count: &ConnectionCount| {
             connection_count.configuration_generation >= generation
                 && confirmation_time
@@ -125,6 +119,17 @@ impl Controller {
                 Err(count_result.err().into_iter().chain([unconfirmed_balancers]).collect())
             }
         }
+    }
+}
+
+/// Returns the agent's newest count of connections, or what a drain waits for instead.
+fn newest_connection_count(agent: &Agent, now: Now) -> Result<&ConnectionCount, String> {
+    match (agent.report_state(now), agent.connection_count(now)) {
+        (ReportState::None | ReportState::Stale, _) => Err("its agent, which does not report".to_owned()),
+        (ReportState::Fresh, None) => {
+            Err("its agent's first count of connections (those before this version do not count)".to_owned())
+        }
+        (ReportState::Fresh, Some(connection_count)) => Ok(connection_count),
     }
 }
 

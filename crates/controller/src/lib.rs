@@ -273,19 +273,16 @@ impl Controller {
             }
         }
         self.last_session_number += 1;
-        // The agent's first report sets its time to live. Until then it is three report intervals.
-        let time_to_live = 3 * self.fleet.report_interval;
-        let version = version.to_owned();
         if let Some(rack) = agent.session.as_ref().and_then(|replaced_session| replaced_session.rack_name.as_deref()) {
             self.racks.on_agent_replaced(rack);
         }
-        let rack_name = relay.as_ref().map(|relay| relay.rack_name.clone());
         agent.begin_session(LiveSession {
             number: self.last_session_number,
             last_message_at: now.monotonic,
-            time_to_live,
-            version,
-            rack_name,
+            // The agent's first report sets its time to live. Until then it is three report intervals.
+            time_to_live: 3 * self.fleet.report_interval,
+            version: version.to_owned(),
+            rack_name: relay.as_ref().map(|relay| relay.rack_name.clone()),
         });
         self.on_load_source_changed(id);
         let session = Session { server: server.into(), number: self.last_session_number, relay };

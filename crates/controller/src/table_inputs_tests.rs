@@ -124,6 +124,30 @@ impl Harness {
         self.check_inputs(now);
     }
 
+    /// Records the load balancer's check of every server for every service.
+    fn report_checks(&mut self, is_down: &[bool; SERVER_COUNT], now: Now) {
+        let Some(session) = self.connected_balancer(now) else { return };
+        let service_indexes: Vec<_> =
+            self.controller.services.iter().map(|service| service.configuration().index).collect();
+        let targets = service_indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
+        let checked_server = |verdict| ServerCheckResult { verdict: Some(verdict), ..Default::default() };
+        let check_result = |n: usize| checked_server(if is_down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
+        let checked_servers = targets.map(|(index, n)| (index, id(n), check_result(n))).collect();
+        self.controller.load_balancers.record_health(session, HealthMessage { servers: checked_servers }, now);
+    }
+
+    /// Records the servers whose MAC addresses the load balancer does not know.
+    fn report_unresolved_servers(&mut self, is_unresolved: &[bool; SERVER_COUNT], now: Now) {
+        let Some(session) = self.connected_balancer(now) else { return };
+        let unresolved_names = is_unresolved
+            .iter()
+            .enumerate()
+            .filter(|(_, is_server_unresolved)| **is_server_unresolved)
+            .map(|(n, _)| format!("s{n}"));
+        let state = v1::LoadBalancerState { unresolved_servers: unresolved_names.collect(), ..Default::default() };
+        self.controller.record_load_balancer_state(session, state, now);
+    }
+
     fn apply_change(&mut self, change: &InputChange, now: Now) {
         match change {
             InputChange::Report { server, busy_ms, cores } => self.report_load(*server, *busy_ms, *cores, now),
@@ -138,28 +162,8 @@ impl Harness {
                     self.controller.configure(Fleet::new(&config, &self.records));
                 }
             }
-            InputChange::Check { is_down } => {
-                let Some(session) = self.connected_balancer(now) else { return };
-                let service_indexes: Vec<_> =
-                    self.controller.services.iter().map(|service| service.configuration().index).collect();
-                let targets = service_indexes.into_iter().flat_map(|index| (0..SERVER_COUNT).map(move |n| (index, n)));
-                let checked_server = |verdict| ServerCheckResult { verdict: Some(verdict), ..Default::default() };
-                let check_result =
-                    |n: usize| checked_server(if is_down[n] { HealthVerdict::Down } else { HealthVerdict::Up });
-                let checked_servers = targets.map(|(index, n)| (index, id(n), check_result(n))).collect();
-                self.controller.load_balancers.record_health(session, HealthMessage { servers: checked_servers }, now);
-            }
-            InputChange::Unresolved { servers } => {
-                let Some(session) = self.connected_balancer(now) else { return };
-                let unresolved_names = servers
-                    .iter()
-                    .enumerate()
-                    .filter(|(_, is_unresolved)| **is_unresolved)
-                    .map(|(n, _)| format!("s{n}"));
-                let state =
-                    v1::LoadBalancerState { unresolved_servers: unresolved_names.collect(), ..Default::default() };
-                self.controller.record_load_balancer_state(session, state, now);
-            }
+            InputChange::Check { is_down } => self.report_checks(is_down, now),
+            InputChange::Unresolved { servers } => self.report_unresolved_servers(servers, now),
             InputChange::Traffic { server, opened } => {
                 let Some(session) = self.connected_balancer(now) else { return };
                 self.traffic_message.servers.entry(id(*server)).or_default().opened_connection_count += opened;

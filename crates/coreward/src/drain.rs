@@ -111,13 +111,7 @@ async fn wait_until_drained(
             return Ok((status, RemainingConnections::Zero));
         }
         sleep(POLL_INTERVAL.min(deadline - Instant::now())).await;
-        let answer = match timeout_at(deadline, client.drain_status(&server)).await {
-            Ok(answer) => answer,
-            Err(_) => {
-                let remaining_text = describe_remaining(&status, is_controller_unreachable);
-                return Ok((status, RemainingConnections::Nonzero(remaining_text)));
-            }
-        };
+        let Ok(answer) = timeout_at(deadline, client.drain_status(&server)).await else { break };
         match answer {
             Ok(newest_status) => (status, is_controller_unreachable) = (newest_status, false),
             Err(error) if is_permanent_error(&error) => return Err(error),
@@ -128,16 +122,25 @@ async fn wait_until_drained(
                 }
             }
         }
-        let current_text = describe_drain(&status);
-        if !is_controller_unreachable && current_text != printed_text && is_text {
-            print(&current_text)?;
-            printed_text = current_text;
+        if !is_controller_unreachable && is_text {
+            print_changed_status(&status, &mut printed_text)?;
         }
         if Instant::now() >= deadline && status.remaining != Some(0) {
-            let remaining_text = describe_remaining(&status, is_controller_unreachable);
-            return Ok((status, RemainingConnections::Nonzero(remaining_text)));
+            break;
         }
     }
+    let remaining_text = describe_remaining(&status, is_controller_unreachable);
+    Ok((status, RemainingConnections::Nonzero(remaining_text)))
+}
+
+/// Prints the status unless its text equals the text that was printed last.
+fn print_changed_status(status: &DrainStatus, printed_text: &mut String) -> anyhow::Result<()> {
+    let current_text = describe_drain(status);
+    if current_text != *printed_text {
+        print(&current_text)?;
+        *printed_text = current_text;
+    }
+    Ok(())
 }
 
 /// Returns whether the controller has given a final answer, so that another attempt would be useless.

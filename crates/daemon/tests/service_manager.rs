@@ -2,7 +2,10 @@
 //! the socket's address.
 
 use std::os::unix::net::UnixDatagram;
+use std::path::Path;
 use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot::Sender;
 
 const MIN_WATCHDOG_MESSAGES: usize = 5;
 
@@ -10,11 +13,9 @@ fn count_watchdog_messages(received: &[String]) -> usize {
     received.iter().filter(|message| *message == "WATCHDOG=1").count()
 }
 
-/// Readiness is reported first, the watchdog is notified only during the work, and the end is announced.
-#[test]
-fn service_manager_gets_ready_watchdog_and_stopping() {
-    let directory = tempfile::tempdir().unwrap();
-    let socket_path = directory.path().join("notify");
+/// Binds the socket of the service manager, and writes its address and the watchdog's interval into the environment.
+fn bind_notify_socket(directory: &Path) -> UnixDatagram {
+    let socket_path = directory.join("notify");
     let socket = UnixDatagram::bind(&socket_path).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     // SAFETY: this is the only test of the process, and no other thread is there to read the environment.
@@ -23,21 +24,32 @@ fn service_manager_gets_ready_watchdog_and_stopping() {
         std::env::set_var("WATCHDOG_USEC", "20000");
         std::env::remove_var("WATCHDOG_PID");
     }
+    socket
+}
+
+/// Returns the messages until the end is announced. The sender is used after enough messages of the watchdog.
+fn receive_until_stopping(socket: &UnixDatagram, message_sender: Sender<()>) -> Vec<String> {
+    let mut received: Vec<String> = Vec::new();
+    let mut enough_messages_sender = Some(message_sender);
+    while received.last().is_none_or(|last| last != "STOPPING=1") {
+        let mut buffer = [0; 256];
+        let length = socket.recv(&mut buffer).unwrap();
+        received.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
+        if count_watchdog_messages(&received) == MIN_WATCHDOG_MESSAGES {
+            enough_messages_sender.take().into_iter().for_each(|sender| sender.send(()).unwrap());
+        }
+    }
+    received
+}
+
+/// Readiness is reported first, the watchdog is notified only during the work, and the end is announced.
+#[test]
+fn service_manager_gets_ready_watchdog_and_stopping() {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = bind_notify_socket(directory.path());
     // The manager reads during the work, because the socket holds few datagrams, and further ones block the sender.
     let (message_sender, message_receiver) = tokio::sync::oneshot::channel();
-    let manager = std::thread::spawn(move || {
-        let mut received: Vec<String> = Vec::new();
-        let mut enough_messages_sender = Some(message_sender);
-        while received.last().is_none_or(|last| last != "STOPPING=1") {
-            let mut buffer = [0; 256];
-            let length = socket.recv(&mut buffer).unwrap();
-            received.push(String::from_utf8_lossy(&buffer[..length]).trim_end().to_owned());
-            if count_watchdog_messages(&received) == MIN_WATCHDOG_MESSAGES {
-                enough_messages_sender.take().into_iter().for_each(|sender| sender.send(()).unwrap());
-            }
-        }
-        received
-    });
+    let manager = std::thread::spawn(move || receive_until_stopping(&socket, message_sender));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let start = Instant::now();
     // A signal stays pending until it is handled. This work does not handle SIGHUP, which must not end it.

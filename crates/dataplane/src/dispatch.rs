@@ -20,7 +20,7 @@ use anyhow::{Context as _, ensure};
 use coreward_intf as intf;
 use coreward_model::dispatch::{ClassBounds, RoundedServiceTime};
 use libbpf_rs::skel::{OpenSkel as _, SkelBuilder as _};
-use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle};
+use libbpf_rs::{Iter, Link, MapCore as _, MapFlags, MapHandle, OpenObject};
 
 pub use options::{
     MAX_RESPONSE_TIMEOUT, MAX_TYPES, Options, POLL_INTERVAL, Policy, RequestIdPosition, RequestType, Timeouts,
@@ -72,13 +72,7 @@ impl DispatchPrograms {
         fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
         let is_taken_over = pins.join(WORKERS_PIN).exists();
         let mut object_storage = MaybeUninit::uninit();
-        let mut open_skeleton =
-            DispatchSkelBuilder::default().open(&mut object_storage).context("bpf/dispatch/dispatch.bpf.c")?;
-        set_constants(&mut open_skeleton, options)?;
-        open_skeleton.maps.workers.set_pin_path(pins.join(WORKERS_PIN))?;
-        open_skeleton.maps.sockets.set_pin_path(pins.join(SOCKETS_PIN))?;
-        open_skeleton.maps.bss_state.set_pin_path(pins.join(STATE_PIN))?;
-        open_skeleton.maps.bss_requests.set_pin_path(pins.join(REQUESTS_PIN))?;
+        let open_skeleton = open_with_pins(&mut object_storage, pins, options)?;
         let other_version_error = || format!("{} is of another version (end it with --detach first)", pins.display());
         let loaded_skeleton = open_skeleton
             .load()
@@ -249,6 +243,21 @@ pub fn cgroup2_mount_point() -> anyhow::Result<PathBuf> {
         .lines()
         .find_map(cgroup2_mount)
         .context("no cgroup2 file system is mounted: expected one, as responses are seen there")
+}
+
+/// Opens the programs with the constants for `options`, and with maps that are or will be pinned in `pins`.
+fn open_with_pins<'obj>(
+    storage: &'obj mut MaybeUninit<OpenObject>,
+    pins: &Path,
+    options: &Options,
+) -> anyhow::Result<OpenDispatchSkel<'obj>> {
+    let mut open_skeleton = DispatchSkelBuilder::default().open(storage).context("bpf/dispatch/dispatch.bpf.c")?;
+    set_constants(&mut open_skeleton, options)?;
+    open_skeleton.maps.workers.set_pin_path(pins.join(WORKERS_PIN))?;
+    open_skeleton.maps.sockets.set_pin_path(pins.join(SOCKETS_PIN))?;
+    open_skeleton.maps.bss_state.set_pin_path(pins.join(STATE_PIN))?;
+    open_skeleton.maps.bss_requests.set_pin_path(pins.join(REQUESTS_PIN))?;
+    Ok(open_skeleton)
 }
 
 /// Sets the read-only constants of a service's programs before they are loaded.

@@ -29,6 +29,7 @@ mod counters;
 pub(crate) mod device;
 mod lb_stamping;
 pub(crate) mod link;
+mod load;
 mod pin_directory;
 mod pinned;
 mod placement;
@@ -45,7 +46,7 @@ use std::mem::offset_of;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 
-use anyhow::{Context as _, ensure};
+use anyhow::Context as _;
 use coreward_intf as intf;
 use coreward_model::connection_table::TableSize;
 use coreward_model::cookie::{CookieKey, FleetCookieKeys};
@@ -65,9 +66,10 @@ use crate::mac::MacAddress;
 use crate::rcu::{GracePeriods, GraceTicket};
 use connections::TableOccupancy;
 use link::XdpLink;
+use load::LoadedProgram;
 use program::{MapSizes, Maps};
-use services::{Service, read_services, required_features};
-use variant::{ProgramVariant, RequiredFeatures, VlanSettings};
+use services::Service;
+use variant::ProgramVariant;
 
 /// Packet rate that is limited by a token bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -252,85 +254,16 @@ impl LoadBalancer {
     /// kernel rejects the program. Also fails when the flow table's size is out of range, or the pinned connection
     /// table cannot get the requested size.
     pub fn load(options: Options) -> anyhow::Result<Self> {
-        ensure!(
-            (1..=MAX_FLOW_TABLE_ENTRIES).contains(&options.flow_table_entry_count),
-            "a flow table of {} entries: expected 1 to {MAX_FLOW_TABLE_ENTRIES}",
-            options.flow_table_entry_count
-        );
-        let lb_directory = options.pin_directory.as_deref().map(pin_directory::ensure_pin_directory).transpose()?;
-        let mut pinned_link =
-            lb_directory.as_ref().map(|pins| XdpLink::open_pinned(&pins.join("link"))).transpose()?.flatten();
-        if let (Some(pins), None) = (&lb_directory, &pinned_link)
-            && program::has_pinned_map(pins)
-        {
-            // These pins remained from an interrupted start or a removed link.
-            tracing::warn!(
-                event = "pins-removed",
-                pin_directory = %pins.display(),
-                "the load balancer removes pinned maps that no attached program uses"
-            );
-            program::unpin_maps_and_directory(pins)?;
-            std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())?;
-        }
-        let other_version_problem = match (&lb_directory, &pinned_link) {
-            (Some(pins), Some(_)) => Maps::take_over(pins).err(),
-            _ => None,
-        };
-        let pending_upgrade = other_version_problem.is_some().then(|| pinned_link.take()).flatten();
-        if let (Some(problem), Some(pins)) = (&other_version_problem, &lb_directory) {
-            tracing::warn!(
-                event = "upgrade-pending",
-                pin_directory = %pins.display(),
-                reason = format!("{problem:#}"),
-                "the pinned program of another version forwards until the controller sends configuration and tables"
-            );
-        }
-        let mut variant = ProgramVariant {
-            required_features: RequiredFeatures::default(),
-            counts_server_traffic: false,
-            counters_by_cpu: false,
-            broadcast_limits: options.broadcast_limits,
-            lb_stamping_clock: options.lb_stamping_clock,
-            packets_read_clock: options.packets_read_clock,
-            vlan_settings: VlanSettings { vip_vlan: options.vip_vlan, has_server_vlan: false },
-        };
         let map_sizes = MapSizes::new(options.flow_table_entry_count, options.connection_table_size)?;
-        let is_taken_over = pinned_link.is_some();
+        let lb_directory = options.pin_directory.as_deref().map(pin_directory::ensure_pin_directory).transpose()?;
         let grace_periods = GracePeriods::start()?;
-        let (maps, program, services) = match &lb_directory {
-            Some(pins) if is_taken_over => {
-                let mut maps = Maps::take_over(pins)?;
-                maps.resize_connection_table(pins, map_sizes)?;
-                connections::recover_lost_entries(&maps.connections)?;
-                let mut services = read_services(&maps);
-                placement::adopt_tables(&mut maps, &mut services);
-                variant.required_features = required_features(&services);
-                variant.vlan_settings.has_server_vlan = vlans::has_server_in_vlan(&maps);
-                variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
-                let program = maps.load(&variant)?;
-                (maps, program, services)
-            }
-            _ => {
-                if let (Some(pins), true) = (&lb_directory, pending_upgrade.is_some()) {
-                    variant.counters_by_cpu = program::pinned_program_counts_by_cpu(pins)?;
-                }
-                let (maps, program) = Maps::create(&variant, map_sizes)?;
-                connections::initialise_connection_table(&maps, options.connection_hash_key);
-                if let (Some(pins), None) = (&lb_directory, &pending_upgrade) {
-                    maps.pin(pins)?;
-                }
-                (maps, program, BTreeMap::new())
-            }
-        };
+        let LoadedProgram { maps, variant, program, services, xdp_link, pending_upgrade } =
+            LoadedProgram::load(&options, map_sizes, lb_directory.as_deref())?;
+        let is_taken_over = xdp_link.is_some();
         let lb_stamped_macs = if is_taken_over { lb_stamping::lb_stamped_macs(&maps)? } else { BTreeMap::new() };
-        let index_count = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
-        let mut addresses_by_index = vec![None; index_count];
-        services
-            .iter()
-            .for_each(|(address, service)| addresses_by_index[usize::from(service.index.0)] = Some(*address));
         Ok(Self {
             occupancy: TableOccupancy::count_used_entries(&maps),
-            services_by_index: addresses_by_index,
+            services_by_index: addresses_by_index(&services),
             // Objects may have been released just before the take-over, so the first write waits for a grace period.
             directory_grace_ticket: grace_periods.request_ticket(),
             grace_periods,
@@ -338,7 +271,7 @@ impl LoadBalancer {
             maps,
             variant,
             program,
-            xdp_link: pinned_link,
+            xdp_link,
             attached_interface: None,
             services,
             lb_stamped_macs,
@@ -427,6 +360,14 @@ impl LoadBalancer {
         let service_address = *self.service_address(index);
         self.services.get_mut(&service_address).expect("a place is of a service")
     }
+}
+
+/// Returns the addresses of the services by index.
+fn addresses_by_index(services: &BTreeMap<ServiceAddress, Service>) -> Vec<Option<ServiceAddress>> {
+    let index_count = services.values().map(|service| usize::from(service.index.0) + 1).max().unwrap_or(0);
+    let mut addresses = vec![None; index_count];
+    services.iter().for_each(|(address, service)| addresses[usize::from(service.index.0)] = Some(*address));
+    addresses
 }
 
 const SERVER_FLAGS_SHIFT: u32 = 48;

@@ -261,7 +261,7 @@ impl ArpNdpSockets {
         let start = Instant::now();
         let mut neighbours = Neighbours::default();
         let mut next_burst_time = Duration::ZERO;
-        let (mut own_addresses, mut addresses_read_time) = (None, None);
+        let mut own_addresses = OwnAddressCache::default();
         while !matches!(liveness_receiver.try_recv(), Err(mpsc::TryRecvError::Disconnected)) {
             let new_addresses = pending_addresses.lock().take();
             if let Some(addresses) = new_addresses {
@@ -269,19 +269,7 @@ impl ArpNdpSockets {
             }
             let mut lost_neighbours = Vec::new();
             if start.elapsed() >= next_burst_time {
-                let now = start.elapsed();
-                let (probes, lost_changes) = neighbours.take_due_probes(now);
-                // Own addresses are read once per interval, not once per burst of probes.
-                if !probes.is_empty()
-                    && addresses_read_time.is_none_or(|read_at| read_at + UNRESOLVED_PROBE_INTERVAL <= now)
-                {
-                    (own_addresses, addresses_read_time) =
-                        (OwnAddresses::read_vlan_device(&self.interface, self.vlan), Some(now));
-                }
-                if let Some(own_addresses) = &own_addresses {
-                    self.send_probes(&probes, own_addresses);
-                }
-                lost_neighbours = lost_changes;
+                lost_neighbours = self.send_due_probes(&mut neighbours, &mut own_addresses, start.elapsed());
                 next_burst_time = start.elapsed() + BURST_INTERVAL;
             }
             let senders = self.wait_for_senders(&neighbours, start)?;
@@ -295,6 +283,27 @@ impl ArpNdpSockets {
             }
         }
         Ok(())
+    }
+
+    /// Sends the probes that are due. Returns the neighbours that have become unresolved.
+    fn send_due_probes(
+        &self,
+        neighbours: &mut Neighbours,
+        own_addresses: &mut OwnAddressCache,
+        now: Duration,
+    ) -> Vec<MacChange> {
+        let (probes, lost_changes) = neighbours.take_due_probes(now);
+        // Own addresses are read once per interval, not once per burst of probes.
+        if !probes.is_empty()
+            && own_addresses.read_time.is_none_or(|read_time| read_time + UNRESOLVED_PROBE_INTERVAL <= now)
+        {
+            let addresses = OwnAddresses::read_vlan_device(&self.interface, self.vlan);
+            *own_addresses = OwnAddressCache { addresses, read_time: Some(now) };
+        }
+        if let Some(addresses) = &own_addresses.addresses {
+            self.send_probes(&probes, addresses);
+        }
+        lost_changes
     }
 
     /// Sends the probes. A probe that cannot be sent because the link is down counts as missed.
@@ -468,6 +477,13 @@ impl OwnAddresses {
             first_or_unspecified(&mut ipv6_addresses.iter().filter(|address| !address.is_unicast_link_local()));
         mac.map(|mac| Self { mac, ipv4, ipv6, routable_ipv6 })
     }
+}
+
+/// Own addresses, and the time at which they were read.
+#[derive(Default)]
+struct OwnAddressCache {
+    addresses: Option<OwnAddresses>,
+    read_time: Option<Duration>,
 }
 
 #[cfg(test)]

@@ -340,10 +340,7 @@ mod tests {
         assert_eq!(config.services[0].class_bounds(3).for_class(0), [4, 4, 4]);
     }
 
-    #[test]
-    fn request_types_match_numbers_and_prefixes() {
-        let config = parse(
-            r#"
+    const TYPED_SERVICES_CONFIG: &str = r#"
 [[service]]
 listen = "10.0.0.1:4000"
 policy = "jlq"
@@ -363,9 +360,11 @@ prefix = "get "
 [[service.type]]
 prefix = "scan"
 class = 1
-"#,
-        )
-        .unwrap();
+"#;
+
+    #[test]
+    fn request_types_match_numbers_and_prefixes() {
+        let config = parse(TYPED_SERVICES_CONFIG).unwrap();
         let [first, second] = &config.services[..] else { panic!("{config:?}") };
         assert_eq!((first.program_options.type_offset, first.program_options.measures_service_times), (3, false));
         assert_eq!(first.program_options.types[0].value, [1, 2, 0, 0, 0, 0, 0, 0]);

@@ -50,18 +50,7 @@ impl DrainRequest {
         let id = find_server(fleet, &self.server_name)?;
         let is_member = |service: &&FleetService| service.members.get(&id) == Some(&Membership::Present);
         let services: Vec<&FleetService> = fleet.services.iter().filter(is_member).collect();
-        for name in self.services.iter().flatten() {
-            if !services.iter().any(|service| service.name == *name) {
-                let service_names: Vec<&str> = services.iter().map(|service| service.name.as_str()).collect();
-                let expected_services =
-                    if service_names.is_empty() { "none".to_owned() } else { service_names.join(", ") };
-                return Err(DrainError::NotInService {
-                    server: self.server_name.clone(),
-                    service: name.clone(),
-                    expected: expected_services,
-                });
-            }
-        }
+        self.check_membership(&services)?;
         if self.force {
             return Ok(());
         }
@@ -82,6 +71,23 @@ impl DrainRequest {
         } else {
             Err(DrainError::LastServer { services: services_without_server })
         }
+    }
+
+    /// Checks that all requested services are among the `member_services`, to which the server belongs.
+    fn check_membership(&self, member_services: &[&FleetService]) -> Result<(), DrainError> {
+        for name in self.services.iter().flatten() {
+            if !member_services.iter().any(|service| service.name == *name) {
+                let service_names: Vec<&str> = member_services.iter().map(|service| service.name.as_str()).collect();
+                let expected_services =
+                    if service_names.is_empty() { "none".to_owned() } else { service_names.join(", ") };
+                return Err(DrainError::NotInService {
+                    server: self.server_name.clone(),
+                    service: name.clone(),
+                    expected: expected_services,
+                });
+            }
+        }
+        Ok(())
     }
 }
 

@@ -263,14 +263,32 @@ impl Fleet {
     }
 
     pub fn load_balancer_configuration(&self, is_alive: impl Fn(&str) -> bool) -> FleetConfiguration {
-        let to_server = |service: &FleetService, id: ServerId| {
+        let to_peer = |(name, record): (&String, &LoadBalancerRecord)| PeerLoadBalancer {
+            name: name.clone(),
+            owner: record.owner,
+            address: record.address,
+            is_alive: is_alive(name),
+        };
+        FleetConfiguration {
+            generation: self.generation,
+            keys: self.key_ring.keys,
+            services: self.services.iter().map(|service| self.load_balancer_service(service)).collect(),
+            load_balancers: self.load_balancer_records.iter().map(to_peer).collect(),
+            report_interval: self.report_interval,
+            table_lifetime: self.table_lifetime,
+        }
+    }
+
+    /// Returns the service's part of the configuration for load balancers.
+    fn load_balancer_service(&self, service: &FleetService) -> Service {
+        let to_server = |id: ServerId| {
             let fleet_server = &self.servers[&id];
             let is_eligible = self.is_eligible(service, id);
             let has_left = self.has_left_service(service, id);
             let FleetServer { address, weight, capacity, vlan, .. } = *fleet_server;
             Server { name: fleet_server.name.clone(), id, address, is_eligible, has_left, weight, capacity, vlan }
         };
-        let to_service = |service: &FleetService| Service {
+        Service {
             name: service.name.clone(),
             address: service.address,
             index: service.index,
@@ -281,26 +299,7 @@ impl Fleet {
             check: service.health_check.clone().filter(|check| check.probe != Probe::Agent),
             when_all_down: service.when_all_down,
             time_key: service.is_lb_stamped().then(|| lb_stamping::time_key(service.hash_seed)),
-            servers: service
-                .members
-                .keys()
-                .map(|id| to_server(service, *id))
-                .chain(service.other_balancer_as_server())
-                .collect(),
-        };
-        let to_peer = |(name, record): (&String, &LoadBalancerRecord)| PeerLoadBalancer {
-            name: name.clone(),
-            owner: record.owner,
-            address: record.address,
-            is_alive: is_alive(name),
-        };
-        FleetConfiguration {
-            generation: self.generation,
-            keys: self.key_ring.keys,
-            services: self.services.iter().map(to_service).collect(),
-            load_balancers: self.load_balancer_records.iter().map(to_peer).collect(),
-            report_interval: self.report_interval,
-            table_lifetime: self.table_lifetime,
+            servers: service.members.keys().copied().map(to_server).chain(service.other_balancer_as_server()).collect(),
         }
     }
 

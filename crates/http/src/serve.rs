@@ -190,19 +190,7 @@ async fn accept_connections(
 ) {
     let slots = ConnectionSlots::new(connection_limits.max_connections);
     loop {
-        let (stream, address) = match listener.accept().await {
-            Ok(connection) => connection,
-            Err(error) => {
-                // There may be too many open files, for example. The pause gives other connections time to end.
-                tracing::warn!(
-                    event = "accept-failed",
-                    %error,
-                    "the controller cannot accept a connection to the API and retries in 100 ms"
-                );
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            }
-        };
+        let (stream, address) = accept_connection(&listener).await;
         let permit = Arc::new(slots.acquire_slot(address.ip()).await);
         let (acceptor, router) = (acceptor.clone(), router.clone());
         tokio::spawn(async move {
@@ -221,6 +209,24 @@ async fn accept_connections(
                 );
             }
         });
+    }
+}
+
+/// Accepts the next connection. Tries again after an error.
+async fn accept_connection(listener: &tokio::net::TcpListener) -> (TcpStream, SocketAddr) {
+    loop {
+        match listener.accept().await {
+            Ok(connection) => return connection,
+            Err(error) => {
+                // There may be too many open files, for example. The pause gives other connections time to end.
+                tracing::warn!(
+                    event = "accept-failed",
+                    %error,
+                    "the controller cannot accept a connection to the API and retries in 100 ms"
+                );
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
     }
 }
 

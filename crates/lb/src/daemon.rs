@@ -25,6 +25,8 @@ use prost::bytes::Bytes;
 use tokio::sync::mpsc;
 use tokio::time::{Interval, MissedTickBehavior};
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+use tonic::transport::Channel;
 
 use crate::announce::{AnnounceState, Announcer};
 use crate::config::{Announce, Config, OnStop};
@@ -182,6 +184,15 @@ impl BackgroundTasks {
         Ok(self.sweeper.next_queries(monotonic_time(), max_queries))
     }
 
+    /// Applies a resolution and all queued ones, which then share one state message. Otherwise, 10,000 servers would
+    /// cause 10,000 messages.
+    fn apply_queued_resolutions(&mut self, forwarder: &mut Forwarder, first_resolution: MacResolution) {
+        forwarder.apply_resolution(first_resolution);
+        while let Ok(resolution) = self.resolution_receiver.try_recv() {
+            forwarder.apply_resolution(resolution);
+        }
+    }
+
     async fn run_periodic_maintenance(&mut self, forwarder: &mut Forwarder, interface: &str) -> anyhow::Result<()> {
         forwarder.refresh_own_mac()?;
         self.last_configuration.save_if_changed(forwarder);
@@ -263,92 +274,139 @@ async fn run_session(
     forwarder: &mut Forwarder,
     tasks: &mut BackgroundTasks,
 ) -> anyhow::Result<()> {
-    let grpc_channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
-    let mut client = ControlClient::new(grpc_channel).max_decoding_message_size(64 << 20);
-    let (message_sender, message_receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
-    message_sender
-        .send(to_load_balancer_message(Message::Registration(registration(config, forwarder.applied_generation()))))
-        .await?;
-    let stream_request = client.load_balancer(ReceiverStream::new(message_receiver));
-    let stream_response = tasks.run_while(forwarder, connection, stream_request).await??;
-    let mut updates = connection.accept_stream(stream_response)?;
-    tracing::info!(
-        event = "controller-connected",
-        controller = %connection.next_controller(),
-        "the load balancer has opened its stream to the controller"
-    );
-    forwarder.begin_controller_stream();
-    let mut state_timer = tokio::time::interval(STATE_MESSAGE_INTERVAL);
-    state_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut traffic_timer = skipping_interval(forwarder.traffic_report_interval());
-    let mut last_reported_state = (0, 0);
-    let (mut is_state_due, mut next_state_message_at) = (false, tokio::time::Instant::now());
+    let mut stream = ControllerStream::open(config, connection, forwarder, tasks).await?;
     loop {
         // A state message is due once a second. It is due immediately if a service got its first table, a server's MAC
         // address was found or lost, or another configuration was applied.
-        let needs_state_message = tokio::select! {
-            update = updates.message() => {
+        tokio::select! {
+            update = stream.updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
-                let table_in_force = apply_update(forwarder, &mut tasks.sweeper, update);
-                anyhow::ensure!(
-                    !forwarder.needs_complete_configuration(),
-                    "a change does not fit the configuration in force: expected a complete configuration"
-                );
-                if let Some(table_in_force) = table_in_force {
-                    // The message only serves latency metrics, so it may be lost.
-                    let _ = message_sender.try_send(to_load_balancer_message(Message::TableInForce(table_in_force)));
-                }
-                if traffic_timer.period() != forwarder.traffic_report_interval() {
-                    traffic_timer = skipping_interval(forwarder.traffic_report_interval());
-                }
-                last_reported_state != (forwarder.table_count(), forwarder.confirmed_generation())
+                stream.process_update(update, forwarder, &mut tasks.sweeper)?;
             }
             resolution = tasks.resolution_receiver.recv() => {
-                forwarder.apply_resolution(resolution.context(RESOLVER_ENDED_ERROR)?);
-                // All queued changes share one state message. Otherwise, 10,000 servers would cause 10,000 messages.
-                while let Ok(resolution) = tasks.resolution_receiver.try_recv() {
-                    forwarder.apply_resolution(resolution);
-                }
-                true
+                tasks.apply_queued_resolutions(forwarder, resolution.context(RESOLVER_ENDED_ERROR)?);
+                stream.is_state_due = true;
             }
-            () = tokio::time::sleep_until(next_state_message_at), if is_state_due => false,
-            _ = state_timer.tick() => {
+            () = tokio::time::sleep_until(stream.next_state_message_at), if stream.is_state_due => {}
+            _ = stream.state_timer.tick() => {
                 tasks.run_periodic_maintenance(forwarder, &config.interface).await?;
-                true
+                stream.is_state_due = true;
             }
-            _ = traffic_timer.tick() => {
-                // The counts are totals, so the next message replaces a lost one.
-                if let Some(traffic_message) = forwarder.traffic_message() {
-                    let message = to_load_balancer_message(Message::Traffic((&traffic_message).into()));
-                    let _ = message_sender.try_send(message);
-                }
-                false
-            }
-            scrape = tasks.scrape_receiver.next_scrape() => {
-                drop(scrape.send(tasks.metrics(forwarder, connection)));
-                false
-            }
+            _ = stream.traffic_timer.tick() => stream.send_traffic(forwarder),
+            scrape = tasks.scrape_receiver.next_scrape() => drop(scrape.send(tasks.metrics(forwarder, connection))),
             _ = tasks.tick_interval.tick() => {
                 // Half of the queue stays free for other messages.
-                for query in tasks.tick(forwarder, message_sender.capacity() / 2)? {
-                    let _ = message_sender.try_send(to_load_balancer_message(Message::SocketQuery((&query).into())));
-                }
-                if let Some(health_message) = forwarder.next_health_message() {
-                    let message = to_load_balancer_message(Message::Health((&health_message).into()));
-                    let _ = message_sender.try_send(message);
-                }
-                false
+                let socket_queries = tasks.tick(forwarder, stream.message_sender.capacity() / 2)?;
+                stream.send_queries_and_health(&socket_queries, forwarder);
             }
-        };
-        is_state_due |= needs_state_message;
-        if is_state_due && tokio::time::Instant::now() >= next_state_message_at {
-            last_reported_state = (forwarder.table_count(), forwarder.confirmed_generation());
-            (is_state_due, next_state_message_at) = (false, tokio::time::Instant::now() + MIN_STATE_INTERVAL);
-            // The message may be lost, because the next one replaces it.
-            let _ = message_sender
-                .try_send(to_load_balancer_message(Message::State(tasks.daemon_state(forwarder, connection))));
         }
+        if stream.is_state_due && tokio::time::Instant::now() >= stream.next_state_message_at {
+            stream.send_state(forwarder, tasks.daemon_state(forwarder, connection));
+        }
+    }
+}
+
+/// Open stream to a controller, with the times of its messages.
+struct ControllerStream {
+    message_sender: mpsc::Sender<v1::LoadBalancerMessage>,
+    updates: Streaming<v1::DataplaneUpdate>,
+    state_timer: Interval,
+    traffic_timer: Interval,
+    /// Number of tables and confirmed generation in the last state message.
+    last_reported_state: (usize, u64),
+    is_state_due: bool,
+    next_state_message_at: tokio::time::Instant,
+    /// Client that keeps the stream's connection open.
+    _client: ControlClient<Channel>,
+}
+
+impl ControllerStream {
+    async fn open(
+        config: &Config,
+        connection: &mut ControllerConnection,
+        forwarder: &mut Forwarder,
+        tasks: &mut BackgroundTasks,
+    ) -> anyhow::Result<Self> {
+        let grpc_channel = tasks.run_while(forwarder, connection, connection.connect()).await??;
+        let mut client = ControlClient::new(grpc_channel).max_decoding_message_size(64 << 20);
+        let (message_sender, message_receiver) = mpsc::channel(MESSAGE_QUEUE_LENGTH);
+        message_sender
+            .send(to_load_balancer_message(Message::Registration(registration(config, forwarder.applied_generation()))))
+            .await?;
+        let stream_request = client.load_balancer(ReceiverStream::new(message_receiver));
+        let stream_response = tasks.run_while(forwarder, connection, stream_request).await??;
+        let updates = connection.accept_stream(stream_response)?;
+        tracing::info!(
+            event = "controller-connected",
+            controller = %connection.next_controller(),
+            "the load balancer has opened its stream to the controller"
+        );
+        forwarder.begin_controller_stream();
+        let mut state_timer = tokio::time::interval(STATE_MESSAGE_INTERVAL);
+        state_timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        Ok(Self {
+            message_sender,
+            updates,
+            state_timer,
+            traffic_timer: skipping_interval(forwarder.traffic_report_interval()),
+            last_reported_state: (0, 0),
+            is_state_due: false,
+            next_state_message_at: tokio::time::Instant::now(),
+            _client: client,
+        })
+    }
+
+    /// Sends a message, which is lost if the queue is full.
+    fn try_send(&self, message: Message) {
+        let _ = self.message_sender.try_send(to_load_balancer_message(message));
+    }
+
+    /// Applies an update and acknowledges it if it was a table. Fails if a complete configuration is needed.
+    fn process_update(
+        &mut self,
+        update: v1::DataplaneUpdate,
+        forwarder: &mut Forwarder,
+        sweeper: &mut ConnectionSweeper,
+    ) -> anyhow::Result<()> {
+        let table_in_force = apply_update(forwarder, sweeper, update);
+        anyhow::ensure!(
+            !forwarder.needs_complete_configuration(),
+            "a change does not fit the configuration in force: expected a complete configuration"
+        );
+        if let Some(table_in_force) = table_in_force {
+            // The message only serves latency metrics, so it may be lost.
+            self.try_send(Message::TableInForce(table_in_force));
+        }
+        if self.traffic_timer.period() != forwarder.traffic_report_interval() {
+            self.traffic_timer = skipping_interval(forwarder.traffic_report_interval());
+        }
+        self.is_state_due |= self.last_reported_state != (forwarder.table_count(), forwarder.confirmed_generation());
+        Ok(())
+    }
+
+    fn send_traffic(&self, forwarder: &Forwarder) {
+        // The counts are totals, so the next message replaces a lost one.
+        if let Some(traffic_message) = forwarder.traffic_message() {
+            self.try_send(Message::Traffic((&traffic_message).into()));
+        }
+    }
+
+    fn send_queries_and_health(&self, socket_queries: &[SocketQuery], forwarder: &mut Forwarder) {
+        for query in socket_queries {
+            self.try_send(Message::SocketQuery(query.into()));
+        }
+        if let Some(health_message) = forwarder.next_health_message() {
+            self.try_send(Message::Health((&health_message).into()));
+        }
+    }
+
+    fn send_state(&mut self, forwarder: &Forwarder, state: v1::LoadBalancerState) {
+        self.last_reported_state = (forwarder.table_count(), forwarder.confirmed_generation());
+        self.is_state_due = false;
+        self.next_state_message_at = tokio::time::Instant::now() + MIN_STATE_INTERVAL;
+        // The message may be lost, because the next one replaces it.
+        self.try_send(Message::State(state));
     }
 }
 
@@ -407,20 +465,23 @@ fn apply_update(
             forwarder.record_install_latency(started_at.elapsed());
             return Some(table_in_force);
         }
-        Some(Update::SocketAnswer(answer)) => {
-            let freed_result = SocketAnswer::try_from(answer).map_err(anyhow::Error::from).and_then(|answer| {
-                forwarder.free_connections(&sweeper.handle_socket_answer(&answer, monotonic_time()))
-            });
-            if let Err(error) = freed_result {
-                log_rejection("socket-answer", None, &format!("{error:#}"));
-            }
-        }
+        Some(Update::SocketAnswer(answer)) => free_closed_connections(forwarder, sweeper, answer),
         None => tracing::warn!(
             event = "update-unknown",
             "the load balancer ignores an update of an unknown kind: upgrade the load balancer"
         ),
     }
     None
+}
+
+/// Frees the connections that the agent's answer reports as closed.
+fn free_closed_connections(forwarder: &mut Forwarder, sweeper: &mut ConnectionSweeper, answer: v1::SocketAnswer) {
+    let freed_result = SocketAnswer::try_from(answer)
+        .map_err(anyhow::Error::from)
+        .and_then(|answer| forwarder.free_connections(&sweeper.handle_socket_answer(&answer, monotonic_time())));
+    if let Err(error) = freed_result {
+        log_rejection("socket-answer", None, &format!("{error:#}"));
+    }
 }
 
 /// Installs a table and returns its acknowledgement. If the table is unusable, reports this and returns `None`.

@@ -36,6 +36,19 @@ struct AgentState {
     last_forwarded: Option<ForwardedReport>,
 }
 
+impl AgentState {
+    /// Returns whether the report must be forwarded because it is the first, its state is new, or its details are due.
+    fn must_forward(&self, report: &v1::Report, minimum_age: Duration, now: Now) -> bool {
+        self.last_forwarded.as_ref().is_none_or(|last_report| {
+            let has_new_details = now.monotonic.saturating_sub(last_report.forwarded_at) >= minimum_age
+                || last_report.warnings != report.warnings;
+            let has_new_state = (last_report.configuration_generation, last_report.rss_generation)
+                != (report.configuration_generation, report.rss_generation);
+            has_new_state || has_new_details && !report.without_details
+        })
+    }
+}
+
 struct ForwardedReport {
     forwarded_at: Duration,
     warnings: Vec<String>,
@@ -135,13 +148,7 @@ impl Reducer {
             if self.draining_streams.contains(&stream) { Duration::ZERO } else { configuration.detail_interval };
         let detail_interval = self.detail_interval.max(configured_interval);
         let minimum_age = detail_interval.saturating_sub(configuration.report_interval / 2);
-        let must_forward = agent_state.last_forwarded.as_ref().is_none_or(|last_report| {
-            let has_new_details = now.monotonic.saturating_sub(last_report.forwarded_at) >= minimum_age
-                || last_report.warnings != process_report.warnings;
-            let has_new_state = (last_report.configuration_generation, last_report.rss_generation)
-                != (process_report.configuration_generation, process_report.rss_generation);
-            has_new_state || has_new_details && !process_report.without_details
-        });
+        let must_forward = agent_state.must_forward(&process_report, minimum_age, now);
         let forwarded_report = (must_forward || process_report.rss.is_some()).then(|| {
             let (forwarded_at, warnings) = match agent_state.last_forwarded.take() {
                 Some(last_report) if process_report.without_details => (last_report.forwarded_at, last_report.warnings),

@@ -242,16 +242,18 @@ fn dispatched_text(server: &str, service: &DispatchedService) -> String {
     text
 }
 
+/// Describes whether the load balancer is connected, and its XDP mode if it is known.
+fn connection_text(balancer: &LoadBalancer) -> String {
+    match (&balancer.state, balancer.connected, balancer.alive) {
+        (_, false, true) => "disconnected a moment ago".to_owned(),
+        (_, false, false) => "lost".to_owned(),
+        (None, true, _) => "connected, no state yet".to_owned(),
+        (Some(state), true, _) => format!("XDP {}, as of {} ms ago", state.xdp_mode, balancer.state_age_ms),
+    }
+}
+
 fn load_balancer_text(balancer: &LoadBalancer, services: &[Service]) -> String {
-    let name = &balancer.name;
-    let mut text = match (&balancer.state, balancer.connected, balancer.alive) {
-        (_, false, true) => format!("\nload balancer {name}: disconnected a moment ago\n"),
-        (_, false, false) => format!("\nload balancer {name}: lost\n"),
-        (None, true, _) => format!("\nload balancer {name}: connected, no state yet\n"),
-        (Some(state), true, _) => {
-            format!("\nload balancer {name}: XDP {}, as of {} ms ago\n", state.xdp_mode, balancer.state_age_ms)
-        }
-    };
+    let mut text = format!("\nload balancer {}: {}\n", balancer.name, connection_text(balancer));
     let address = balancer.address.map_or_else(|| "no address".to_owned(), |address| address.to_string());
     let owner_text = balancer.owner.map_or_else(|| "none".to_owned(), |owner| owner.to_string());
     let _ = writeln!(text, "  owner      {owner_text}, at {address}");

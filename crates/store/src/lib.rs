@@ -69,6 +69,24 @@ mod tests {
     use coreward_fleet::records::DrainRecord;
     use coreward_fleet::records::{Document, Membership, Records, ServerRecord, ServiceRecord};
 
+    /// Returns the record of a drained server, or of one that has left its service and the document.
+    fn server_record(id: u64, left_at_s: Option<u64>) -> ServerRecord {
+        let membership = left_at_s.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
+        ServerRecord {
+            name: format!("s{id}"),
+            address: [10, 2, 0, 11].into(),
+            is_in_document: left_at_s.is_none(),
+            memberships: [("web".to_owned(), membership)].into(),
+            drain: left_at_s.is_none().then(|| DrainRecord {
+                changed_at: Duration::from_secs(1_700_000_000),
+                generation: 16,
+                services: Some(["web".to_owned()].into()),
+            }),
+            allowed_racks: left_at_s.is_some().then(|| ["r1".to_owned()].into()),
+            vlan: if left_at_s.is_some() { Vlan::new(4094).unwrap() } else { Vlan::UNTAGGED },
+        }
+    }
+
     /// Returns records in which every row of the store has content.
     pub fn complete_records() -> Records {
         let mut records = Records::generate(Duration::from_secs(5), &mut seeded_rng(3, 0));
@@ -86,21 +104,7 @@ mod tests {
             ServiceRecord { index: ServiceIndex::new(63).unwrap(), hash_seed: u64::MAX, bucket_history };
         records.services.insert("web".into(), service_record);
         for (id, left_at_s) in [(0u64, None), (16_383, Some(1_700_000_000))] {
-            let membership = left_at_s.map_or(Membership::Present, |s| Membership::LeftAt(Duration::from_secs(s)));
-            let server_record = ServerRecord {
-                name: format!("s{id}"),
-                address: [10, 2, 0, 11].into(),
-                is_in_document: left_at_s.is_none(),
-                memberships: [("web".to_owned(), membership)].into(),
-                drain: left_at_s.is_none().then(|| DrainRecord {
-                    changed_at: Duration::from_secs(1_700_000_000),
-                    generation: 16,
-                    services: Some(["web".to_owned()].into()),
-                }),
-                allowed_racks: left_at_s.is_some().then(|| ["r1".to_owned()].into()),
-                vlan: if left_at_s.is_some() { Vlan::new(4094).unwrap() } else { Vlan::UNTAGGED },
-            };
-            records.servers.insert(id.try_into().unwrap(), server_record);
+            records.servers.insert(id.try_into().unwrap(), server_record(id, left_at_s));
         }
         for n in 0..120 {
             let change_description = ChangeDescription {

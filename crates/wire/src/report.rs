@@ -127,6 +127,27 @@ const MAX_COUNTED_SERVICES: usize = 1024;
 /// Maximum number of workers of all UDP services in a report, which allows one worker per core.
 const MAX_WORKERS: usize = 4096;
 
+/// Checks that no list in the report is longer than one server may report.
+fn check_list_lengths(message: &v1::Report) -> Result<(), ReportError> {
+    for (field_name, count, max_count) in [
+        ("core_busy_ns", message.core_busy_ns.len(), MAX_CORES),
+        ("counters", message.counters.len(), MAX_COUNTERS),
+        ("warnings", message.warnings.len(), MAX_WARNINGS),
+        ("dispatch", message.dispatch.len(), MAX_DISPATCHED_SERVICES),
+        ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MAX_WORKERS),
+        (
+            "connections",
+            message.connections.as_ref().map_or(0, |counted_connections| counted_connections.services.len()),
+            MAX_COUNTED_SERVICES,
+        ),
+    ] {
+        if count > max_count {
+            return Err(ReportError::TooLarge { field: field_name, count, limit: max_count });
+        }
+    }
+    Ok(())
+}
+
 impl TryFrom<v1::Report> for AgentReport {
     type Error = ReportError;
 
@@ -134,22 +155,7 @@ impl TryFrom<v1::Report> for AgentReport {
         if !(1..=MAX_TIME_TO_LIVE_MS).contains(&message.time_to_live_ms) {
             return Err(ReportError::TimeToLive(message.time_to_live_ms));
         }
-        for (field_name, count, max_count) in [
-            ("core_busy_ns", message.core_busy_ns.len(), MAX_CORES),
-            ("counters", message.counters.len(), MAX_COUNTERS),
-            ("warnings", message.warnings.len(), MAX_WARNINGS),
-            ("dispatch", message.dispatch.len(), MAX_DISPATCHED_SERVICES),
-            ("dispatch.workers", message.dispatch.iter().map(|service| service.workers.len()).sum(), MAX_WORKERS),
-            (
-                "connections",
-                message.connections.as_ref().map_or(0, |counted_connections| counted_connections.services.len()),
-                MAX_COUNTED_SERVICES,
-            ),
-        ] {
-            if count > max_count {
-                return Err(ReportError::TooLarge { field: field_name, count, limit: max_count });
-            }
-        }
+        check_list_lengths(&message)?;
         let rss =
             message.rss.as_ref().map(ReportedRss::try_from).transpose().within("rss").map_err(ReportError::Rss)?;
         let details = (!message.without_details).then(|| ReportDetails {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::cpus::{self, THIS_THREAD};
 use crate::namespace::{self, run_ip_command, run_script_with_sysfs};
-use crate::report::{Report, Table};
+use crate::report::{Cell, Report, Table};
 use crate::run_time::enable_run_time_statistics;
 use crate::xdp::throughput::wire::{LOAD_BALANCER_MAC, NapiThread, VethPair};
 use crate::xdp::{median_of_rounds, quartile_range};
@@ -102,28 +102,8 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut cost_table = Table::new(&["packets by", "program, ns", "empty, ns", "above empty, ns", "CPU of it, %"]);
     for case in CASES {
         let windows = measure_case(&case, args)?;
-        let values_of = |to_value: fn(&LoadWindow) -> f64| windows.iter().map(to_value).collect::<Vec<_>>();
-        let differences = values_of(LoadWindow::distance_from_kernel_load);
-        let events_per_second = values_of(|window| window.events_per_second);
-        load_table.add_row([
-            case.name.into(),
-            median_of_rounds(&values_of(|window| window.measured_load_pct)).into(),
-            median_of_rounds(&values_of(|window| window.kernel_load.not_idle_pct)).into(),
-            median_of_rounds(&values_of(|window| window.kernel_load.stolen_pct)).into(),
-            median_of_rounds(&differences).into(),
-            quartile_range(&differences).into(),
-            median_of_rounds(&values_of(|window| window.kernel_load.sum_pct)).into(),
-            (median_of_rounds(&events_per_second) as u64).into(),
-        ]);
-        let (program_ns, empty_ns) = (values_of(|window| window.program_ns), values_of(|window| window.empty_ns));
-        let cpu_pct = values_of(|window| window.events_per_second * window.program_ns / 1e7);
-        cost_table.add_row([
-            case.name.into(),
-            median_of_rounds(&program_ns).into(),
-            median_of_rounds(&empty_ns).into(),
-            (median_of_rounds(&program_ns) - median_of_rounds(&empty_ns)).into(),
-            median_of_rounds(&cpu_pct).into(),
-        ]);
+        load_table.add_row(load_row(case.name, &windows));
+        cost_table.add_row(cost_row(case.name, &windows));
     }
     let Args { windows, window_ms } = args;
     Ok(Report {
@@ -157,6 +137,35 @@ impl LoadWindow {
         let KernelLoad { not_idle_pct, stolen_pct, .. } = self.kernel_load;
         self.measured_load_pct - self.measured_load_pct.clamp(not_idle_pct - stolen_pct, not_idle_pct)
     }
+}
+
+fn values_by_window(windows: &[LoadWindow], to_value: fn(&LoadWindow) -> f64) -> Vec<f64> {
+    windows.iter().map(to_value).collect()
+}
+
+fn median_of_windows(windows: &[LoadWindow], to_value: fn(&LoadWindow) -> f64) -> f64 {
+    median_of_rounds(&values_by_window(windows, to_value))
+}
+
+fn load_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 8] {
+    let differences = values_by_window(windows, LoadWindow::distance_from_kernel_load);
+    [
+        case_name.into(),
+        median_of_windows(windows, |window| window.measured_load_pct).into(),
+        median_of_windows(windows, |window| window.kernel_load.not_idle_pct).into(),
+        median_of_windows(windows, |window| window.kernel_load.stolen_pct).into(),
+        median_of_rounds(&differences).into(),
+        quartile_range(&differences).into(),
+        median_of_windows(windows, |window| window.kernel_load.sum_pct).into(),
+        (median_of_windows(windows, |window| window.events_per_second) as u64).into(),
+    ]
+}
+
+fn cost_row(case_name: &str, windows: &[LoadWindow]) -> [Cell; 5] {
+    let program_ns = median_of_windows(windows, |window| window.program_ns);
+    let empty_ns = median_of_windows(windows, |window| window.empty_ns);
+    let cpu_pct = median_of_windows(windows, |window| window.events_per_second * window.program_ns / 1e7);
+    [case_name.into(), program_ns.into(), empty_ns.into(), (program_ns - empty_ns).into(), cpu_pct.into()]
 }
 
 fn measure_case(case: &ReceiveCase, args: &Args) -> anyhow::Result<Vec<LoadWindow>> {

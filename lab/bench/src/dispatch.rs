@@ -67,39 +67,12 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     let mut dispatch_table =
         Table::new(&["policy", "workers", "above empty, ns", "fastest rounds", "goal", "verdict", "empty, ns"]);
     for worker_count in WORKER_COUNTS {
-        let mut services = vec![
-            DispatchedService::with_baseline(worker_count, BaselineProgram::LeaveToKernel)?,
-            DispatchedService::with_baseline(worker_count, BaselineProgram::SelectSocket)?,
-        ];
-        let mut policy_names = vec!["(always the same)"];
-        for policy in Policy::all() {
-            services.push(DispatchedService::with_policy(worker_count, policy)?);
-            policy_names.push(policy.name());
-        }
-        // The times are sorted by service, then by round.
-        let mut ns_by_service_and_round = vec![Vec::new(); services.len()];
-        for _ in 0..args.rounds {
-            for (ns_by_round, service) in ns_by_service_and_round.iter_mut().zip(&services) {
-                ns_by_round.push(service.measure_ns_per_request(args.requests)?);
-            }
-        }
+        let services = start_services(worker_count)?;
+        let ns_by_service_and_round = measure_services(&services, args)?;
         if worker_count == WORKER_COUNTS[0] {
             add_egress_rows(args, &services, &mut egress_table)?;
         }
-        let empty_ns = ns_by_service_and_round[0].clone();
-        for (policy_name, ns_by_round) in policy_names.into_iter().zip(&ns_by_service_and_round[1..]) {
-            let fastest_difference_ns = difference_of_fastest_rounds(ns_by_round, &empty_ns);
-            let [goal, verdict] = goal_cells(goal_for_policy(policy_name, worker_count), fastest_difference_ns);
-            dispatch_table.add_row([
-                policy_name.into(),
-                (worker_count as u64).into(),
-                median_of_rounds(&differences_by_round(ns_by_round, &empty_ns)).into(),
-                fastest_difference_ns.into(),
-                goal,
-                verdict,
-                median_of_rounds(&empty_ns).into(),
-            ]);
-        }
+        add_policy_rows(worker_count, &ns_by_service_and_round, &mut dispatch_table);
     }
     let Args { rounds, requests } = args;
     Ok(Report {
@@ -115,29 +88,59 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
     })
 }
 
+/// Starts the services with a baseline program, and then one service per policy.
+fn start_services(worker_count: usize) -> anyhow::Result<Vec<DispatchedService>> {
+    let mut services = vec![
+        DispatchedService::with_baseline(worker_count, BaselineProgram::LeaveToKernel)?,
+        DispatchedService::with_baseline(worker_count, BaselineProgram::SelectSocket)?,
+    ];
+    for policy in Policy::all() {
+        services.push(DispatchedService::with_policy(worker_count, policy)?);
+    }
+    Ok(services)
+}
+
+/// Measures all services one after the other in each round. Returns the times per request (ns), sorted by service, then
+/// by round.
+fn measure_services(services: &[DispatchedService], args: &Args) -> anyhow::Result<Vec<Vec<f64>>> {
+    let mut ns_by_service_and_round = vec![Vec::new(); services.len()];
+    for _ in 0..args.rounds {
+        for (ns_by_round, service) in ns_by_service_and_round.iter_mut().zip(services) {
+            ns_by_round.push(service.measure_ns_per_request(args.requests)?);
+        }
+    }
+    Ok(ns_by_service_and_round)
+}
+
+/// Adds a row for each service of [`start_services`] except the first one, above whose times the others are shown.
+fn add_policy_rows(worker_count: usize, ns_by_service_and_round: &[Vec<f64>], table: &mut Table) {
+    let empty_ns = &ns_by_service_and_round[0];
+    let policy_names = std::iter::once("(always the same)").chain(Policy::all().map(|policy| policy.name()));
+    for (policy_name, ns_by_round) in policy_names.zip(&ns_by_service_and_round[1..]) {
+        let fastest_difference_ns = difference_of_fastest_rounds(ns_by_round, empty_ns);
+        let [goal, verdict] = goal_cells(goal_for_policy(policy_name, worker_count), fastest_difference_ns);
+        table.add_row([
+            policy_name.into(),
+            (worker_count as u64).into(),
+            median_of_rounds(&differences_by_round(ns_by_round, empty_ns)).into(),
+            fastest_difference_ns.into(),
+            goal,
+            verdict,
+            median_of_rounds(empty_ns).into(),
+        ]);
+    }
+}
+
 /// Adds a row with the egress program's cost for a response of the service, and one with its cost for another datagram.
 fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Table) -> anyhow::Result<()> {
-    // These services have the policies `jsq` and `random`. Only the first one gets requests.
+    // The first program is empty, and the services of the others have the policies `jsq` and `random`. Only the service
+    // with `jsq` gets requests.
     let jsq_index =
         BASELINE_SERVICE_COUNT + Policy::all().position(|policy| policy == Policy::ShortestQueue).context("no jsq")?;
-    let (empty_program, own_program, other_program) = (
-        &services[0].egress_program,
-        &services[jsq_index].egress_program,
-        &services[BASELINE_SERVICE_COUNT].egress_program,
-    );
+    let programs = [0, jsq_index, BASELINE_SERVICE_COUNT].map(|service_index| &services[service_index].egress_program);
     let (mut own_response_ns, mut other_datagram_ns, mut empty_program_ns) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..args.rounds {
-        let run_times_before =
-            [empty_program, own_program, other_program].map(|program| run_ns_and_count(program.as_fd()));
-        services[jsq_index].measure_ns_per_request(args.requests)?;
-        let run_times_after =
-            [empty_program, own_program, other_program].map(|program| run_ns_and_count(program.as_fd()));
-        let mut ns_and_runs = Vec::new();
-        for (result_before, result_after) in run_times_before.into_iter().zip(run_times_after) {
-            let (run_time_before, run_time_after) = (result_before?, result_after?);
-            ns_and_runs
-                .push(((run_time_after.0 - run_time_before.0) as f64, (run_time_after.1 - run_time_before.1) as f64));
-        }
+        let ns_and_runs = run_times_during(&programs, || services[jsq_index].measure_ns_per_request(args.requests))?;
         let ns_per_run: Vec<f64> = ns_and_runs.iter().map(|(total_ns, run_count)| total_ns / run_count).collect();
         // The sockets sent both the requests and the responses, but only the responses belong to the service.
         let response_count = f64::from(args.requests);
@@ -164,6 +167,19 @@ fn add_egress_rows(args: &Args, services: &[DispatchedService], table: &mut Tabl
         median_empty_ns.into(),
     ]);
     Ok(())
+}
+
+/// Returns for each program its total run time (ns) and its number of runs while `work` runs.
+fn run_times_during(
+    programs: &[&OwnedFd],
+    work: impl FnOnce() -> anyhow::Result<f64>,
+) -> anyhow::Result<Vec<(f64, f64)>> {
+    let read_run_times =
+        || programs.iter().map(|program| run_ns_and_count(program.as_fd())).collect::<anyhow::Result<Vec<_>>>();
+    let run_times_before = read_run_times()?;
+    work()?;
+    let run_times = read_run_times()?.into_iter().zip(run_times_before);
+    Ok(run_times.map(|(after, before)| ((after.0 - before.0) as f64, (after.1 - before.1) as f64)).collect())
 }
 
 /// Baseline program, with which the dispatch program's cost is compared.

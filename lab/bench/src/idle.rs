@@ -125,18 +125,8 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
     namespace::enter_new_network_namespace()?;
-    coreward_control_server::server::raise_file_limit();
-    let (file_limit, needed_file_count) =
-        (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(args.connections) + OTHER_OPEN_FILE_COUNT);
-    ensure!(
-        needed_file_count <= file_limit,
-        "{} connections need {needed_file_count} open files, but the limit is {file_limit}: raise the hard limit \
-         (`ulimit -Hn`), or measure fewer with --connections",
-        args.connections
-    );
-    run_ip_command("link set lo up")?;
-    run_ip_command(&format!("address add {}/32 dev lo", SERVICE_ADDRESS.0))?;
-    std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")?;
+    require_open_files(args.connections)?;
+    configure_loopback()?;
     let programs = AttachedServerPrograms::attach()?;
     let _run_time_statistics = enable_run_time_statistics()?;
     let connections = open_connections(args.connections)?;
@@ -170,6 +160,25 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
         ),
         tables: vec![table],
     })
+}
+
+/// Raises the limit of open files. Fails when the hard limit is too low for both sockets of each connection.
+fn require_open_files(connections: u32) -> anyhow::Result<()> {
+    coreward_control_server::server::raise_file_limit();
+    let (file_limit, needed_file_count) =
+        (getrlimit(Resource::RLIMIT_NOFILE)?.0, 2 * u64::from(connections) + OTHER_OPEN_FILE_COUNT);
+    ensure!(
+        needed_file_count <= file_limit,
+        "{connections} connections need {needed_file_count} open files, but the limit is {file_limit}: raise the hard \
+         limit (`ulimit -Hn`), or measure fewer with --connections"
+    );
+    Ok(())
+}
+
+fn configure_loopback() -> anyhow::Result<()> {
+    run_ip_command("link set lo up")?;
+    run_ip_command(&format!("address add {}/32 dev lo", SERVICE_ADDRESS.0))?;
+    std::fs::write("/proc/sys/net/ipv4/tcp_timestamps", "2").context("net.ipv4.tcp_timestamps")
 }
 
 fn open_connections(count: u32) -> anyhow::Result<Vec<ConnectionEnds>> {

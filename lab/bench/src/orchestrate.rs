@@ -57,55 +57,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 
 fn measure(args: &Args) -> anyhow::Result<Report> {
     bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[0])?;
-    let mut rate_table =
-        Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
-    let mut add_rate_row = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
-        let millions_per_second = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
-        let (median_rate, [median_cell, min_cell, max_cell, ns_cell]) =
-            rate_median_and_cells(&millions_per_second, 1e3);
-        let [goal_cell, verdict_cell] = goal_cells(Some(Goal::AtLeast(goal)), median_rate);
-        rate_table.add_row([name.into(), median_cell, min_cell, max_cell, ns_cell, goal_cell, verdict_cell]);
-        Ok(())
-    };
-    for (cores, goal) in [(16, 3.0), (64, 1.5)] {
-        add_rate_row(&format!("decisions of the model, {cores} cores"), goal, &|| {
-            Ok(measure_decision_rate(cores, args.operations))
-        })?;
-        add_rate_row(&format!("requests through the memory, {cores} cores"), goal, &|| {
-            measure_request_rate(cores, args.operations)
-        })?;
-    }
-    add_rate_row("feedback messages of one core", 20.0, &|| measure_feedback_rate(args.operations))?;
-    add_rate_row("hints to one core", 20.0, &|| measure_hint_rate(args.operations))?;
-    let mut round_trip_table = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
-    let round_trip_count = args.operations.min(200_000);
-    let (mut request_round_trips, mut cache_line_round_trips) = (Vec::new(), Vec::new());
-    let (mut yielding_round_trips, mut preempted_round_trips) = (Vec::new(), Vec::new());
-    for _ in 0..args.rounds {
-        request_round_trips.push(measure_request_round_trips(round_trip_count, None)?);
-        cache_line_round_trips.push(measure_cache_line_round_trips(round_trip_count)?);
-        yielding_round_trips
-            .push(measure_request_round_trips(round_trip_count / 100, Some(LowPriorityHandling::Yielding))?);
-        preempted_round_trips
-            .push(measure_request_round_trips(round_trip_count / 100, Some(LowPriorityHandling::PreemptedByTimer))?);
-    }
-    for (name, quantiles_by_round, goal) in [
-        ("request and response", request_round_trips, Some(Goal::AtMost(400.0))),
-        ("one cache line there, another one back: the machine's floor", cache_line_round_trips, None),
-        ("during a handler of 1 ms that yields every 1 us, quantum 5 us", yielding_round_trips, None),
-        ("during a handler of 1 ms without yield points, timer of 50 us", preempted_round_trips, None),
-    ] {
-        let median_of_quantile = |quantile_index: usize| {
-            median(
-                &quantiles_by_round.iter().map(|round_quantiles| round_quantiles[quantile_index]).collect::<Vec<f64>>(),
-            )
-        };
-        let (median_ns, p99_ns) =
-            (median_of_quantile(0).context("a round")?, median_of_quantile(1).context("a round")?);
-        let [goal_cell, verdict_cell] = goal_cells(goal, median_ns);
-        round_trip_table.add_row([name.into(), median_ns.into(), p99_ns.into(), goal_cell, verdict_cell]);
-    }
-    let socket_table = measure_sockets(args)?;
+    let tables = vec![measure_rates(args)?, measure_round_trips(args)?, measure_sockets(args)?];
     Ok(Report {
         name: "orchestrate",
         heading: "Requests to cores through shared memory",
@@ -122,8 +74,69 @@ fn measure(args: &Args) -> anyhow::Result<Report> {
             args.rounds,
             args.operations
         ),
-        tables: vec![rate_table, round_trip_table, socket_table],
+        tables,
     })
+}
+
+/// Measures how many decisions, requests and messages one CPU can handle per second.
+fn measure_rates(args: &Args) -> anyhow::Result<Table> {
+    let mut table = Table::new(&["per second on one CPU", "millions", "least", "most", "ns each", "goal", "verdict"]);
+    let mut add_row = |name: &str, goal: f64, measure: &dyn Fn() -> anyhow::Result<f64>| -> anyhow::Result<()> {
+        let millions_per_second = (0..args.rounds).map(|_| measure()).collect::<anyhow::Result<Vec<f64>>>()?;
+        let (median_rate, [median_cell, min_cell, max_cell, ns_cell]) =
+            rate_median_and_cells(&millions_per_second, 1e3);
+        let [goal_cell, verdict_cell] = goal_cells(Some(Goal::AtLeast(goal)), median_rate);
+        table.add_row([name.into(), median_cell, min_cell, max_cell, ns_cell, goal_cell, verdict_cell]);
+        Ok(())
+    };
+    for (cores, goal) in [(16, 3.0), (64, 1.5)] {
+        add_row(&format!("decisions of the model, {cores} cores"), goal, &|| {
+            Ok(measure_decision_rate(cores, args.operations))
+        })?;
+        add_row(&format!("requests through the memory, {cores} cores"), goal, &|| {
+            measure_request_rate(cores, args.operations)
+        })?;
+    }
+    add_row("feedback messages of one core", 20.0, &|| measure_feedback_rate(args.operations))?;
+    add_row("hints to one core", 20.0, &|| measure_hint_rate(args.operations))?;
+    Ok(table)
+}
+
+/// Function that measures a number of round trips. Returns their median and 99th percentile (ns).
+type MeasureRoundTrips = fn(u64) -> anyhow::Result<[f64; 2]>;
+
+const ROUND_TRIP_CASES: [(&str, Option<Goal>, MeasureRoundTrips); 4] = [
+    ("request and response", Some(Goal::AtMost(400.0)), |trip_count| measure_request_round_trips(trip_count, None)),
+    ("one cache line there, another one back: the machine's floor", None, measure_cache_line_round_trips),
+    ("during a handler of 1 ms that yields every 1 us, quantum 5 us", None, |trip_count| {
+        measure_request_round_trips(trip_count / 100, Some(LowPriorityHandling::Yielding))
+    }),
+    ("during a handler of 1 ms without yield points, timer of 50 us", None, |trip_count| {
+        measure_request_round_trips(trip_count / 100, Some(LowPriorityHandling::PreemptedByTimer))
+    }),
+];
+
+/// Measures all cases of round trips, one after the other in each round.
+fn measure_round_trips(args: &Args) -> anyhow::Result<Table> {
+    let mut quantiles_by_case = vec![Vec::new(); ROUND_TRIP_CASES.len()];
+    for _ in 0..args.rounds {
+        for ((_, _, measure), quantiles_by_round) in ROUND_TRIP_CASES.iter().zip(&mut quantiles_by_case) {
+            quantiles_by_round.push(measure(args.operations.min(200_000))?);
+        }
+    }
+    let mut table = Table::new(&["round trip, ns", "median", "p99", "goal", "verdict"]);
+    for ((name, goal, _), quantiles_by_round) in ROUND_TRIP_CASES.into_iter().zip(&quantiles_by_case) {
+        let median_of_quantile = |quantile_index: usize| {
+            median(
+                &quantiles_by_round.iter().map(|round_quantiles| round_quantiles[quantile_index]).collect::<Vec<f64>>(),
+            )
+        };
+        let (median_ns, p99_ns) =
+            (median_of_quantile(0).context("a round")?, median_of_quantile(1).context("a round")?);
+        let [goal_cell, verdict_cell] = goal_cells(goal, median_ns);
+        table.add_row([name.into(), median_ns.into(), p99_ns.into(), goal_cell, verdict_cell]);
+    }
+    Ok(table)
 }
 
 /// Function that measures one UDP server with a number of requests. Returns the mean times of one request.
@@ -347,6 +360,25 @@ fn keep_low_priority_busy(engine: &mut Engine, trip_number: u64) {
     }
 }
 
+/// Serves the requests of one core with an [`EchoHandler`] on the workers' CPU, until `should_stop` is set.
+fn serve_echo(
+    runtime: &Runtime,
+    low_priority_handling: Option<LowPriorityHandling>,
+    should_stop: &AtomicBool,
+) -> anyhow::Result<()> {
+    bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
+    let mut workers = connect_workers(runtime, 1, service_address())?;
+    let handler = EchoHandler(low_priority_handling);
+    let options = ServeOptions { sleep_time: Duration::ZERO, ..ServeOptions::default() };
+    match low_priority_handling {
+        Some(LowPriorityHandling::PreemptedByTimer) => {
+            workers[0].serve_with_timer(&handler, options, TIMER_PERIOD, should_stop)?
+        }
+        _ => workers[0].serve(&handler, options, should_stop)?,
+    };
+    Ok(())
+}
+
 /// Sends one request at a time. Returns the median and 99th percentile of the time from request to response (ns).
 fn measure_request_round_trips(
     trip_count: u64,
@@ -356,21 +388,7 @@ fn measure_request_round_trips(
     let runtime = Runtime::connect(&memory_path)?;
     let should_stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let worker_thread = scope.spawn(|| -> anyhow::Result<()> {
-            bind_to_cpu(THIS_THREAD, ORCHESTRATOR_AND_WORKER_CPU[1])?;
-            let mut workers = connect_workers(&runtime, 1, service_address())?;
-            let serve_options = ServeOptions { sleep_time: Duration::ZERO, ..ServeOptions::default() };
-            match low_priority_handling {
-                Some(LowPriorityHandling::PreemptedByTimer) => workers[0].serve_with_timer(
-                    &EchoHandler(low_priority_handling),
-                    serve_options,
-                    TIMER_PERIOD,
-                    &should_stop,
-                )?,
-                _ => workers[0].serve(&EchoHandler(low_priority_handling), serve_options, &should_stop)?,
-            };
-            Ok(())
-        });
+        let worker_thread = scope.spawn(|| serve_echo(&runtime, low_priority_handling, &should_stop));
         let mut round_trip_ns = Vec::with_capacity(trip_count as usize);
         while engine.core_counters().accepted_workers == 0 && !worker_thread.is_finished() {
             engine.poll(0, &mut |_, _, _| ());

@@ -16,6 +16,7 @@ use prost::Message as _;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
 
 use crate::controller_process::ControllerProcess;
 use crate::cpus::thread_cpu_time;
@@ -106,67 +107,27 @@ impl EmulatedRack {
     ) -> anyhow::Result<Self> {
         let (message_sender, receiver) = mpsc::channel(8);
         let rack_name = format!("rack{rack_index}");
-        let registration = v1::RackRegistration { name: rack_name.clone(), version: "bench".into() };
-        let registrations = agents.clone().map(|agent| {
-            let registration = v1::AgentRegistration { server: server_name_of_agent(agent), version: "bench".into() };
-            message_from_agent(agent, agent_message::Message::Registration(registration))
-        });
-        message_sender.send(v1::RackMessage { registration: Some(registration), ..Default::default() }).await?;
-        message_sender.send(v1::RackMessage { agents: registrations.collect(), ..Default::default() }).await?;
+        for message in registration_messages(&rack_name, agents.clone()) {
+            message_sender.send(message).await?;
+        }
         let mut updates = controller
             .connect_as(Role::Rack, &rack_name)
             .await?
             .rack(ReceiverStream::new(receiver))
             .await?
             .into_inner();
-        let configuration = loop {
-            let update = updates.message().await?.context("the controller ended the stream")?.update;
-            if let Some(rack_update::Update::Configuration(configuration)) = update
-                && configuration.servers.len() == agents.len()
-            {
-                break configuration;
-            }
-        };
-        let detail_interval_ms = Arc::new(AtomicU32::new(configuration.detail_interval_ms));
-        let shared_detail_interval = detail_interval_ms.clone();
-        tokio::spawn(async move {
-            while let Ok(Some(update)) = updates.message().await {
-                if let Some(rack_update::Update::Configuration(configuration)) = update.update {
-                    shared_detail_interval.store(configuration.detail_interval_ms, Ordering::Relaxed);
-                }
-            }
-        });
+        let configuration = receive_configuration(&mut updates, agents.len()).await?;
+        let detail_interval_ms = follow_detail_interval(updates, configuration.detail_interval_ms);
         let mut report_reducer = Reducer::new(MIN_DETAIL_INTERVAL, args.rack_candidates.into());
         agents.clone().for_each(|agent| report_reducer.begin_stream(agent.into()));
         report_reducer.configure((&configuration).try_into()?);
-        let mut fake_agents: Vec<FakeAgent> =
-            agents.clone().map(|agent| FakeAgent::new(agent, args.scale.cores, interval)).collect();
-        let (mut summary_messages, mut cost_us) = (Vec::new(), 0.0);
-        // The first reports contain no loads yet.
-        for round in 0..=DISTINCT_SUMMARY_COUNT {
-            let reports: Vec<v1::Report> = fake_agents.iter_mut().map(FakeAgent::next_report).collect();
-            let unix_time = wall_clock_time();
-            let report_time = Now { monotonic: interval * round as u32, wall: unix_time, record: unix_time };
-            let cpu_time_before = thread_cpu_time();
-            for (agent, report) in agents.clone().zip(reports) {
-                let (_, outcome) = report_reducer.report(agent.into(), report, report_time);
-                outcome.context("a report of a pretended server")?;
-            }
-            let summaries = report_reducer.compute_summaries(report_time);
-            cost_us = (thread_cpu_time() - cpu_time_before).as_secs_f64() * 1e6;
-            if round > 0 {
-                summary_messages.push(v1::RackMessage { summaries, ..Default::default() });
-            }
-        }
+        let mut agents_by_number: Vec<(u32, FakeAgent)> =
+            agents.map(|agent| (agent, FakeAgent::new(agent, args.scale.cores, interval))).collect();
+        let (summary_messages, cpu_us_per_interval) =
+            make_summaries(&mut report_reducer, &mut agents_by_number, interval)?;
         // The detailed reports after this start with the RSS configuration.
-        fake_agents.iter_mut().for_each(FakeAgent::restart_sequence);
-        Ok(Self {
-            message_sender,
-            agents_by_number: agents.zip(fake_agents).collect(),
-            summary_messages,
-            detail_interval_ms,
-            cpu_us_per_interval: cost_us,
-        })
+        agents_by_number.iter_mut().for_each(|(_, agent)| agent.restart_sequence());
+        Ok(Self { message_sender, agents_by_number, summary_messages, detail_interval_ms, cpu_us_per_interval })
     }
 
     /// Sends one summary per interval until the controller ends. Once per detail interval, adds each agent's detailed
@@ -198,6 +159,75 @@ impl EmulatedRack {
 
 fn message_from_agent(agent: u32, message: agent_message::Message) -> v1::FromAgent {
     v1::FromAgent { stream: agent.into(), message: Some(v1::AgentMessage { message: Some(message) }) }
+}
+
+/// Returns the messages that register a rack and then its agents.
+fn registration_messages(rack_name: &str, agents: std::ops::Range<u32>) -> [v1::RackMessage; 2] {
+    let registration = v1::RackRegistration { name: rack_name.to_owned(), version: "bench".into() };
+    let agent_registrations = agents.map(|agent| {
+        let registration = v1::AgentRegistration { server: server_name_of_agent(agent), version: "bench".into() };
+        message_from_agent(agent, agent_message::Message::Registration(registration))
+    });
+    [
+        v1::RackMessage { registration: Some(registration), ..Default::default() },
+        v1::RackMessage { agents: agent_registrations.collect(), ..Default::default() },
+    ]
+}
+
+/// Returns the first configuration with `agent_count` servers. Fails when the stream ends.
+async fn receive_configuration(
+    updates: &mut Streaming<v1::RackUpdate>,
+    agent_count: usize,
+) -> anyhow::Result<v1::RackConfiguration> {
+    loop {
+        let update = updates.message().await?.context("the controller ended the stream")?.update;
+        if let Some(rack_update::Update::Configuration(configuration)) = update
+            && configuration.servers.len() == agent_count
+        {
+            return Ok(configuration);
+        }
+    }
+}
+
+/// Reads the stream in a new task until it ends. Returns the interval of detailed reports (ms), which the task updates.
+fn follow_detail_interval(mut updates: Streaming<v1::RackUpdate>, first_interval_ms: u32) -> Arc<AtomicU32> {
+    let detail_interval_ms = Arc::new(AtomicU32::new(first_interval_ms));
+    let shared_detail_interval = detail_interval_ms.clone();
+    tokio::spawn(async move {
+        while let Ok(Some(update)) = updates.message().await {
+            if let Some(rack_update::Update::Configuration(configuration)) = update.update {
+                shared_detail_interval.store(configuration.detail_interval_ms, Ordering::Relaxed);
+            }
+        }
+    });
+    detail_interval_ms
+}
+
+/// Returns the rack's summaries of its agents' reports, and the CPU time for the last interval's reports (us).
+fn make_summaries(
+    report_reducer: &mut Reducer,
+    agents_by_number: &mut [(u32, FakeAgent)],
+    interval: Duration,
+) -> anyhow::Result<(Vec<v1::RackMessage>, f64)> {
+    let (mut summary_messages, mut cost_us) = (Vec::new(), 0.0);
+    // The first reports contain no loads yet.
+    for round in 0..=DISTINCT_SUMMARY_COUNT {
+        let reports: Vec<(u32, v1::Report)> =
+            agents_by_number.iter_mut().map(|(number, agent)| (*number, agent.next_report())).collect();
+        let unix_time = wall_clock_time();
+        let report_time = Now { monotonic: interval * round as u32, wall: unix_time, record: unix_time };
+        let cpu_time_before = thread_cpu_time();
+        for (agent, report) in reports {
+            let (_, outcome) = report_reducer.report(agent.into(), report, report_time);
+            outcome.context("a report of a pretended server")?;
+        }
+        let summaries = report_reducer.compute_summaries(report_time);
+        cost_us = (thread_cpu_time() - cpu_time_before).as_secs_f64() * 1e6;
+        if round > 0 {
+            summary_messages.push(v1::RackMessage { summaries, ..Default::default() });
+        }
+    }
+    Ok((summary_messages, cost_us))
 }
 
 fn build_report(args: &Args, windows: &[ScaleWindow], rack_cpu_us: Vec<f64>, summary_bytes: Vec<f64>) -> Report {

@@ -43,6 +43,9 @@ fn parse(text: &str) -> Document {
     let mut open_heading: Option<String> = None;
     let mut is_in_shell_block = false;
     for event in Parser::new_ext(text, Options::ENABLE_TABLES) {
+        if let (Event::Text(text) | Event::Code(text), Some(heading)) = (&event, &mut open_heading) {
+            heading.push_str(text);
+        }
         match event {
             Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
                 document.link_destinations.push(dest_url.into_string());
@@ -63,20 +66,10 @@ fn parse(text: &str) -> Document {
                 };
             }
             Event::End(TagEnd::CodeBlock) => is_in_shell_block = false,
-            Event::Text(text) => {
-                if let Some(heading) = &mut open_heading {
-                    *heading += &text;
-                }
-                if is_in_shell_block {
-                    document.code_snippets.extend(text.lines().map(str::to_owned));
-                }
+            Event::Text(text) if is_in_shell_block => {
+                document.code_snippets.extend(text.lines().map(str::to_owned));
             }
-            Event::Code(text) => {
-                if let Some(heading) = &mut open_heading {
-                    *heading += &text;
-                }
-                document.code_snippets.push(text.into_string());
-            }
+            Event::Code(text) => document.code_snippets.push(text.into_string()),
             _ => {}
         }
     }

@@ -339,6 +339,17 @@ impl GeneratorState {
         }
     }
 
+    fn random_clock_change(&mut self, rng: &mut FuzzRng) -> StateChange {
+        // Small steps in both directions put some flows over the idle limit, but not others. Some steps are arbitrary.
+        let tick_step = rng.random_below(2 * intf::FLOW_IDLE_UDP_TICKS as usize) as u32;
+        self.clock = match rng.random_below(8) {
+            0 => ClockTicks(rng.next_u32()),
+            1 => ClockTicks(self.clock.0.wrapping_sub(tick_step)),
+            _ => ClockTicks(self.clock.0.wrapping_add(tick_step)),
+        };
+        StateChange::SetClock(self.clock)
+    }
+
     /// Returns a random change that needs no RCU grace period.
     pub fn random_change_without_grace_period(&mut self, rng: &mut FuzzRng) -> StateChange {
         let service_index = rng.random_below(self.services.len());
@@ -347,25 +358,8 @@ impl GeneratorState {
             15 => StateChange::SweepExpiredEntries,
             14 => StateChange::LimitEntriesPerPrefix(rng.random_bool(1, 2).then(|| 1 + rng.random_below(3) as u32)),
             10..12 => self.random_owner_change(rng),
-            12 => {
-                let reason = rng.random_below(BROADCAST_REASON_COUNT) as BroadcastReason;
-                let token_buckets = match rng.random_below(2) {
-                    0 => TokenBucketSelector::Total(reason),
-                    _ => TokenBucketSelector::Sources(rng.random_below(8)),
-                };
-                StateChange::SetBroadcastTokens(token_buckets, rng.random_bool(3, 4))
-            }
-            13 => {
-                // Small steps in both directions put some flows over the idle limit, but not others. Some steps are
-                // arbitrary.
-                let tick_step = rng.random_below(2 * intf::FLOW_IDLE_UDP_TICKS as usize) as u32;
-                self.clock = match rng.random_below(8) {
-                    0 => ClockTicks(rng.next_u32()),
-                    1 => ClockTicks(self.clock.0.wrapping_sub(tick_step)),
-                    _ => ClockTicks(self.clock.0.wrapping_add(tick_step)),
-                };
-                StateChange::SetClock(self.clock)
-            }
+            12 => random_token_change(rng),
+            13 => self.random_clock_change(rng),
             0 => {
                 self.harness_setup.cookie_keys = random_keys(rng);
                 StateChange::SetKeys(self.harness_setup.cookie_keys)
@@ -376,11 +370,8 @@ impl GeneratorState {
                 StateChange::SetKeys(self.harness_setup.cookie_keys)
             }
             2..4 => {
-                let reason = rng.random_below(BROADCAST_REASON_COUNT) as BroadcastReason;
-                StateChange::SetBroadcastTokens(
-                    TokenBucketSelector::Service(planned.service_slot, reason),
-                    rng.random_bool(1, 2),
-                )
+                let token_buckets = TokenBucketSelector::Service(planned.service_slot, random_broadcast_reason(rng));
+                StateChange::SetBroadcastTokens(token_buckets, rng.random_bool(1, 2))
             }
             4 if !planned.server_ids.is_empty() => {
                 StateChange::SetServer(planned.service_slot, rng.pick(&planned.server_ids), None)
@@ -401,6 +392,20 @@ impl GeneratorState {
         let service_index = rng.random_below(self.services.len());
         self.random_table_change(service_index, rng)
     }
+}
+
+fn random_broadcast_reason(rng: &mut FuzzRng) -> BroadcastReason {
+    rng.random_below(BROADCAST_REASON_COUNT) as BroadcastReason
+}
+
+/// Returns a random change of a token bucket that limits broadcasts of several services.
+fn random_token_change(rng: &mut FuzzRng) -> StateChange {
+    let reason = random_broadcast_reason(rng);
+    let token_buckets = match rng.random_below(2) {
+        0 => TokenBucketSelector::Total(reason),
+        _ => TokenBucketSelector::Sources(rng.random_below(8)),
+    };
+    StateChange::SetBroadcastTokens(token_buckets, rng.random_bool(3, 4))
 }
 
 /// Returns the whole of `elements`, or one or two random elements. With few elements, the program is compiled without

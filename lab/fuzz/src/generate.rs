@@ -205,12 +205,7 @@ fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         Protocol::Tcp => {
             let tsval = random_tsecr(state, service, rng, ipv6::four_tuple(client, vip));
             let timestamp_option = timestamp_option(tsval, rng.next_u32());
-            let tcp_options = match rng.random_below(8) {
-                0 => random_malformed_options(rng, &timestamp_option),
-                1 => Vec::new(),
-                2 => [&[2, 4, 5, 0xb4, 4, 2][..], &timestamp_option, &[1, 3, 3, 7]].concat(),
-                _ => [&[1, 1][..], &timestamp_option].concat(),
-            };
+            let tcp_options = random_quoted_options(rng, &timestamp_option);
             let tcp_header = TcpHeader { ports: (vip.1, client.1), flags: TCP_FLAG_ACK, options: tcp_options };
             quoted_header.append_datagram(&mut quoted_packet, |packet| tcp_header.append_segment(packet, (1, 2), 40));
         }
@@ -229,6 +224,16 @@ fn write_icmp(state: &GeneratorState, rng: &mut FuzzRng, packet: &mut Vec<u8>) {
         packet.extend(rest_of_header);
         packet.extend(&quoted_packet);
     });
+}
+
+/// Returns TCP options for a packet that an ICMP error quotes.
+fn random_quoted_options(rng: &mut FuzzRng, timestamp_option: &[u8]) -> Vec<u8> {
+    match rng.random_below(8) {
+        0 => random_malformed_options(rng, timestamp_option),
+        1 => Vec::new(),
+        2 => [&[2, 4, 5, 0xb4, 4, 2][..], timestamp_option, &[1, 3, 3, 7]].concat(),
+        _ => [&[1, 1][..], timestamp_option].concat(),
+    }
 }
 
 fn random_payload_length(rng: &mut FuzzRng) -> usize {

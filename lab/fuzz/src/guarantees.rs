@@ -48,6 +48,12 @@ struct FrameHeader {
     tcp_flags: u8,
 }
 
+impl FrameHeader {
+    fn has_ports(&self) -> bool {
+        self.ports.is_some() && [PROTOCOL_TCP, PROTOCOL_UDP].contains(&self.protocol)
+    }
+}
+
 fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
     const SYN_ACK_FIN_RST: u8 = 0x17;
     let read_u16_at =
@@ -80,6 +86,17 @@ fn read_frame_header(frame: &[u8]) -> Option<FrameHeader> {
 }
 
 impl ServiceExpectations {
+    fn new(address: ServiceAddress) -> Self {
+        Self {
+            address,
+            migration_balancer_id: None,
+            is_eligible_by_server: HashMap::new(),
+            table_servers: HashSet::new(),
+            down_servers: HashSet::new(),
+            known_udp_flows: HashSet::new(),
+        }
+    }
+
     fn takes_new_connections(&self, id: ServerId) -> bool {
         self.is_eligible_by_server.get(&id) == Some(&true) && !self.is_down(id)
     }
@@ -99,14 +116,7 @@ impl GuaranteeChecker {
                 for ((address, mode), service_slot) in services.iter().zip(service_slots) {
                     let previous_service =
                         previous_services.remove(service_slot).filter(|service| service.address == *address);
-                    let mut service = previous_service.unwrap_or_else(|| ServiceExpectations {
-                        address: *address,
-                        migration_balancer_id: None,
-                        is_eligible_by_server: HashMap::new(),
-                        table_servers: HashSet::new(),
-                        down_servers: HashSet::new(),
-                        known_udp_flows: HashSet::new(),
-                    });
+                    let mut service = previous_service.unwrap_or_else(|| ServiceExpectations::new(*address));
                     service.migration_balancer_id = mode.migration.map(|migration| migration.other_balancer());
                     self.services.insert(*service_slot, service);
                 }
@@ -148,18 +158,18 @@ impl GuaranteeChecker {
         if destination_mac == [0xff; 6] {
             return None;
         }
-        let has_vip = |service: &&ServiceExpectations| service.address.vip_and_port.ip() == frame_header.destination;
-        let has_port_and_protocol = |service: &&ServiceExpectations| {
-            frame_header.ports.is_some_and(|(_, port)| port == service.address.vip_and_port.port())
-                && service.address.protocol.number() == frame_header.protocol
-        };
-        let has_ports = frame_header.ports.is_some() && [PROTOCOL_TCP, PROTOCOL_UDP].contains(&frame_header.protocol);
-        let matching_services: Vec<&ServiceExpectations> = self
-            .services
-            .values()
-            .filter(has_vip)
-            .filter(|service| !has_ports || has_port_and_protocol(service))
-            .collect();
+        let broken_guarantee = self.find_broken_guarantee(&frame_header, destination_mac);
+        self.record_udp_flow(&frame_header);
+        broken_guarantee.map(|guarantee| ModelDifference {
+            subject: format!("a guarantee of docs/design.md: {guarantee}"),
+            expected: format_hex(frame),
+            actual: format_hex(processed_frame),
+        })
+    }
+
+    /// Returns the guarantee that is broken if the packet goes to this destination, if any.
+    fn find_broken_guarantee(&self, frame_header: &FrameHeader, destination_mac: MacAddress) -> Option<&'static str> {
+        let matching_services = self.matching_services(frame_header);
         let is_any_server = |is_match: &dyn Fn(&ServiceExpectations, ServerId) -> bool| {
             matching_services.iter().any(|service| {
                 service
@@ -175,23 +185,31 @@ impl GuaranteeChecker {
         let goes_to_owner = !is_new_connection
             && frame_header.protocol != PROTOCOL_UDP
             && self.owner_macs.values().any(|owner_mac| *owner_mac == destination_mac);
-        let broken_guarantee = if goes_to_other_balancer || goes_to_owner {
+        if goes_to_other_balancer || goes_to_owner {
             None
         } else if !is_any_server(&|_, _| true) {
             Some("a packet goes to a server of its service")
         } else if is_new_connection && !is_any_server(&ServiceExpectations::takes_new_connections) {
             Some("a new connection goes to a server that takes new ones")
-        } else if frame_header.protocol == PROTOCOL_UDP && has_ports {
-            self.find_flow_violation(&matching_services, &frame_header, destination_mac)
+        } else if frame_header.protocol == PROTOCOL_UDP && frame_header.has_ports() {
+            self.find_flow_violation(&matching_services, frame_header, destination_mac)
         } else {
             None
+        }
+    }
+
+    /// Returns the services with the packet's VIP. If the packet has ports, port and protocol must match, too.
+    fn matching_services(&self, frame_header: &FrameHeader) -> Vec<&ServiceExpectations> {
+        let has_vip = |service: &&ServiceExpectations| service.address.vip_and_port.ip() == frame_header.destination;
+        let has_port_and_protocol = |service: &&ServiceExpectations| {
+            frame_header.ports.is_some_and(|(_, port)| port == service.address.vip_and_port.port())
+                && service.address.protocol.number() == frame_header.protocol
         };
-        self.record_udp_flow(&frame_header);
-        broken_guarantee.map(|guarantee| ModelDifference {
-            subject: format!("a guarantee of docs/design.md: {guarantee}"),
-            expected: format_hex(frame),
-            actual: format_hex(processed_frame),
-        })
+        self.services
+            .values()
+            .filter(has_vip)
+            .filter(|service| !frame_header.has_ports() || has_port_and_protocol(service))
+            .collect()
     }
 
     /// Records the flow of a datagram that was placed, but then dropped because its outer header makes it too long.

@@ -10,15 +10,15 @@ use coreward_dataplane::lb::{self as dataplane, OuterSourceAddresses, PacketRate
 use coreward_dataplane::mac;
 use coreward_dataplane::test_run;
 use coreward_intf as intf;
-use coreward_model::ServerId;
-use coreward_model::connection_table::{Connection, ConnectionTimeouts, TableSize};
-use coreward_model::consistency::TimestampOrigin;
+use coreward_model::connection_table::{Connection, ConnectionTimeouts, TableOwnerNumber, TableSize};
+use coreward_model::consistency::{ServiceMode, TimestampOrigin};
 use coreward_model::cookie::{CookieKey, FleetCookieKeys};
 use coreward_model::lb::{
     BROADCAST_REASON_COUNT, BroadcastRates, LoadBalancer, LoadBalancerSettings, MacAddress, Outcome, OuterHeader,
-    TableOwner, TokenRate, TunnelEndpoint, Vlans, XdpVerdict,
+    Server, TableOwner, TokenRate, TunnelEndpoint, Vlans, XdpVerdict,
 };
 use coreward_model::lb_stamping::ServerClock;
+use coreward_model::{ServerId, ServiceAddress};
 
 use crate::change::{ModelDifference, StateChange};
 use crate::frame::{ETHERNET_HEADER_BYTES, format_hex, ones_complement_sum, without_vlan_tag};
@@ -134,33 +134,8 @@ impl LoadedProgram {
     ) -> anyhow::Result<()> {
         match change {
             StateChange::SetKeys(keys) => self.load_balancer.set_keys(keys),
-            StateChange::ReplaceServices(services) => {
-                let service_indexes = self.load_balancer.set_services(services)?;
-                self.service_index_by_slot.fill(None);
-                for ((_, mode), service_index) in services.iter().zip(&service_indexes) {
-                    if mode.timestamps == TimestampOrigin::LoadBalancer {
-                        self.load_balancer.set_time_key(*service_index, TIME_KEY);
-                    }
-                }
-                service_slots.iter().zip(service_indexes).for_each(|(service_slot, service_index)| {
-                    self.service_index_by_slot[*service_slot] = Some(service_index)
-                });
-                for service_slot in service_slots {
-                    let service_index = self.service_index(*service_slot);
-                    self.load_balancer.set_broadcast_vlan(service_index, broadcast_vlan(*service_slot));
-                }
-            }
-            StateChange::SetServer(service_slot, id, Some(server)) => {
-                let server =
-                    dataplane::Server { mac: server.mac.map(mac::MacAddress), is_eligible: server.is_eligible };
-                self.load_balancer.set_server(self.service_index(*service_slot), *id, server);
-                let TunnelEndpoint { address, source_port } = server_tunnel(*id);
-                self.load_balancer.set_tunnel(*id, dataplane::Tunnel { destination_address: address, source_port })?;
-                self.load_balancer.set_server_vlan(*id, server_vlan(*id));
-            }
-            StateChange::SetServer(service_slot, id, None) => {
-                self.load_balancer.remove_server(self.service_index(*service_slot), *id)
-            }
+            StateChange::ReplaceServices(services) => self.replace_services(services, service_slots)?,
+            StateChange::SetServer(service_slot, id, server) => self.set_server(*service_slot, *id, *server)?,
             StateChange::SetHealthMask(service_slot, id, is_masked) => {
                 self.load_balancer.set_masked(self.service_index(*service_slot), *id, *is_masked)
             }
@@ -172,13 +147,7 @@ impl LoadedProgram {
             }
             StateChange::SetLocalOwnerNumber(owner_number) => self.load_balancer.set_owner_number(*owner_number),
             StateChange::LimitEntriesPerPrefix(max_entries) => self.program_maps.limit_entries_per_source(*max_entries),
-            StateChange::SetOwner(owner_number, TableOwner::Unknown) => self.load_balancer.remove_owner(*owner_number),
-            StateChange::SetOwner(owner_number, TableOwner::Lost) => {
-                self.load_balancer.set_owner_mac(*owner_number, None)
-            }
-            StateChange::SetOwner(owner_number, TableOwner::Reachable(mac)) => {
-                self.load_balancer.set_owner_mac(*owner_number, Some(mac::MacAddress(*mac)))
-            }
+            StateChange::SetOwner(owner_number, owner) => self.set_owner(*owner_number, *owner),
             StateChange::SetClock(clock) => self.load_balancer.tick(Duration::from_millis(u64::from(clock.0) * 100)),
             StateChange::SweepExpiredEntries => {
                 drop(self.load_balancer.scan_expired_connections(&ConnectionTimeouts::default(), 0))
@@ -193,6 +162,45 @@ impl LoadedProgram {
             }
         }
         Ok(())
+    }
+
+    fn replace_services(
+        &mut self,
+        services: &[(ServiceAddress, ServiceMode)],
+        service_slots: &[usize],
+    ) -> anyhow::Result<()> {
+        let service_indexes = self.load_balancer.set_services(services)?;
+        self.service_index_by_slot.fill(None);
+        for (((_, mode), service_slot), service_index) in services.iter().zip(service_slots).zip(service_indexes) {
+            if mode.timestamps == TimestampOrigin::LoadBalancer {
+                self.load_balancer.set_time_key(service_index, TIME_KEY);
+            }
+            self.service_index_by_slot[*service_slot] = Some(service_index);
+            self.load_balancer.set_broadcast_vlan(service_index, broadcast_vlan(*service_slot));
+        }
+        Ok(())
+    }
+
+    fn set_server(&mut self, service_slot: usize, id: ServerId, server: Option<Server>) -> anyhow::Result<()> {
+        let service_index = self.service_index(service_slot);
+        let Some(server) = server else {
+            self.load_balancer.remove_server(service_index, id);
+            return Ok(());
+        };
+        let server = dataplane::Server { mac: server.mac.map(mac::MacAddress), is_eligible: server.is_eligible };
+        self.load_balancer.set_server(service_index, id, server);
+        let TunnelEndpoint { address, source_port } = server_tunnel(id);
+        self.load_balancer.set_tunnel(id, dataplane::Tunnel { destination_address: address, source_port })?;
+        self.load_balancer.set_server_vlan(id, server_vlan(id));
+        Ok(())
+    }
+
+    fn set_owner(&mut self, owner_number: TableOwnerNumber, owner: TableOwner) {
+        match owner {
+            TableOwner::Unknown => self.load_balancer.remove_owner(owner_number),
+            TableOwner::Lost => self.load_balancer.set_owner_mac(owner_number, None),
+            TableOwner::Reachable(mac) => self.load_balancer.set_owner_mac(owner_number, Some(mac::MacAddress(mac))),
+        }
     }
 
     fn process_frame(&mut self, frame: &[u8]) -> anyhow::Result<(i32, usize)> {
@@ -294,23 +302,7 @@ impl Harness {
         };
         match change {
             StateChange::SetKeys(keys) => self.model.set_keys(*keys),
-            StateChange::ReplaceServices(services) => {
-                let addresses_before: Vec<_> =
-                    (0..NO_SERVICE).map(|service_slot| self.model.address_of_service(service_slot)).collect();
-                service_slots = self.model.set_services(services);
-                // The counters of a new service start at zero.
-                for service_slot in service_slots.iter().filter(|service_slot| {
-                    addresses_before[**service_slot] != self.model.address_of_service(**service_slot)
-                }) {
-                    self.expected_counters[*service_slot] = [0; COUNTER_U64_COUNT];
-                }
-                for ((_, mode), service_slot) in services.iter().zip(&service_slots) {
-                    self.model.set_broadcast_vlan(*service_slot, broadcast_vlan(*service_slot));
-                    if mode.timestamps == TimestampOrigin::LoadBalancer {
-                        self.model.set_time_key(*service_slot, TIME_KEY);
-                    }
-                }
-            }
+            StateChange::ReplaceServices(services) => service_slots = self.replace_services(services),
             StateChange::SetServer(service_slot, id, server) => {
                 self.model.set_tunnel(*id, server_tunnel(*id));
                 self.model.set_server_vlan(*id, server_vlan(*id));
@@ -335,6 +327,23 @@ impl Harness {
         }
         self.guarantees.apply_change(change, &service_slots);
         Ok(service_slots)
+    }
+
+    /// Replaces the model's services and returns their slots. The counters of a new service start at zero.
+    fn replace_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> Vec<usize> {
+        let addresses_before: Vec<_> =
+            (0..NO_SERVICE).map(|service_slot| self.model.address_of_service(service_slot)).collect();
+        let service_slots = self.model.set_services(services);
+        for ((_, mode), service_slot) in services.iter().zip(&service_slots) {
+            if addresses_before[*service_slot] != self.model.address_of_service(*service_slot) {
+                self.expected_counters[*service_slot] = [0; COUNTER_U64_COUNT];
+            }
+            self.model.set_broadcast_vlan(*service_slot, broadcast_vlan(*service_slot));
+            if mode.timestamps == TimestampOrigin::LoadBalancer {
+                self.model.set_time_key(*service_slot, TIME_KEY);
+            }
+        }
+        service_slots
     }
 
     /// Returns whether the service that `change` refers to exists.
@@ -362,11 +371,9 @@ impl Harness {
         let exceeds_mtu =
             [intf::LB_COUNTER_DROP_EXCEEDS_MTU, intf::LB_COUNTER_DROP_FRAGMENTATION_NEEDED].contains(&outcome.counter);
         let is_forwarded = actual_verdict == XDP_TX && !exceeds_mtu;
-        let broken_guarantee = if is_forwarded {
-            self.guarantees.find_violation(&untagged_input, &program.processed_frame[..output_bytes])
-        } else {
-            None
-        };
+        let actual_frame = &program.processed_frame[..output_bytes];
+        let broken_guarantee =
+            if is_forwarded { self.guarantees.find_violation(&untagged_input, actual_frame) } else { None };
         if exceeds_mtu {
             self.guarantees.record_flow_of_dropped_datagram(&untagged_input);
         }
@@ -381,12 +388,7 @@ impl Harness {
                 )
             })
             .or_else(|| {
-                difference_of_values(
-                    "the packet",
-                    &self.expected_frame[..],
-                    &program.processed_frame[..output_bytes],
-                    |bytes| format_hex(bytes),
-                )
+                difference_of_values("the packet", &self.expected_frame[..], actual_frame, |bytes| format_hex(bytes))
             })
             .or_else(|| find_broken_checksum(&untagged_input, &untagged_output))
             .or_else(|| self.compare_counters(outcome.service_slot.unwrap_or(NO_SERVICE)));

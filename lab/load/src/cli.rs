@@ -18,6 +18,7 @@ use crate::histogram_log::{HistogramLog, HistogramLogOutput};
 use crate::key_value::MAX_VALUE_BYTES;
 use crate::report::Report;
 use crate::request_type::{RequestType, ServiceTimesByType};
+use crate::results::{ClassResults, Results};
 use crate::transport::{
     ConnectionPool, DatagramProtocol, FlowSources, HttpGetClient, KeyValueSettings, PacedProtocol, Transport,
     UdpTransport,
@@ -107,6 +108,16 @@ pub struct LoadArgs {
     pub format: Format,
 }
 
+impl LoadArgs {
+    fn durations(&self) -> Durations {
+        Durations {
+            warm_up_ns: seconds_to_ns(self.warm_up),
+            measured_ns: seconds_to_ns(self.seconds),
+            timeout_ns: seconds_to_ns(self.timeout),
+        }
+    }
+}
+
 /// Transport of requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TransportName {
@@ -157,11 +168,7 @@ fn run_measurement(args: &LoadArgs) -> anyhow::Result<Report> {
         streams.push(RequestStream { schedule, workload, first_class_index: request_types.len() as u8 });
     }
     let mut transport = open_transport(args)?;
-    let durations = Durations {
-        warm_up_ns: seconds_to_ns(args.warm_up),
-        measured_ns: seconds_to_ns(args.seconds),
-        timeout_ns: seconds_to_ns(args.timeout),
-    };
+    let durations = args.durations();
     let progress_bar = new_progress_bar(args.warm_up + args.seconds)?;
     let mut class_tags: Vec<String> = request_types.iter().map(RequestType::to_string).collect();
     class_tags.push(format!("{measured_type}-measuring"));
@@ -175,14 +182,7 @@ fn run_measurement(args: &LoadArgs) -> anyhow::Result<Report> {
             if IS_INTERRUPTED.load(Ordering::Relaxed) {
                 results.stop(now_ns());
             }
-            progress_bar.set_position(since_ns / 1_000_000);
-            let sum_of_classes =
-                |to_count: fn(&crate::results::ClassResults) -> u64| results.classes.iter().map(to_count).sum::<u64>();
-            progress_bar.set_message(format!(
-                "{} answered, {} lost",
-                sum_of_classes(|class| class.completed_count),
-                sum_of_classes(|class| class.lost_count)
-            ));
+            show_progress(&progress_bar, since_ns, results);
             histogram_log.write_if_interval_ended(since_ns, results)
         })?;
     histogram_log.write_last_interval(results.last_outcome_ns, &mut results)?;
@@ -215,7 +215,8 @@ fn build_workload(args: &LoadArgs, rng_stream: u64) -> anyhow::Result<Workload> 
     Ok(workload)
 }
 
-fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
+/// Fails when a flow's source port is out of range, or a source address has another family than the target.
+fn check_sources(args: &LoadArgs) -> anyhow::Result<()> {
     if let Some(first_port) = args.first_port {
         let last_port = u32::from(first_port) + u32::from(args.flows) - 1;
         ensure!(
@@ -228,6 +229,11 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     if let Some(source) = args.sources.iter().find(is_of_other_family) {
         bail!("source {source} of target {}: expected an address of the same family", args.target);
     }
+    Ok(())
+}
+
+fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
+    check_sources(args)?;
     let flow_sources =
         FlowSources { addresses: args.sources.clone(), flow_count: args.flows, first_port: args.first_port };
     let key_settings = KeyValueSettings { key_count: args.keys, value_bytes: args.value_bytes };
@@ -264,6 +270,16 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
             Box::new(ConnectionPool::open(http_client, args.target, flow_sources, args.seed)?)
         }
     })
+}
+
+fn show_progress(progress_bar: &ProgressBar, since_ns: u64, results: &Results) {
+    let sum_of_classes = |to_count: fn(&ClassResults) -> u64| results.classes.iter().map(to_count).sum::<u64>();
+    progress_bar.set_position(since_ns / 1_000_000);
+    progress_bar.set_message(format!(
+        "{} answered, {} lost",
+        sum_of_classes(|class| class.completed_count),
+        sum_of_classes(|class| class.lost_count)
+    ));
 }
 
 /// Returns a progress bar, which is hidden unless stderr is a terminal.

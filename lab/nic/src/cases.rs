@@ -141,8 +141,12 @@ impl GuestCase {
     pub fn name(&self) -> String {
         let arguments_suffix =
             if self.kernel_arguments.is_empty() { String::new() } else { format!(" and {}", self.kernel_arguments) };
-        let forwarding_suffix = if matches!(self.checks, CheckSelection::Forwarding) { ", forwarding" } else { "" };
+        let forwarding_suffix = if self.is_forwarding() { ", forwarding" } else { "" };
         format!("Linux {} with {}{arguments_suffix}{forwarding_suffix}", self.kernel_version, self.nic.driver_name())
+    }
+
+    fn is_forwarding(&self) -> bool {
+        matches!(self.checks, CheckSelection::Forwarding)
     }
 
     /// Returns whether the case's name contains `text`, so that the case is selected.
@@ -169,20 +173,7 @@ impl GuestCase {
                 return forwarding::check_placement(&mut guest, &guest_tap, &self.name(), tally);
             }
         };
-        if !self.kernel_arguments.is_empty() {
-            tally.record_result(
-                &self.full_check_name("the kernel took its arguments"),
-                self.check_kernel_arguments(&mut guest),
-            );
-        } else if self.nic == NicModel::Virtio {
-            tally.record_result(&self.full_check_name("every BPF program loads"), check_kernel(&mut guest));
-        }
-        if self.nic == NicModel::Virtio {
-            tally.record_result(
-                &self.full_check_name("a load balancer has a table in force"),
-                agent::run_load_balancer_until_ready(&mut guest),
-            );
-        }
+        self.check_software(&mut guest, tally);
         for setting in nic_settings {
             self.check_setting(setting, &mut guest, &guest_tap, tally)?;
             // The check needs the NIC in the driver's own state, with the indirection table that the agent will
@@ -194,6 +185,24 @@ impl GuestCase {
             }
         }
         Ok(())
+    }
+
+    /// Checks the kernel, the BPF programs and the load balancer, in the cases that differ in these.
+    fn check_software(&self, guest: &mut Guest, tally: &mut CheckTally) {
+        if !self.kernel_arguments.is_empty() {
+            tally.record_result(
+                &self.full_check_name("the kernel took its arguments"),
+                self.check_kernel_arguments(guest),
+            );
+        } else if self.nic == NicModel::Virtio {
+            tally.record_result(&self.full_check_name("every BPF program loads"), check_kernel(guest));
+        }
+        if self.nic == NicModel::Virtio {
+            tally.record_result(
+                &self.full_check_name("a load balancer has a table in force"),
+                agent::run_load_balancer_until_ready(guest),
+            );
+        }
     }
 
     /// Checks that the kernel uses its additional arguments. Kernels ignore unknown arguments without an error.
@@ -210,6 +219,15 @@ impl GuestCase {
         format!("{}: {check}", self.name())
     }
 
+    fn console_file_name(&self) -> String {
+        let suffix = match (self.kernel_arguments.is_empty(), self.is_forwarding()) {
+            (_, true) => "-forwarding",
+            (true, _) => "",
+            (false, _) => "-arguments",
+        };
+        format!("{}-{}{suffix}.console", self.nic.driver_name(), self.kernel_version)
+    }
+
     fn boot_guest(&self, test_files: &TestFiles) -> Result<(Guest, GuestTap)> {
         let kernel_modules = ["virtio_pci", "sch_ingress", "cls_bpf", "veth", self.nic.driver_name()];
         let kernel_directory = test_files.packages.kernel_directory(self.kernel_version);
@@ -221,18 +239,8 @@ impl GuestCase {
             &test_files.coreward_binary,
             &guest_files,
         )?;
-        let is_forwarding = matches!(self.checks, CheckSelection::Forwarding);
-        let nics = if is_forwarding { vec![self.nic; 2] } else { vec![self.nic] };
-        let console_suffix = match (self.kernel_arguments.is_empty(), is_forwarding) {
-            (_, true) => "-forwarding",
-            (true, _) => "",
-            (false, _) => "-arguments",
-        };
-        let console_path = test_files.log_directory.join(format!(
-            "{}-{}{console_suffix}.console",
-            self.nic.driver_name(),
-            self.kernel_version
-        ));
+        let nics = if self.is_forwarding() { vec![self.nic; 2] } else { vec![self.nic] };
+        let console_path = test_files.log_directory.join(self.console_file_name());
         let boot_once = || {
             Guest::boot(
                 &test_files.packages,
@@ -324,26 +332,15 @@ impl GuestCase {
         );
         let matched_syns = daemons.count_new_matched_syns(guest, counts_before, FLOW_COUNT.into())?;
         let matched_text = format!("{matched_syns} of {FLOW_COUNT} SYNs by the predicted queue");
-        let count_result =
-            if matched_syns == u64::from(FLOW_COUNT) { Ok(matched_text) } else { Err(anyhow!(matched_text)) };
-        tally.record_result(
-            &managed_check_name("the agent counts them"),
-            count_result.and_then(|matched_text| {
-                daemons.wait_for_rss_warning(guest, false)?;
-                Ok(matched_text)
-            }),
-        );
+        let count_result = if matched_syns == u64::from(FLOW_COUNT) {
+            daemons.wait_for_rss_warning(guest, false).map(|()| matched_text)
+        } else {
+            Err(anyhow!(matched_text))
+        };
+        tally.record_result(&managed_check_name("the agent counts them"), count_result);
 
         if self.nic == NicModel::Virtio {
-            guest.run_successfully("ethtool -K eth0 rxhash on && ethtool -K eth0 rxhash off")?;
-            let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
-            ensure!(measurement.are_families_in_force() == [false, false], "hashing is off, and {measurement}");
-            let warning_result = daemons.wait_for_rss_warning(guest, true);
-            tally.record_result(
-                &managed_check_name("hashing is switched off, and the agent warns"),
-                warning_result.map(|()| measurement.to_string()),
-            );
-            guest.run_successfully("ethtool -K eth0 rxhash on")?;
+            self.check_warning_without_hashing(&daemons, guest, guest_tap, tally)?;
         }
 
         daemons.stop(guest)?;
@@ -354,6 +351,26 @@ impl GuestCase {
             Err(anyhow!("{rss_after:?}, not {rss_before:?}"))
         };
         tally.record_result(&managed_check_name("key and table are put back"), restore_result);
+        Ok(())
+    }
+
+    /// Checks that an agent with `manage_rss = true` warns when hashing is switched off, and switches it on again.
+    fn check_warning_without_hashing(
+        &self,
+        daemons: &ControllerAndAgent,
+        guest: &mut Guest,
+        guest_tap: &GuestTap,
+        tally: &mut CheckTally,
+    ) -> Result<()> {
+        guest.run_successfully("ethtool -K eth0 rxhash on && ethtool -K eth0 rxhash off")?;
+        let measurement = rss::measure_flow_queues(guest, self.nic, guest_tap)?;
+        ensure!(measurement.are_families_in_force() == [false, false], "hashing is off, and {measurement}");
+        let warning_result = daemons.wait_for_rss_warning(guest, true);
+        tally.record_result(
+            &self.full_check_name("manage_rss: hashing is switched off, and the agent warns"),
+            warning_result.map(|()| measurement.to_string()),
+        );
+        guest.run_successfully("ethtool -K eth0 rxhash on")?;
         Ok(())
     }
 }

@@ -70,17 +70,7 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     let host_emulator = HostEmulator::new(&SERVER_HOST_BYTES)?;
     start_daemons(guest)?;
     let shown_rss = rss::read_rss(guest)?;
-    let idle_placement = measure_until_expected(guest_tap, &host_emulator, 0, |placements| {
-        let [idle_count, syn_count] = count_at_first_server(placements, |_| true);
-        idle_count * 10 >= syn_count * 9
-    })?;
-    let [idle_count, syn_count] = count_at_first_server(&idle_placement.placements, |_| true);
-    let placement_text =
-        format!("{idle_count} of {syn_count} SYNs to the server with idle cores; {}", format_loads(guest)?);
-    tally.record_result(
-        &format!("{name}: idle cores get the connections"),
-        idle_placement.expected_or_error(placement_text),
-    );
+    let next_round = check_idle_placement(guest, guest_tap, &host_emulator, name, tally)?;
 
     let forwarded_flow =
         FourTuple::ipv4(("10.1.251.1".parse()?, 4711), (*FORWARDED_DESTINATION.ip(), FORWARDED_DESTINATION.port()));
@@ -93,7 +83,7 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
     };
     let (measurement_result, packet_rate) =
         measure_under_load(guest, guest_tap, &forwarded_flow, loaded_queue, || {
-            measure_until_expected(guest_tap, &host_emulator, idle_placement.next_round, avoids_loaded_core)
+            measure_until_expected(guest_tap, &host_emulator, next_round, avoids_loaded_core)
         })?;
     let loaded_placement =
         measurement_result.with_context(|| format!("while core {loaded_queue} forwards {packet_rate} packets/s"))?;
@@ -110,6 +100,28 @@ pub fn check_placement(guest: &mut Guest, guest_tap: &GuestTap, name: &str, tall
         loaded_placement.expected_or_error(placement_text),
     );
     Ok(())
+}
+
+/// Checks that the first server gets the connections while its cores are idle. Returns the first unused round of flows.
+fn check_idle_placement(
+    guest: &mut Guest,
+    guest_tap: &GuestTap,
+    host_emulator: &HostEmulator,
+    name: &str,
+    tally: &mut CheckTally,
+) -> Result<u8> {
+    let idle_placement = measure_until_expected(guest_tap, host_emulator, 0, |placements| {
+        let [idle_count, syn_count] = count_at_first_server(placements, |_| true);
+        idle_count * 10 >= syn_count * 9
+    })?;
+    let [idle_count, syn_count] = count_at_first_server(&idle_placement.placements, |_| true);
+    let placement_text =
+        format!("{idle_count} of {syn_count} SYNs to the server with idle cores; {}", format_loads(guest)?);
+    tally.record_result(
+        &format!("{name}: idle cores get the connections"),
+        idle_placement.expected_or_error(placement_text),
+    );
+    Ok(idle_placement.next_round)
 }
 
 /// Starts a controller, both agents and the load balancer, and adds a route for the packets to forward.

@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
@@ -126,6 +126,28 @@ pub struct Guest {
     monitor_directory: TempDir,
 }
 
+/// Returns a command for QEMU with this hardware and without any default devices.
+fn qemu_command(packages: &FetchedPackages, hardware: Hardware<'_>) -> Command {
+    let mut command = packages.program_command("usr/bin/qemu-system-x86_64");
+    for directory in packages.firmware_directories() {
+        command.arg("-L").arg(directory);
+    }
+    command.args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]).args(hardware.qemu_arguments());
+    command
+}
+
+/// Starts QEMU with its end of the serial line, and sends its error messages to a file in the console's directory. The
+/// command is dropped with its copy of the socket, so that the serial line closes when QEMU ends.
+fn spawn_qemu(mut command: Command, qemu_socket: UnixStream, console_path: &Path) -> Result<Child> {
+    let qemu_errors = fs::File::create(console_path.with_extension("qemu"))?;
+    command
+        .stdin(Stdio::from(OwnedFd::from(qemu_socket.try_clone()?)))
+        .stdout(Stdio::from(OwnedFd::from(qemu_socket)))
+        .stderr(qemu_errors)
+        .spawn()
+        .context("QEMU does not start")
+}
+
 /// Connection to the monitor of a QEMU process.
 pub struct QemuMonitor(UnixStream);
 
@@ -171,13 +193,7 @@ impl Guest {
         let mut initrd_file = tempfile::tempfile()?;
         initrd_file.write_all(initrd)?;
         let (serial_line, qemu_socket) = UnixStream::pair()?;
-        let mut command = packages.program_command("usr/bin/qemu-system-x86_64");
-        for directory in packages.firmware_directories() {
-            command.arg("-L").arg(directory);
-        }
-        command
-            .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"])
-            .args(hardware.qemu_arguments());
+        let mut command = qemu_command(packages, hardware);
         let monitor_directory = tempfile::tempdir()?;
         let monitor_socket = monitor_directory.path().join(MONITOR_SOCKET_NAME);
         command.args(["-monitor", &format!("unix:{},server=on,wait=off", monitor_socket.display())]);
@@ -188,17 +204,8 @@ impl Guest {
             &format!("console=ttyS0 panic=-1 mitigations=off random.trust_cpu=on {kernel_arguments}"),
         ]);
         command.args(["-serial", &format!("file:{}", console_path.display()), "-serial", "stdio"]);
-        let qemu_errors = fs::File::create(console_path.with_extension("qemu"))?;
-        let qemu = command
-            .stdin(Stdio::from(OwnedFd::from(qemu_socket.try_clone()?)))
-            .stdout(Stdio::from(OwnedFd::from(qemu_socket)))
-            .stderr(qemu_errors)
-            .spawn()
-            .context("QEMU does not start")?;
-        // Closes the copy of QEMU's end of the serial line in `command`, so that the line closes when QEMU ends.
-        drop(command);
         let mut guest = Self {
-            qemu,
+            qemu: spawn_qemu(command, qemu_socket, console_path)?,
             serial_line,
             pending_output: Vec::new(),
             console_path: console_path.to_path_buf(),

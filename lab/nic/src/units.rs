@@ -398,6 +398,12 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
         user.is_empty() == status_field("Uid:")?.starts_with('0'),
         "expected user {user:?}, found {process_status}"
     );
+    check_forbidden_commands(guest, daemon, pid)?;
+    Ok(bounding_count)
+}
+
+/// Checks that the mount namespace of a daemon's process protects the system's files and hides those of users.
+fn check_forbidden_commands(guest: &mut Guest, daemon: &str, pid: u32) -> Result<()> {
     for forbidden_command in ["touch /usr/probe", "touch /etc/coreward/probe", "ls /home/visible"] {
         let (exit_status, output) =
             guest.try_run(&format!("nsenter -t {pid} -m {forbidden_command} 2>&1"), SETTLE_TIMEOUT)?;
@@ -406,7 +412,7 @@ fn check_daemon_confinement(guest: &mut Guest, daemon: &str) -> Result<usize> {
         let current_pid = main_pid(guest, daemon)?;
         ensure!(current_pid == pid, "process {pid} became {current_pid} meanwhile");
     }
-    Ok(bounding_count)
+    Ok(())
 }
 
 /// Sends a request to a service whose port is below 1024. No worker takes the request.

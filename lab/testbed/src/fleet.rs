@@ -54,6 +54,14 @@ pub struct Fleet {
     replaced_commands: BTreeMap<String, PathBuf>,
 }
 
+/// Creates the testbed's certificate authority, and issues the controllers' certificate.
+fn create_authority(testbed: &Testbed) -> anyhow::Result<()> {
+    let fleet_name = testbed_fleet_name()?;
+    Authority::init(&certificate_directory(testbed), &fleet_name, 30 * DAY)?;
+    issue_certificate(testbed, Role::Controller, "controller", &fleet_name, Validity::from_now(DAY))?;
+    Ok(())
+}
+
 impl Fleet {
     /// Starts the controllers, rack controllers, load balancers and, if enabled, an agent for each server in the
     /// testbed. All servers are in the pool. Waits until every agent reports and load balancers use a table. Fails with
@@ -62,14 +70,7 @@ impl Fleet {
         let pool: BTreeMap<u16, AdminState> =
             testbed.server_numbers().into_iter().map(|number| (number, AdminState::Active)).collect();
         if options.uses_tls {
-            Authority::init(&certificate_directory(testbed), &testbed_fleet_name()?, 30 * DAY)?;
-            issue_certificate(
-                testbed,
-                Role::Controller,
-                "controller",
-                &testbed_fleet_name()?,
-                Validity::from_now(DAY),
-            )?;
+            create_authority(testbed)?;
         }
         write_controller_files(testbed, &options, &pool)?;
         let mut fleet = Self {

@@ -138,6 +138,17 @@ pub(crate) fn new_histogram() -> anyhow::Result<Histogram<u64>> {
     Ok(Histogram::new_with_max(60_000_000, 3)?)
 }
 
+/// Returns a non-blocking socket with this source address, which is not connected yet.
+fn bind_client_socket(source_address: SocketAddr) -> anyhow::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(source_address), Type::STREAM, None)?;
+    // An earlier connection from this port may still be in TIME-WAIT.
+    socket.set_reuse_address(true)?;
+    socket.set_nonblocking(true)?;
+    socket.set_tcp_nodelay(true)?;
+    socket.bind(&source_address.into()).with_context(|| format!("cannot bind the source {source_address}"))?;
+    Ok(socket)
+}
+
 #[derive(Debug)]
 struct LoadConnection {
     stream: TcpStream,
@@ -220,12 +231,7 @@ impl LoadClient<'_> {
         let arrival = *self.arrival(index);
         let source_address =
             SocketAddr::new(nth_address(self.first_address, arrival.source_address_index), arrival.source_port);
-        let socket = Socket::new(Domain::for_address(source_address), Type::STREAM, None)?;
-        // An earlier connection from this port may still be in TIME-WAIT.
-        socket.set_reuse_address(true)?;
-        socket.set_nonblocking(true)?;
-        socket.set_tcp_nodelay(true)?;
-        socket.bind(&source_address.into()).with_context(|| format!("cannot bind the source {source_address}"))?;
+        let socket = bind_client_socket(source_address)?;
         self.report.opened += 1;
         let connect_result = socket.connect(&self.vip.into());
         let stream = TcpStream::from(socket);

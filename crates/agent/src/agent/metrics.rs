@@ -9,7 +9,8 @@ use coreward_metrics::snapshot::Snapshot;
 use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, family};
 
-use super::{Agent, counters_by_name};
+use super::Agent;
+use super::report::counters_by_name;
 use crate::dispatch;
 
 metrics! {

@@ -261,12 +261,11 @@ impl RssDevice for EthtoolRss {
     }
 
     fn write_settings(&mut self, settings: &RssSettings) -> Result<(), RssError> {
-        let accepted_key_length = self.read_rxfh()?.settings.key.map(|key| key.len());
         // A NIC with a longer key gets trailing zeros, because an IPv4 hash uses only 16 bytes and an IPv6 hash 40.
-        let key = match (accepted_key_length, &settings.key) {
-            (Some(key_length), Some(key)) => {
+        let key = match (self.read_rxfh()?.settings.key, &settings.key) {
+            (Some(current_key), Some(key)) => {
                 let mut key = key.clone();
-                key.resize(key_length, 0);
+                key.resize(current_key.len(), 0);
                 key
             }
             _ => vec![],
@@ -281,11 +280,8 @@ impl RssDevice for EthtoolRss {
         // still be changed (`ethtool -L`). This takes a separate request, because kernel 6.1 and later kernels read the
         // key at different offsets after an empty table.
         if !table.is_empty() && table.iter().zip(0..).all(|(queue, entry)| *queue == entry % queue_count) {
-            ethtool_request(
-                &self.interface,
-                &mut [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input_transform_word, 0],
-            )
-            .map_err(to_rss_error)?;
+            let mut default_table_request = [ETHTOOL_SRSSH, 0, ETH_RXFH_INDIR_DEFAULT, 0, input_transform_word, 0];
+            ethtool_request(&self.interface, &mut default_table_request).map_err(to_rss_error)?;
             table = &[];
         }
         if table.is_empty() && key.is_empty() {
@@ -294,13 +290,18 @@ impl RssDevice for EthtoolRss {
         let entry_count = if table.is_empty() { ETH_RXFH_INDIR_NO_CHANGE } else { table.len() as u32 };
         let mut request = vec![ETHTOOL_SRSSH, 0, entry_count, key.len() as u32, input_transform_word, 0];
         request.extend(table);
-        request.extend(key.chunks(4).map(|chunk| {
-            let mut key_word = [0; 4];
-            key_word[..chunk.len()].copy_from_slice(chunk);
-            u32::from_ne_bytes(key_word)
-        }));
+        request.extend(key_words(&key));
         ethtool_request(&self.interface, &mut request).map_err(to_rss_error)
     }
+}
+
+/// Returns the key's bytes as words, the last of which is padded with zeros.
+fn key_words(key: &[u8]) -> impl Iterator<Item = u32> {
+    key.chunks(4).map(|chunk| {
+        let mut key_word = [0; 4];
+        key_word[..chunk.len()].copy_from_slice(chunk);
+        u32::from_ne_bytes(key_word)
+    })
 }
 
 #[cfg(test)]

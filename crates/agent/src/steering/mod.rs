@@ -172,25 +172,7 @@ impl SteeredService {
             return Ok(Some("no process listens".to_owned()));
         }
         if !self.is_current(&socket_inodes, cpu_of_queue) && self.is_search_due(&socket_inodes, cpu_of_queue) {
-            let waiting_listeners = listeners::find_epoll_waiters(&socket_inodes)?;
-            self.steered_sockets = None;
-            self.steer_listeners(steering_mode, &waiting_listeners, cpu_of_queue)?;
-            let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
-            // After a reload, a new worker's socket has no worker until that waits, so the next search finds it.
-            if waiting_listeners.len() == socket_inodes.len() {
-                self.incomplete_search = None;
-                self.steered_sockets = Some(SteeredSockets {
-                    socket_inodes,
-                    listeners: waiting_listeners,
-                    cpu_of_queue,
-                    searched_at: now,
-                });
-            } else {
-                let first_searched_at =
-                    self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_searched_at);
-                self.incomplete_search =
-                    Some(IncompleteSearch { socket_inodes, cpu_of_queue, first_searched_at, last_searched_at: now });
-            }
+            self.find_and_steer_listeners(steering_mode, socket_inodes, cpu_of_queue)?;
         }
         let Some(steered_sockets) = &self.steered_sockets else {
             return Ok(Some("not every listening socket has a worker".to_owned()));
@@ -206,6 +188,31 @@ impl SteeredService {
                 cpu_of_queue.len()
             )
         }))
+    }
+
+    /// Searches /proc for the workers of the sockets and steers to those found. Records whether a worker is missing.
+    fn find_and_steer_listeners(
+        &mut self,
+        steering_mode: Steer,
+        socket_inodes: BTreeSet<SocketInode>,
+        cpu_of_queue: &[usize],
+    ) -> anyhow::Result<()> {
+        let waiting_listeners = listeners::find_epoll_waiters(&socket_inodes)?;
+        self.steered_sockets = None;
+        self.steer_listeners(steering_mode, &waiting_listeners, cpu_of_queue)?;
+        let (cpu_of_queue, now) = (cpu_of_queue.to_vec(), Instant::now());
+        // After a reload, a new worker's socket has no worker until that waits, so the next search finds it.
+        if waiting_listeners.len() == socket_inodes.len() {
+            self.incomplete_search = None;
+            self.steered_sockets =
+                Some(SteeredSockets { socket_inodes, listeners: waiting_listeners, cpu_of_queue, searched_at: now });
+        } else {
+            let first_searched_at =
+                self.incomplete_search.as_ref().map_or(now, |incomplete| incomplete.first_searched_at);
+            self.incomplete_search =
+                Some(IncompleteSearch { socket_inodes, cpu_of_queue, first_searched_at, last_searched_at: now });
+        }
+        Ok(())
     }
 
     /// Returns whether a search of /proc is due. It is if sockets or queues have changed since the failed searches.

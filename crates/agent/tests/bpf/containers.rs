@@ -7,6 +7,23 @@ use coreward_testbed::{missing_testbed_rights, skip_if};
 
 use crate::support::{agent_config, agent_configuration, create_testbed, http_get, reported_counter, wait_until};
 
+const PACKET_COUNTERS: [&str; 4] = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"];
+
+/// Compares the values of [`PACKET_COUNTERS`] before and after eight connections.
+fn expect_eight_stamped_connections(counters_before: [u64; 4], counters_after: [u64; 4]) {
+    // A repeated SYN adds one more handshake.
+    assert!(
+        (8..16).contains(&(counters_after[0] - counters_before[0])),
+        "handshakes: {counters_before:?} {counters_after:?}"
+    );
+    // Each connection has a SYN-ACK, a reply and an end. The client's packets after the handshake are restored.
+    assert!(
+        counters_after[1] - counters_before[1] >= 3 * 8 && counters_after[2] - counters_before[2] >= 2 * 8,
+        "{counters_before:?} {counters_after:?}"
+    );
+    assert_eq!(counters_after[3], counters_before[3]);
+}
+
 #[test]
 fn containers_are_stamped_only_with_a_clock_without_offsets() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
@@ -34,24 +51,14 @@ fn containers_are_stamped_only_with_a_clock_without_offsets() -> anyhow::Result<
         assert!(names_other_namespace(&agent), "{:?}", agent.warnings());
 
         container.set_sysctl(&testbed, "net.ipv4.tcp_timestamps", 2)?;
-        let counters_before = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"]
-            .map(|name| reported_counter(&mut agent, name));
+        let counters_before = PACKET_COUNTERS.map(|name| reported_counter(&mut agent, name));
         for _ in 0..8 {
             assert_eq!(request_container()?, "contained");
         }
-        let counters_after = ["egress_forwarded", "stamped", "restored", "egress_foreign_clock"]
-            .map(|name| reported_counter(&mut agent, name));
-        // A repeated SYN adds one more handshake.
-        assert!(
-            (8..16).contains(&(counters_after[0] - counters_before[0])),
-            "handshakes: {counters_before:?} {counters_after:?}"
+        expect_eight_stamped_connections(
+            counters_before,
+            PACKET_COUNTERS.map(|name| reported_counter(&mut agent, name)),
         );
-        // Each connection has a SYN-ACK, a reply and an end. The client's packets after the handshake are restored.
-        assert!(
-            counters_after[1] - counters_before[1] >= 3 * 8 && counters_after[2] - counters_before[2] >= 2 * 8,
-            "{counters_before:?} {counters_after:?}"
-        );
-        assert_eq!(counters_after[3], counters_before[3]);
         agent.detach()?;
         drop(container);
         Ok(())

@@ -282,7 +282,7 @@ fn rss_table_not_in_force_is_reported() -> anyhow::Result<()> {
 }
 
 #[test]
-fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
+fn unknown_mac_address_of_a_previous_server_is_warned_of() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
     let testbed = create_testbed("tchain")?;
     // The client has the address of a server that exists, and an unused address that of one that does not.
@@ -302,7 +302,17 @@ fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
         assert!(names_both_addresses, "{:?}", agent.warnings());
         agent.configure(AgentConfiguration { previous_servers: vec![], ..agent_configuration() }, &[]);
         assert!(!agent.warnings().iter().any(|warning| warning.contains("MAC")), "{:?}", agent.warnings());
+        agent.detach()
+    })
+}
 
+#[test]
+fn socket_query_returns_connections_with_open_sockets() -> anyhow::Result<()> {
+    skip_if!(missing_testbed_rights(), Ok(()));
+    let testbed = create_testbed("tquery")?;
+    testbed.server(1)?.run_within(|| {
+        let mut agent = Agent::start(agent_config(&testbed))?;
+        agent.configure(AgentConfiguration { previous_servers: vec![], ..agent_configuration() }, &[]);
         let listener = TcpListener::bind(SERVICE_ADDRESS)?;
         let client = TcpStream::connect(SERVICE_ADDRESS)?;
         let open_client = client.local_addr()?;

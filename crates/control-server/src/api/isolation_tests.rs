@@ -142,6 +142,18 @@ impl TestEnv {
 
 type Request = (Method, String, Role, String);
 
+async fn process_changes(
+    mut manager: StateManager,
+    state: &ControllerState,
+    mut changes: tokio::sync::mpsc::Receiver<ChangeRequest>,
+) {
+    while let Some(ChangeRequest { change, author, reply: reply_sender }) = changes.recv().await {
+        let (returned_manager, outcome) = apply_change(manager, state, change, author).await.unwrap();
+        manager = returned_manager;
+        let _ = reply_sender.send(outcome);
+    }
+}
+
 /// Runs the test with a controller that leads the largest fleet, and with its API.
 fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let (path, store) = (directory.join("controller.toml"), directory.join("store"));
@@ -149,8 +161,8 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
     let config = ControllerConfig::load(&path).unwrap();
     let election = LeaderElection::new(None, ListenerSecurity::of(&config.listener_config()).unwrap());
     let open_store = || Ok(Store::Embedded(EmbeddedStore::open(&store)?));
-    let mut manager = StateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
-    let (state, mut changes) =
+    let manager = StateManager::open(&path, config, election.security.revocation_list.clone(), open_store).unwrap();
+    let (state, changes) =
         ControllerState::new(Controller::new(manager.fleet()), (manager.clock(), manager.counters()), None);
     let state = Arc::new(state);
     state.allow_tables();
@@ -175,15 +187,8 @@ fn with_env(directory: &Path, test: impl AsyncFnOnce(&TestEnv)) {
             tokio::join!(update_watchers_loop(api), measure_thread);
         };
         let _serving = listener.serve(PlainAcceptor, router, || (), background_tasks).unwrap();
-        let process_changes = async {
-            while let Some(ChangeRequest { change, author, reply: reply_sender }) = changes.recv().await {
-                let (returned_manager, outcome) = apply_change(manager, &state, change, author).await.unwrap();
-                manager = returned_manager;
-                let _ = reply_sender.send(outcome);
-            }
-        };
         tokio::select! {
-            () = process_changes => {}
+            () = process_changes(manager, &state, changes) => {}
             () = test(&env) => {}
         }
     });
@@ -198,29 +203,50 @@ fn server_list_of_maximum_size(server_json: &str) -> String {
     check_request_body(&server_json.repeat((MAX_FLEET_DOCUMENT_BYTES - 100) / json_byte_count))
 }
 
+/// Texts that fill a fleet document of the maximum size.
+const REPEATED_UNITS: [&str; 15] = [
+    "=\n",
+    "a=1\n",
+    "[a]\n",
+    "[[a]]\n",
+    "[[server]]\n",
+    "[[service]]\nservers=[\"\"]\n",
+    "a.",
+    "[",
+    "\"",
+    "= ",
+    "\r",
+    "a={",
+    "[[service]]\n",
+    "alpha=7\n",
+    "'''",
+];
+/// Paths below `/v1/` that change nothing.
+const READ_PATHS: [&str; 17] = [
+    "status?rss_keys=true",
+    "services",
+    "services/service-0",
+    "servers",
+    "servers/server-1",
+    "load-balancers",
+    "loads",
+    "tables",
+    "tables/service-0",
+    "keys",
+    "fleet",
+    "events",
+    "openapi.json",
+    "health",
+    "version",
+    "explain?vip=10.200.0.0:80&client=192.0.2.1:1024",
+    "servers/server-1/drain",
+];
+
 fn largest_requests() -> Vec<Request> {
     let fleet_text = largest_fleet_text("");
     let check_request = |text| (Method::POST, "/v1/check".to_owned(), Role::Viewer, text);
-    let mut requests: Vec<Request> = [
-        "=\n",
-        "a=1\n",
-        "[a]\n",
-        "[[a]]\n",
-        "[[server]]\n",
-        "[[service]]\nservers=[\"\"]\n",
-        "a.",
-        "[",
-        "\"",
-        "= ",
-        "\r",
-        "a={",
-        "[[service]]\n",
-        "alpha=7\n",
-        "'''",
-    ]
-    .into_iter()
-    .map(|unit| check_request(server_list_of_maximum_size(unit)))
-    .collect();
+    let mut requests: Vec<Request> =
+        REPEATED_UNITS.into_iter().map(|unit| check_request(server_list_of_maximum_size(unit))).collect();
     let unknown_servers: String = (0..300_000).map(|n| format!("\"server-{n}x\",")).collect();
     requests.push(check_request(check_request_body(&format!(
         "{fleet_text}[[service]]\nname=\"x\"\nservers=[{unknown_servers}]\n"
@@ -232,25 +258,7 @@ fn largest_requests() -> Vec<Request> {
     requests.push(check_request(check_request_body(&fleet_text)));
     requests.push(check_request("[".repeat(MAX_FLEET_DOCUMENT_BYTES)));
     requests.push((Method::POST, "/v1/keys/rotate".to_owned(), Role::Operator, "[".repeat(DEFAULT_MAX_BODY_BYTES)));
-    for path in [
-        "status?rss_keys=true",
-        "services",
-        "services/service-0",
-        "servers",
-        "servers/server-1",
-        "load-balancers",
-        "loads",
-        "tables",
-        "tables/service-0",
-        "keys",
-        "fleet",
-        "events",
-        "openapi.json",
-        "health",
-        "version",
-        "explain?vip=10.200.0.0:80&client=192.0.2.1:1024",
-        "servers/server-1/drain",
-    ] {
+    for path in READ_PATHS {
         requests.push((Method::GET, format!("/v1/{path}"), Role::Operator, String::new()));
     }
     requests

@@ -132,39 +132,48 @@ async fn process_messages(
     session: u64,
     messages: &mut Streaming<v1::LoadBalancerMessage>,
 ) {
-    use v1::load_balancer_message::Message;
     while let Ok(Some(message)) = messages.message().await {
-        let now = controller_state.now();
-        match message.message {
-            Some(Message::State(state)) => {
-                controller_state.lock_controller().record_load_balancer_state(session, state, now)
-            }
-            Some(Message::Traffic(traffic)) => {
-                let traffic = TrafficMessage::try_from(&traffic);
-                if let Some(traffic) = decoded_or_log("traffic-rejected", load_balancer, traffic) {
-                    controller_state.lock_controller().record_load_balancer_traffic(session, &traffic, now);
-                    controller_state.on_inputs_changed();
-                }
-            }
-            Some(Message::Health(health)) => {
-                let health = HealthMessage::try_from(&health);
-                if let Some(health) = decoded_or_log("health-rejected", load_balancer, health) {
-                    controller_state.lock_controller().load_balancers.record_health(session, health, now);
-                    controller_state.poll_inputs();
-                }
-            }
-            Some(Message::SocketQuery(query)) => {
-                if let Some(query) = decoded_or_log("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
-                    relay_query(controller_state, session, query);
-                }
-            }
-            Some(Message::TableInForce(table)) => {
-                if let Some(service) = ServiceIndex::new(table.service_index) {
-                    controller_state.lock_controller().record_table_in_force(session, service, table.generation, now);
-                }
-            }
-            Some(Message::Registration(_)) | None => {}
+        if let Some(message) = message.message {
+            process_message(controller_state, load_balancer, session, message);
         }
+    }
+}
+
+fn process_message(
+    controller_state: &ControllerState,
+    load_balancer: &str,
+    session: u64,
+    message: v1::load_balancer_message::Message,
+) {
+    use v1::load_balancer_message::Message;
+    let now = controller_state.now();
+    match message {
+        Message::State(state) => controller_state.lock_controller().record_load_balancer_state(session, state, now),
+        Message::Traffic(traffic) => {
+            let traffic = TrafficMessage::try_from(&traffic);
+            if let Some(traffic) = decoded_or_log("traffic-rejected", load_balancer, traffic) {
+                controller_state.lock_controller().record_load_balancer_traffic(session, &traffic, now);
+                controller_state.on_inputs_changed();
+            }
+        }
+        Message::Health(health) => {
+            let health = HealthMessage::try_from(&health);
+            if let Some(health) = decoded_or_log("health-rejected", load_balancer, health) {
+                controller_state.lock_controller().load_balancers.record_health(session, health, now);
+                controller_state.poll_inputs();
+            }
+        }
+        Message::SocketQuery(query) => {
+            if let Some(query) = decoded_or_log("query-rejected", load_balancer, SocketQuery::try_from(&query)) {
+                relay_query(controller_state, session, query);
+            }
+        }
+        Message::TableInForce(table) => {
+            if let Some(service) = ServiceIndex::new(table.service_index) {
+                controller_state.lock_controller().record_table_in_force(session, service, table.generation, now);
+            }
+        }
+        Message::Registration(_) => {}
     }
 }
 
@@ -215,13 +224,8 @@ async fn send_updates(
                 if !controller_state.lock_controller().fleet().has_document() {
                     continue;
                 }
-                let PendingUpdates { configuration, tables } =
-                    controller_state.publisher.take_pending_updates(&mut cursor);
-                let configuration = configuration.into_iter().map(|update| match update {
-                    ConfigUpdate::Full(configuration) => Update::Configuration(configuration),
-                    ConfigUpdate::Change(change) => Update::Change(change),
-                });
-                for update in configuration.chain(tables.into_iter().map(Update::Table)) {
+                let pending_updates = controller_state.publisher.take_pending_updates(&mut cursor);
+                for update in in_sending_order(pending_updates) {
                     if !send_update(update).await {
                         return;
                     }
@@ -234,4 +238,14 @@ async fn send_updates(
             }
         }
     }
+}
+
+/// Returns the updates in the order in which they must be sent.
+fn in_sending_order(pending_updates: PendingUpdates) -> impl Iterator<Item = v1::dataplane_update::Update> {
+    use v1::dataplane_update::Update;
+    let configuration = pending_updates.configuration.into_iter().map(|update| match update {
+        ConfigUpdate::Full(configuration) => Update::Configuration(configuration),
+        ConfigUpdate::Change(change) => Update::Change(change),
+    });
+    configuration.chain(pending_updates.tables.into_iter().map(Update::Table))
 }

@@ -288,22 +288,17 @@ async fn lead_or_follow_loop(
             leadership = leader_election::campaign(election, cluster, etcd) => Arc::new(leadership?),
             never = update_revocations_on_sighup(hangup, path, &election.security.revocation_list) => match never {},
         };
-        match ControllerConfig::load(path) {
-            Ok(new_config) => config = new_config,
-            Err(mistakes) => coreward_daemon::log_reload_failure(path, &mistakes),
-        }
-        let term = leadership.term();
+        config = reload_config(path).unwrap_or(config);
         let (file, config) = (path.to_owned(), config.clone());
         let (cluster, store_leadership, prefix) = (cluster.clone(), leadership.clone(), etcd.key_prefix.clone());
         let revoked_certificates = election.security.revocation_list.clone();
         let open_task = tokio::task::spawn_blocking(move || {
-            StateManager::open(&file, config, revoked_certificates, || {
-                Ok(Store::Etcd(EtcdStore::open(cluster, store_leadership, &prefix)?))
-            })
+            let open_store = || Ok(Store::Etcd(EtcdStore::open(cluster, store_leadership, &prefix)?));
+            StateManager::open(&file, config, revoked_certificates, open_store)
         });
         let reason = match open_task.await? {
             Ok(manager) => {
-                tracing::info!(event = "leading", term, "this controller leads from now on");
+                tracing::info!(event = "leading", term = leadership.term(), "this controller leads from now on");
                 let term = Term::start(manager, election, Some(leadership.clone()));
                 let controller_state = term.controller_state.clone();
                 let end_reason = tokio::select! {
@@ -318,6 +313,11 @@ async fn lead_or_follow_loop(
         step_down(election, &leadership, &reason).await;
         tokio::time::sleep(CAMPAIGN_PAUSE).await;
     }
+}
+
+/// Returns the configuration in the file. If the file has mistakes, logs them and returns `None`.
+fn reload_config(path: &Path) -> Option<ControllerConfig> {
+    ControllerConfig::load(path).inspect_err(|mistakes| coreward_daemon::log_reload_failure(path, mistakes)).ok()
 }
 
 /// Becomes a follower after a term as the leader has ended.
@@ -342,9 +342,8 @@ async fn step_down(election: &LeaderElection, leadership: &Leadership, reason: &
 async fn update_revocations_on_sighup(hangup: &mut Signal, path: &Path, revoked: &RevocationList) -> Infallible {
     loop {
         hangup.recv().await;
-        match ControllerConfig::load(path) {
-            Ok(config) => revoked.set(config.revoked_certificates),
-            Err(mistakes) => coreward_daemon::log_reload_failure(path, &mistakes),
+        if let Some(config) = reload_config(path) {
+            revoked.set(config.revoked_certificates);
         }
     }
 }

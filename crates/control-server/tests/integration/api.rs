@@ -42,6 +42,17 @@ impl TestEnv {
         std::fs::read_to_string(self.token_file(role)).unwrap().trim().to_owned()
     }
 
+    /// Repeats the request while it is over the limit of refusals. Each burst of refusals is short enough for the limit.
+    async fn send_request_within_limit(&self, method: &str, path: &str, token: Option<&str>) -> (StatusCode, Value) {
+        loop {
+            let (status, problem) = self.send_request(method, path, token, Some("{}")).await;
+            if status != StatusCode::TOO_MANY_REQUESTS {
+                return (status, problem);
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        }
+    }
+
     async fn send_request(
         &self,
         method: &str,
@@ -101,14 +112,7 @@ async fn every_endpoint_authenticates() {
         assert!(!path.contains('{'), "{path}: expected a value for it here");
         // The body does not matter, because it is not read.
         for token in [None, Some("nonsense"), Some(""), Some(&operator[1..])] {
-            // Each burst of refusals is short enough for the limit.
-            let (status, problem) = loop {
-                let (status, problem) = env.send_request(method, &path, token, Some("{}")).await;
-                if status != StatusCode::TOO_MANY_REQUESTS {
-                    break (status, problem);
-                }
-                tokio::time::sleep(std::time::Duration::from_millis(100)).await;
-            };
+            let (status, problem) = env.send_request_within_limit(method, &path, token).await;
             assert_eq!(status, StatusCode::UNAUTHORIZED, "{method} {path} with {token:?}");
             assert_eq!(problem["type"], "urn:coreward:problem:unauthenticated");
         }

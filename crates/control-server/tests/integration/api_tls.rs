@@ -113,15 +113,10 @@ async fn curl_authenticates_by_token_or_certificate() {
     let env = TestEnv::start().await;
     let ca = env.issue_certificate(Role::Viewer, "eve").ca_path;
     let trust_options = ["--cacert", path_text(&ca)];
-    let authorization_header = |role| {
-        let token = std::fs::read_to_string(env.token_file(role)).unwrap();
-        format!("Authorization: Bearer {}", token.trim())
-    };
-    let viewer_header = authorization_header(coreward_api::Role::Viewer);
-    let trusted_options =
-        |extra_options: &[&'static str]| -> Vec<&str> { trust_options.iter().chain(extra_options).copied().collect() };
+    let viewer_token = std::fs::read_to_string(env.token_file(coreward_api::Role::Viewer)).unwrap();
+    let viewer_header = format!("Authorization: Bearer {}", viewer_token.trim());
     let rotate_options = ["--request", "POST", "--json", "{}"];
-    assert_eq!(env.request_by_curl("/v1/health", &trusted_options(&[])).await, Ok(401));
+    assert_eq!(env.request_by_curl("/v1/health", &trust_options).await, Ok(401));
     assert_eq!(
         env.request_by_curl("/v1/health", &[&trust_options[..], &["--header", &viewer_header]].concat()).await,
         Ok(200)
@@ -217,11 +212,14 @@ async fn commands_authenticate_by_token_or_certificate() {
     }
 }
 
+fn expected_hosts(names: &[&str]) -> ExpectedHost {
+    ExpectedHost::OneOf(names.iter().map(ToString::to_string).collect())
+}
+
 /// If the controller's certificate names hosts, it must name the host of the request, or a host that the operator
-/// expects. Otherwise a certificate with the role of a controller suffices.
+/// expects.
 #[tokio::test]
 async fn controller_certificate_must_name_the_requested_host() {
-    let expected_hosts = |names: &[&str]| ExpectedHost::OneOf(names.iter().map(ToString::to_string).collect());
     let env = TestEnv::start_with_certificate_for(&["c1.example", "192.0.2.7"]).await;
     let viewer_credentials = env.issue_certificate(Role::Viewer, "eve");
     let token_credential = Credential::Token {
@@ -245,14 +243,21 @@ async fn controller_certificate_must_name_the_requested_host() {
         assert!(error_text.contains("192.0.2.7: expected one for c2 or 127.0.0.1"), "{error_text}");
     }
     env.controller.kill().await;
+}
 
+#[tokio::test]
+async fn certificate_for_localhost_is_rejected_for_its_address() {
     let env = TestEnv::start_with_certificate_for(&["localhost"]).await;
     let credential = Credential::Certificate(env.issue_certificate(Role::Viewer, "eve"));
     let localhost_url = env.url().replace("127.0.0.1", "localhost");
     env.client_of_url(&localhost_url, credential.clone(), ExpectedHost::Requested).status(false).await.unwrap();
     env.client_with(credential).status(false).await.unwrap_err();
     env.controller.kill().await;
+}
 
+/// A certificate with the role of a controller suffices if it names no hosts and the operator expects none.
+#[tokio::test]
+async fn certificate_without_hosts_is_valid_for_the_requested_host() {
     let env = TestEnv::start_with_certificate_for(&[]).await;
     let credential = Credential::Certificate(env.issue_certificate(Role::Viewer, "eve"));
     env.client_with(credential.clone()).status(false).await.unwrap();

@@ -53,6 +53,18 @@ impl RunningController {
         tokio::task::spawn_blocking(move || fleet::show(&client, format)).await.unwrap().unwrap()
     }
 
+    async fn expect_applied_fleet_is_shown(&self, generation: u64, document: &str) {
+        assert_eq!(
+            self.shown_fleet(OutputFormat::Text).await,
+            format!("# generation {generation}, applied\n{document}")
+        );
+        let shown_json: serde_json::Value = serde_json::from_str(&self.shown_fleet(OutputFormat::Json).await).unwrap();
+        assert_eq!(
+            (&shown_json["generation"], &shown_json["file"], &shown_json["text"]),
+            (&generation.into(), &().into(), &document.into())
+        );
+    }
+
     async fn applied_document(&self) -> Fleet {
         self.client.fleet().await.unwrap()
     }
@@ -118,16 +130,7 @@ async fn applied_fleet_is_shown_and_survives_a_restart() {
         "against generation 1:\n  ~ server s1: state (default) -> \"draining\"\n"
     );
     assert_eq!(apply(draining_fleet).await, Ok(2));
-    assert_eq!(
-        controller.shown_fleet(OutputFormat::Text).await,
-        format!("# generation 2, applied\n{draining_document}")
-    );
-    let shown_json: serde_json::Value =
-        serde_json::from_str(&controller.shown_fleet(OutputFormat::Json).await).unwrap();
-    assert_eq!(
-        (&shown_json["generation"], &shown_json["file"], &shown_json["text"]),
-        (&2.into(), &().into(), &draining_document.as_str().into())
-    );
+    controller.expect_applied_fleet_is_shown(2, &draining_document).await;
 
     controller.kill().await;
     let controller = test_directory.start_controller().await;

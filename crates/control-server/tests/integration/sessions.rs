@@ -8,6 +8,14 @@ use reqwest::StatusCode;
 
 use crate::support::{SIGHUP_LOCK, TestDirectory, with_timeout};
 
+/// Begins a session and returns its cookie.
+async fn begin_session(http_client: &reqwest::Client, session_url: String, token: &str) -> String {
+    let login_response = http_client.post(session_url).bearer_auth(token).send().await.unwrap();
+    let cookie = login_response.headers()["set-cookie"].to_str().unwrap();
+    assert!(!cookie.contains("Secure"), "by plain HTTP a browser would not take it: {cookie}");
+    cookie.split(';').next().unwrap().to_owned()
+}
+
 #[tokio::test]
 async fn new_token_ends_the_sessions_of_the_old_token() {
     let _sighup_guard = SIGHUP_LOCK.lock().await;
@@ -18,10 +26,7 @@ async fn new_token_ends_the_sessions_of_the_old_token() {
     let token_path = token_path(test_directory.temporary_directory.path(), Role::Viewer);
     let old_token = std::fs::read_to_string(&token_path).unwrap().trim().to_owned();
 
-    let login_response = http_client.post(url("session")).bearer_auth(&old_token).send().await.unwrap();
-    let cookie = login_response.headers()["set-cookie"].to_str().unwrap();
-    assert!(!cookie.contains("Secure"), "by plain HTTP a browser would not take it: {cookie}");
-    let cookie = cookie.split(';').next().unwrap().to_owned();
+    let cookie = begin_session(&http_client, url("session"), &old_token).await;
     let send_with_cookie =
         async |request: reqwest::RequestBuilder| request.header("cookie", &cookie).send().await.unwrap();
     assert_eq!(send_with_cookie(http_client.get(url("health"))).await.status(), StatusCode::OK);

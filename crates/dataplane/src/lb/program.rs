@@ -17,7 +17,7 @@ use libbpf_rs::{MapCore as _, MapFlags, MapHandle, MapType, OpenMapMut, libbpf_s
 use super::connection_memory::{self, SharedConnectionTable};
 use super::tables::PlacementMemory;
 use super::variant::ProgramVariant;
-use super::{LbStampingClock, PacketRate, ServiceIndex};
+use super::{LbStampingClock, MAX_FLOW_TABLE_ENTRIES, PacketRate, ServiceIndex};
 use crate::lru;
 use crate::mmap_array::MmapArray;
 use crate::skeleton::lb::{LbSkelBuilder, OpenLbMaps, OpenLbSkel};
@@ -40,8 +40,13 @@ pub(super) struct MapSizes {
 }
 
 impl MapSizes {
-    /// Returns the sizes for new maps, with the smallest placement memory and a counter row per CPU.
+    /// Returns the sizes for new maps, with the smallest placement memory and a counter row per CPU. Fails when the flow
+    /// table's size is out of range.
     pub fn new(flow_table_entries: u32, connection_table_size: TableSize) -> anyhow::Result<Self> {
+        ensure!(
+            (1..=MAX_FLOW_TABLE_ENTRIES).contains(&flow_table_entries),
+            "a flow table of {flow_table_entries} entries: expected 1 to {MAX_FLOW_TABLE_ENTRIES}"
+        );
         let cpu_count = libbpf_rs::num_possible_cpus().context("the number of CPUs")? as u32;
         let counter_row_count = cpu_count.next_power_of_two().min(intf::MAX_LB_COUNTER_ROWS);
         let flow_table_set_count = flow_table_entries.div_ceil(intf::FLOW_SET_ENTRIES);

@@ -124,8 +124,28 @@ impl LoadBalancer {
             ..self.variant
         })?;
 
-        let previous_numbers = self.addresses_with_slot_numbers();
         let previous_stateful_indexes = self.stateful_indexes();
+        let removed_indexes = self.update_known_services(&modes_by_address)?;
+        let no_longer_stateful: Vec<_> =
+            previous_stateful_indexes.difference(&self.stateful_indexes()).copied().collect();
+        if !no_longer_stateful.is_empty() {
+            self.grace_periods.wait(self.directory_grace_ticket)?;
+            self.free_connections_of_services(&no_longer_stateful)?;
+        }
+        // Packets may still find a removed index, for example in the map entry of a datagram's first fragment.
+        removed_indexes.into_iter().for_each(|index| self.clear_member_flags(index));
+        self.add_new_services(services)?;
+        self.load_variant(ProgramVariant { required_features: required_features(&self.services), ..self.variant })?;
+        Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
+    }
+
+    /// Removes the services that have no mode in `modes_by_address`, and sets the modes of the others. Returns the
+    /// indexes of the removed services.
+    fn update_known_services(
+        &mut self,
+        modes_by_address: &BTreeMap<ServiceAddress, ServiceMode>,
+    ) -> anyhow::Result<Vec<ServiceIndex>> {
+        let previous_numbers = self.addresses_with_slot_numbers();
         let mut unused_tables = Vec::new();
         let removed_services: Vec<(ServiceAddress, ServiceIndex)> =
             self.services().filter(|(address, _)| !modes_by_address.contains_key(address)).collect();
@@ -142,33 +162,28 @@ impl LoadBalancer {
             self.switch_directory()?;
         }
         unused_tables.into_iter().for_each(|table| self.maps.tables.retire_table(table, &self.grace_periods));
-        let present_stateful_indexes = self.stateful_indexes();
-        let no_longer_stateful: Vec<_> =
-            previous_stateful_indexes.into_iter().filter(|index| !present_stateful_indexes.contains(index)).collect();
-        if !no_longer_stateful.is_empty() {
-            self.grace_periods.wait(self.directory_grace_ticket)?;
-            self.free_connections_of_services(&no_longer_stateful)?;
-        }
-        // Packets may still find a removed index, for example in the map entry of a datagram's first fragment.
-        removed_services.into_iter().for_each(|(_, index)| self.clear_member_flags(index));
+        Ok(removed_services.into_iter().map(|(_, index)| index).collect())
+    }
+
+    /// Adds those of `services` that are not known yet.
+    fn add_new_services(&mut self, services: &[(ServiceAddress, ServiceMode)]) -> anyhow::Result<()> {
         let added_services: Vec<_> =
             services.iter().filter(|(address, _)| !self.services.contains_key(address)).collect();
-        if !added_services.is_empty() {
-            // Programs that still use a removed service must have ended before its index is reused.
-            self.grace_periods.wait(self.directory_grace_ticket)?;
-            let mut added_indexes = BTreeSet::new();
-            for (address, mode) in added_services {
-                let added_index = self.allocate_service_index(*address);
-                self.services.insert(*address, Service::new(added_index, *mode));
-                added_indexes.insert(added_index);
-            }
-            self.clear_services(&added_indexes)?;
-            let added_services = self.services.values().filter(|service| added_indexes.contains(&service.index));
-            added_services.for_each(|service| store_forwarding(&self.maps, service));
-            self.switch_directory()?;
+        if added_services.is_empty() {
+            return Ok(());
         }
-        self.load_variant(ProgramVariant { required_features: required_features(&self.services), ..self.variant })?;
-        Ok(services.iter().map(|(address, _)| self.services[address].index).collect())
+        // Programs that still use a removed service must have ended before its index is reused.
+        self.grace_periods.wait(self.directory_grace_ticket)?;
+        let mut added_indexes = BTreeSet::new();
+        for (address, mode) in added_services {
+            let added_index = self.allocate_service_index(*address);
+            self.services.insert(*address, Service::new(added_index, *mode));
+            added_indexes.insert(added_index);
+        }
+        self.clear_services(&added_indexes)?;
+        let added_services = self.services.values().filter(|service| added_indexes.contains(&service.index));
+        added_services.for_each(|service| store_forwarding(&self.maps, service));
+        self.switch_directory()
     }
 
     /// Stores a service's name for commands that read the pinned state without the daemon. A name longer than

@@ -204,18 +204,67 @@ pub(super) fn rule_bit(memory: &MmapArray<[u64]>, table_offset: u32) -> Option<u
     (members != 0).then_some(1 << rule)
 }
 
-/// Layout of a table's block, to which lists are appended one after the other.
+/// Layout of a table's block, in which the header is followed by lists at these offsets from the block's start.
 struct TableBlockLayout {
-    reserved_bytes: u32,
+    consistent_offset: u32,
+    previous_consistent_offset: u32,
+    candidates_offset: u32,
+    members_offset: u32,
+    assigned_offset: u32,
+    size_bytes: u32,
 }
 
 impl TableBlockLayout {
-    /// Reserves space for `count` values of type `T`. Returns the offset of that space from the start of the table.
-    fn reserve_list<T>(&mut self, count: usize) -> u32 {
-        let list_offset = self.reserved_bytes;
-        self.reserved_bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
-        list_offset
+    fn of(table: &PlacementTable) -> Self {
+        let mut size_bytes = TABLE_HEADER_BYTES.next_multiple_of(8);
+        Self {
+            consistent_offset: append_list::<u16>(&mut size_bytes, table.consistent_servers.len()),
+            previous_consistent_offset: append_list::<u16>(&mut size_bytes, table.consistent_servers.len()),
+            candidates_offset: append_list::<intf::candidate>(&mut size_bytes, table.candidates.len()),
+            members_offset: append_list::<intf::member>(&mut size_bytes, table.members.len()),
+            assigned_offset: append_list::<u32>(&mut size_bytes, table.core_slots.len()),
+            size_bytes,
+        }
     }
+
+    /// Returns the header of a table with this layout at offset `block_offset`. `group_hashes` contains each RSS group's
+    /// block with Toeplitz tables, and the destination's hash.
+    fn header(
+        &self,
+        table: &PlacementTable,
+        block_offset: u32,
+        group_hashes: &[(Block, u32)],
+    ) -> intf::placement_table {
+        let mut table_header = intf::placement_table {
+            generation: table.generation,
+            bucket_count: table.bucket_count.get(),
+            group_count: group_hashes.len() as u32,
+            candidates_per_bucket: table.candidates_per_bucket,
+            assignment_cost: table.assignment_cost,
+            member_count: table.members.len() as u32,
+            rule: table.rule.number(),
+            toeplitz_destination: [0; intf::MAX_RSS_GROUPS as usize],
+            toeplitz_source_offset: [0; intf::MAX_RSS_GROUPS as usize],
+            consistent_at: block_offset + self.consistent_offset,
+            previous_consistent_offset: block_offset + self.previous_consistent_offset,
+            candidates_at: block_offset + self.candidates_offset,
+            members_offset: block_offset + self.members_offset,
+            assigned_offset: block_offset + self.assigned_offset,
+            bytes: self.size_bytes,
+        };
+        for (group, (toeplitz_block, destination_hash)) in group_hashes.iter().enumerate() {
+            table_header.toeplitz_destination[group] = *destination_hash;
+            table_header.toeplitz_source_offset[group] = toeplitz_block.offset;
+        }
+        table_header
+    }
+}
+
+/// Appends space for `count` values of type `T` to a block of `block_bytes` bytes. Returns the offset of that space.
+fn append_list<T>(block_bytes: &mut u32, count: usize) -> u32 {
+    let list_offset = *block_bytes;
+    *block_bytes += ((count * size_of::<T>()) as u32).next_multiple_of(8);
+    list_offset
 }
 
 impl PlacementMemory {
@@ -332,38 +381,13 @@ impl PlacementMemory {
         grace_periods: &GracePeriods,
     ) -> Result<StoredTable, PlacementMemoryFull> {
         self.free_unread_tables(grace_periods);
-        let mut block_layout = TableBlockLayout { reserved_bytes: TABLE_HEADER_BYTES.next_multiple_of(8) };
-        let consistent_offset = block_layout.reserve_list::<u16>(table.consistent_servers.len());
-        let previous_consistent_offset = block_layout.reserve_list::<u16>(table.consistent_servers.len());
-        let candidates_offset = block_layout.reserve_list::<intf::candidate>(table.candidates.len());
-        let members_offset = block_layout.reserve_list::<intf::member>(table.members.len());
-        let assigned_offset = block_layout.reserve_list::<u32>(table.core_slots.len());
-        let table_block = self.allocator.allocate(block_layout.reserved_bytes).ok_or(PlacementMemoryFull)?;
+        let block_layout = TableBlockLayout::of(table);
+        let table_block = self.allocator.allocate(block_layout.size_bytes).ok_or(PlacementMemoryFull)?;
         let Ok(hashes) = self.acquire_group_hashes(previous_table, toeplitz_source, table) else {
             self.allocator.free(table_block);
             return Err(PlacementMemoryFull);
         };
-        let mut table_header = intf::placement_table {
-            generation: table.generation,
-            bucket_count: table.bucket_count.get(),
-            group_count: hashes.len() as u32,
-            candidates_per_bucket: table.candidates_per_bucket,
-            assignment_cost: table.assignment_cost,
-            member_count: table.members.len() as u32,
-            rule: table.rule.number(),
-            toeplitz_destination: [0; intf::MAX_RSS_GROUPS as usize],
-            toeplitz_source_offset: [0; intf::MAX_RSS_GROUPS as usize],
-            consistent_at: table_block.offset + consistent_offset,
-            previous_consistent_offset: table_block.offset + previous_consistent_offset,
-            candidates_at: table_block.offset + candidates_offset,
-            members_offset: table_block.offset + members_offset,
-            assigned_offset: table_block.offset + assigned_offset,
-            bytes: block_layout.reserved_bytes,
-        };
-        for (group, (toeplitz_block, destination_hash)) in hashes.iter().enumerate() {
-            table_header.toeplitz_destination[group] = *destination_hash;
-            table_header.toeplitz_source_offset[group] = toeplitz_block.offset;
-        }
+        let table_header = block_layout.header(table, table_block.offset, &hashes);
         let assigned_counts = self.initial_assigned_counts(previous_table, table);
         self.mapped_memory.write(table_block.offset as usize, &table_header);
         self.write_lists(&table_header, table, assigned_counts);

@@ -2,7 +2,7 @@
 
 use coreward_model::vlan::Vlan;
 
-use super::{BroadcastLimits, LbStampingClock};
+use super::{BroadcastLimits, LbStampingClock, Options};
 
 /// Features that the services and their tables need. The kernel removes the code of all other features.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -50,6 +50,21 @@ pub(super) struct ProgramVariant {
     /// Whether packets read the kernel's clock, so that connection table entries age without the daemon.
     pub packets_read_clock: bool,
     pub vlan_settings: VlanSettings,
+}
+
+impl ProgramVariant {
+    /// Returns the variant with these options for a load balancer without services and servers.
+    pub fn new(options: &Options) -> Self {
+        Self {
+            required_features: RequiredFeatures::default(),
+            counts_server_traffic: false,
+            counters_by_cpu: false,
+            broadcast_limits: options.broadcast_limits,
+            lb_stamping_clock: options.lb_stamping_clock,
+            packets_read_clock: options.packets_read_clock,
+            vlan_settings: VlanSettings { vip_vlan: options.vip_vlan, has_server_vlan: false },
+        }
+    }
 }
 
 /// VLAN settings for which the program is loaded.

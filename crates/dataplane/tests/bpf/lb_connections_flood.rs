@@ -7,7 +7,7 @@ use coreward_model::connection_table::{Connection, ConnectionTimeouts, source_pr
 use coreward_model::rss::seeded_rng;
 use rand::Rng as _;
 
-use crate::support::balancer::XDP_TX;
+use crate::support::balancer::{Balancer, XDP_TX};
 use crate::support::stateful::{cookie_index_of, established_frame, stateful_balancer, syn_frame};
 use crate::support::{missing_bpf_rights, skip_if};
 
@@ -19,6 +19,27 @@ const TICKS_PER_COUNT: u32 = 100;
 /// Number of SYNs per tick in a flood that would fill the table in two seconds.
 const FLOOD_SYNS_PER_TICK: u32 = ENTRY_COUNT / 20;
 const GENUINE_SYNS_PER_TICK: u32 = 10;
+
+/// Sweeps the next part of the table for expired connections, and frees their entries.
+fn free_due_connections(balancer: &mut Balancer, timers: &ConnectionTimeouts) {
+    let due_connections: Vec<Connection> = balancer
+        .lb
+        .scan_expired_connections(timers, ENTRY_COUNT / TICKS_PER_SWEEP)
+        .into_iter()
+        .map(|(connection, _)| connection)
+        .collect();
+    balancer.lb.free_connections(&due_connections).unwrap();
+}
+
+/// Returns the longest time since the last packet of a connection.
+fn age_of_oldest_connection(balancer: &Balancer) -> Option<Duration> {
+    let clock = balancer.lb.packet_clock();
+    balancer
+        .lb
+        .connections(balancer.service_indexes[0])
+        .map(|connection| clock.saturating_duration_since(connection.last_packet_at))
+        .max()
+}
 
 #[test]
 fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
@@ -51,19 +72,8 @@ fn flood_of_one_prefix_leaves_entries_to_others_and_is_freed_on_time() {
         let used_entries = balancer.lb.scan_used_entry_count();
         assert_eq!(balancer.lb.used_entry_count(), used_entries as u64, "the gauge is of now");
         assert!(used_entries < ENTRY_COUNT as usize * 3 / 10, "{used_entries} entries in use after {tick} beats");
-        let due_connections: Vec<Connection> = balancer
-            .lb
-            .scan_expired_connections(&timers, ENTRY_COUNT / TICKS_PER_SWEEP)
-            .into_iter()
-            .map(|(connection, _)| connection)
-            .collect();
-        balancer.lb.free_connections(&due_connections).unwrap();
-        let clock = balancer.lb.packet_clock();
-        let oldest_age = balancer
-            .lb
-            .connections(balancer.service_indexes[0])
-            .map(|connection| clock.saturating_duration_since(connection.last_packet_at))
-            .max();
+        free_due_connections(&mut balancer, &timers);
+        let oldest_age = age_of_oldest_connection(&balancer);
         assert!(
             oldest_age.is_none_or(|oldest| oldest <= timers.half_open + TICK_INTERVAL * (TICKS_PER_SWEEP + 1)),
             "{oldest_age:?}"

@@ -22,8 +22,8 @@ use rand::Rng;
 use crate::support::balancer::{Balancer, ExpectedIdentification, OWN_MAC, XDP_TX, id, service_address};
 use crate::support::network::{PinDirectory, VethPair};
 use crate::support::stateful::{
-    STATEFUL_MODE, VIP, cookie_index_of, established_frame, ipv4_client, own_owner_number, owner_number, random_client,
-    stateful_balancer, syn_frame,
+    EstablishedConnection, STATEFUL_MODE, VIP, cookie_index_of, established_frame, ipv4_client, own_owner_number,
+    owner_number, random_client, stateful_balancer, syn_frame,
 };
 use crate::support::{self, SYN, TcpPacket, missing_bpf_rights, skip_if, timestamp_option};
 
@@ -264,6 +264,22 @@ fn new_maps_have_a_new_connection_key() {
     );
 }
 
+/// Asserts that the established packets of `connections` are broadcast, or dropped above the rate.
+fn expect_broadcast(tested_balancer: &Balancer, connections: &[EstablishedConnection], source_mac: Option<MacAddress>) {
+    for connection in connections {
+        let mut frame = established_frame(tested_balancer, connection.client, connection.cookie_index);
+        if let Some(MacAddress(source)) = source_mac {
+            frame[6..12].copy_from_slice(&source);
+        }
+        tested_balancer.expect_broadcast_or_dropped(
+            0,
+            &frame,
+            ExpectedIdentification::Unchanged,
+            "drop_unknown_cookie",
+        );
+    }
+}
+
 #[test]
 fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     skip_if!(missing_bpf_rights());
@@ -271,30 +287,16 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
     let (previous_balancer, ids) = stateful_balancer(ENTRY_COUNT, &mut rng);
     let old_connections: Vec<_> =
         (0..3000).map(|_| previous_balancer.open_connection_with_entry(random_client(&mut rng))).collect();
-    let expect_broadcast = |tested_balancer: &Balancer, source_mac: Option<MacAddress>| {
-        for connection in &old_connections {
-            let mut frame = established_frame(tested_balancer, connection.client, connection.cookie_index);
-            if let Some(MacAddress(source)) = source_mac {
-                frame[6..12].copy_from_slice(&source);
-            }
-            tested_balancer.expect_broadcast_or_dropped(
-                0,
-                &frame,
-                ExpectedIdentification::Unchanged,
-                "drop_unknown_cookie",
-            );
-        }
-    };
     let mut restarted_balancer = restart_with_empty_table(&previous_balancer, &ids, &mut rng);
     // The controller has not sent the owner number yet.
-    expect_broadcast(&restarted_balancer, None);
+    expect_broadcast(&restarted_balancer, &old_connections, None);
     assert_eq!(restarted_balancer.event_count(0, "connection_unknown"), 0);
     // The balancer has its former owner number, and every former index names an entry of another connection.
     restarted_balancer.lb.set_owner_number(Some(own_owner_number()));
     while restarted_balancer.lb.scan_used_entry_count() < ENTRY_COUNT as usize {
         restarted_balancer.send_syn(random_client(&mut rng));
     }
-    expect_broadcast(&restarted_balancer, None);
+    expect_broadcast(&restarted_balancer, &old_connections, None);
     assert_eq!(restarted_balancer.event_count(0, "connection_unknown"), old_connections.len() as u64);
 
     // A peer sends packets with such an index to the owner, which broadcasts the packets instead of returning them.
@@ -310,5 +312,5 @@ fn connections_from_before_a_reboot_are_broadcast_and_reach_no_wrong_server() {
         );
     }
     restarted_balancer.lb.set_owner_mac(owner_number(9), Some(peer_mac));
-    expect_broadcast(&restarted_balancer, Some(peer_mac));
+    expect_broadcast(&restarted_balancer, &old_connections, Some(peer_mac));
 }

@@ -42,6 +42,14 @@ fn drain_server(balancer: &mut Balancer, id: ServerId) {
     set_eligible(balancer, id, false);
 }
 
+/// Returns a packet from a server to a client, with `tsval` and the TSecr 7.
+fn reply_frame(client: (Ipv4Addr, u16), server: MacAddress, flags: u8, tsval: u32) -> Vec<u8> {
+    let mut frame =
+        TcpPacket { flags, tcp_options: timestamp_option(tsval, 7), ..TcpPacket::new(WEB_VIP, client) }.frame();
+    frame[6..12].copy_from_slice(&server.0);
+    frame
+}
+
 /// A server drains. In half of the cases, a new table also lacks that server and a down server. Established connections
 /// stay at their servers, and new connections with the same ports go to another server.
 #[test]
@@ -130,10 +138,7 @@ fn late_syn_ack_of_another_server_does_not_move_a_plain_connection() {
         )
     };
     let receive_syn_ack = |balancer: &Balancer, server: MacAddress, expected_action, counter| {
-        let mut frame =
-            TcpPacket { flags: SYN | ACK, tcp_options: timestamp_option(9, 7), ..TcpPacket::new(WEB_VIP, client) }
-                .frame();
-        frame[6..12].copy_from_slice(&server.0);
+        let frame = reply_frame(client, server, SYN | ACK, 9);
         balancer.expect_unforwarded(&frame, expected_action, 0, counter);
     };
     let expect_syn_ack_passes =
@@ -389,9 +394,7 @@ fn client_may_answer_the_stamped_or_the_unstamped_syn_ack() {
     let balancer = balancer_with_lb_stamping(&mut rng);
     let [stamped_mac, plain_mac] = [1, 2].map(|number| balancer.server_macs[&(0, id(number))]);
     let send_reply = |client, server: MacAddress, flags, tsval, counter| {
-        let mut frame =
-            TcpPacket { flags, tcp_options: timestamp_option(tsval, 7), ..TcpPacket::new(WEB_VIP, client) }.frame();
-        frame[6..12].copy_from_slice(&server.0);
+        let frame = reply_frame(client, server, flags, tsval);
         let (xdp_action, packet) = balancer.run_expecting_counter(&frame, Some(0), counter);
         assert_eq!(xdp_action, XDP_PASS);
         read_u32(&packet, tsval_offset(&packet).unwrap())

@@ -252,13 +252,23 @@ fn icmp_error_of_no_service_passes_unchanged() {
     }
 }
 
-#[test]
-fn malformed_icmp_errors_are_dropped_with_a_reason() {
-    skip_if!(missing_bpf_rights());
+/// Returns a balancer, and an ICMP error that quotes a packet with a cookie.
+fn balancer_with_valid_error() -> (Balancer, Vec<u8>) {
     let (balancer, ids) = balancer_with_servers(ServiceMode::default());
     let quoted_packet = packet_to_quote(aligned_timestamp_option(cookie_tsval(&balancer, ids[0]), 7), vec![]);
     let valid_frame = icmp_error(3, &quoted_packet);
-    let mut rng = seeded_rng(74, 0);
+    (balancer, valid_frame)
+}
+
+fn expect_no_internal_drop(balancer: &Balancer) {
+    let internal_drop_counter = coreward_intf::LB_COUNTER_DROP_INTERNAL as usize;
+    assert_eq!(balancer.lb.service_counters(balancer.service_indexes[0]).packets_by_outcome[internal_drop_counter], 0);
+}
+
+#[test]
+fn malformed_icmp_errors_are_dropped_with_a_reason() {
+    skip_if!(missing_bpf_rights());
+    let (balancer, valid_frame) = balancer_with_valid_error();
     // The outer IP packet ends before the quote has 8 bytes after its IP header.
     for total_length in 0..20 + 8 + 28u16 {
         let mut frame = valid_frame.clone();
@@ -285,7 +295,15 @@ fn malformed_icmp_errors_are_dropped_with_a_reason() {
     let mut frame = icmp_error(3, short_quote);
     frame[QUOTE_OFFSET] = 0x46;
     balancer.expect_unforwarded_without_service(&frame, XDP_DROP, "drop_malformed_icmp");
-    // Random bytes in the quote have exactly one outcome, and the program does not change them.
+    expect_no_internal_drop(&balancer);
+}
+
+/// Random bytes in the quote have exactly one outcome, and the program does not change them.
+#[test]
+fn random_icmp_errors_get_one_outcome_and_stay_unchanged() {
+    skip_if!(missing_bpf_rights());
+    let (balancer, valid_frame) = balancer_with_valid_error();
+    let mut rng = seeded_rng(74, 0);
     for _ in 0..5_000 {
         let mut frame = valid_frame.clone();
         for _ in 0..=uniform_below(&mut rng, 4) {
@@ -295,6 +313,5 @@ fn malformed_icmp_errors_are_dropped_with_a_reason() {
         let (_, output_frame) = balancer.run(&frame);
         assert_eq!(output_frame[12..], frame[12..]);
     }
-    let internal_drop_counter = coreward_intf::LB_COUNTER_DROP_INTERNAL as usize;
-    assert_eq!(balancer.lb.service_counters(balancer.service_indexes[0]).packets_by_outcome[internal_drop_counter], 0);
+    expect_no_internal_drop(&balancer);
 }

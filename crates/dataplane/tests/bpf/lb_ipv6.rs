@@ -161,20 +161,27 @@ fn dual_stack_balancer_separates_families() {
     balancer.expect_sent_to(1, &ipv4_syn.frame(), ipv4_ids[0], "new_connection");
 }
 
-#[test]
-fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
-    skip_if!(missing_bpf_rights());
+/// Returns a balancer of which service 0 has servers, and a client of that service.
+fn balancer_with_client() -> (Balancer, (Ipv6Addr, u16)) {
     let mut rng = seeded_rng(65, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
     let server_ids = balancer.replace_servers(0, 3, &mut rng);
     balancer.install_table(0, &random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng));
-    let client = random_client(&mut rng);
-    let valid_frame = syn_frame(client);
-    let changed_frame = |offset: usize, bytes: &[u8]| {
-        let mut frame = valid_frame.clone();
-        frame[offset..offset + bytes.len()].copy_from_slice(bytes);
-        frame
-    };
+    (balancer, random_client(&mut rng))
+}
+
+/// Returns `frame` with other bytes at `offset`.
+fn changed_frame(frame: &[u8], offset: usize, bytes: &[u8]) -> Vec<u8> {
+    let mut frame = frame.to_vec();
+    frame[offset..offset + bytes.len()].copy_from_slice(bytes);
+    frame
+}
+
+#[test]
+fn malformed_ipv6_is_dropped_and_counted() {
+    skip_if!(missing_bpf_rights());
+    let (balancer, client) = balancer_with_client();
+    let changed_frame = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
     let expect_drop = |frame: &[u8], name| balancer.expect_unforwarded_without_service(frame, XDP_DROP, name);
     expect_drop(&changed_frame(14, &[0x50]), "drop_malformed_ipv6");
     expect_drop(&changed_frame(18, &[0x7f, 0xff]), "drop_malformed_ipv6");
@@ -198,6 +205,13 @@ fn malformed_ipv6_is_counted_and_foreign_packets_pass() {
     expect_drop(&frame_with_extension_headers(&[fragment_header], client, ACK, vec![]), "drop_fragment");
     balancer.expect_unforwarded(&changed_frame(54 + 12, &[0x40]), XDP_DROP, 0, "drop_malformed_tcp");
     balancer.expect_unforwarded(&changed_frame(54 + 13, &[SYN | FIN]), XDP_DROP, 0, "drop_malformed_tcp");
+}
+
+#[test]
+fn ipv6_packets_for_the_kernel_pass() {
+    skip_if!(missing_bpf_rights());
+    let (balancer, client) = balancer_with_client();
+    let changed_frame = |offset: usize, bytes: &[u8]| changed_frame(&syn_frame(client), offset, bytes);
     // Packets for the kernel have another VIP, another port, a multicast MAC address, or an echo request.
     balancer.expect_passed_uncounted(&changed_frame(39, &[7]));
     balancer.expect_passed_uncounted(&changed_frame(56, &[7]));
@@ -223,13 +237,15 @@ fn icmpv6_error(
     ipv6_frame([router, VIP.0], &[], 58, &icmp_message)
 }
 
+/// Source of the ICMPv6 errors.
+const ICMPV6_ROUTER: Ipv6Addr = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
+
 #[test]
 fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(68, 0);
     let mut balancer = dual_stack_balancer(&mut rng);
     let server_ids = balancer.replace_servers(0, 300, &mut rng);
-    let router = Ipv6Addr::new(0x2001, 0xdb8, 1, 0, 0, 0, 0, 1);
     for kind in 1..=4 {
         let client = random_client(&mut rng);
         let server = server_ids[uniform_below(&mut rng, 300) as usize];
@@ -241,10 +257,11 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
             rng.next_u32(),
         );
         let error_with_complete_quote =
-            icmpv6_error(kind, router, client, aligned_timestamp_option(cookie_value, 7), usize::MAX);
+            icmpv6_error(kind, ICMPV6_ROUTER, client, aligned_timestamp_option(cookie_value, 7), usize::MAX);
         balancer.expect_sent_to(0, &error_with_complete_quote, server, "icmp_error");
         // An error whose quote lacks the timestamp is broadcast.
-        let error_with_short_quote = icmpv6_error(kind, router, client, aligned_timestamp_option(cookie_value, 7), 48);
+        let error_with_short_quote =
+            icmpv6_error(kind, ICMPV6_ROUTER, client, aligned_timestamp_option(cookie_value, 7), 48);
         balancer.expect_broadcast_or_dropped(
             0,
             &error_with_short_quote,
@@ -252,18 +269,22 @@ fn icmpv6_errors_reach_the_server_that_the_quoted_timestamp_names() {
             "drop_broadcast_rate_limited",
         );
     }
-    let error_without_cookie = icmpv6_error(2, router, random_client(&mut rng), vec![], usize::MAX);
+}
+
+#[test]
+fn malformed_icmpv6_errors_are_dropped_and_foreign_ones_pass() {
+    skip_if!(missing_bpf_rights());
+    let mut rng = seeded_rng(68, 0);
+    let mut balancer = dual_stack_balancer(&mut rng);
+    balancer.replace_servers(0, 300, &mut rng);
+    let error_without_cookie = icmpv6_error(2, ICMPV6_ROUTER, random_client(&mut rng), vec![], usize::MAX);
     balancer.expect_unforwarded_without_service(
-        &icmpv6_error(2, router, random_client(&mut rng), vec![], 47),
+        &icmpv6_error(2, ICMPV6_ROUTER, random_client(&mut rng), vec![], 47),
         XDP_DROP,
         "drop_malformed_icmp",
     );
     // Messages for the kernel are an echo request, a quote from another VIP, and a quote with extension headers.
-    let changed_frame = |offset: usize, byte: u8| {
-        let mut frame = error_without_cookie.clone();
-        frame[offset] = byte;
-        frame
-    };
+    let changed_frame = |offset: usize, byte: u8| changed_frame(&error_without_cookie, offset, &[byte]);
     balancer.expect_passed_uncounted(&changed_frame(54, 128));
     balancer.expect_passed_uncounted(&changed_frame(62 + 8 + 15, 99));
     balancer.expect_passed_uncounted(&changed_frame(62 + 6, 60));

@@ -164,6 +164,20 @@ fn new_process_takes_over_while_packets_pass() {
     assert!(!String::from_utf8(ip_link_output.stdout).unwrap().contains("xdp"));
 }
 
+/// Runs the program on `frames`. Returns the counter of each service that has increased.
+fn outcomes_of_frames(lb: &LoadBalancer, indexes: &[ServiceIndex], frames: &[Vec<u8>]) -> Vec<&'static str> {
+    let read_counts = || indexes.iter().map(|index| lb.service_counters(*index).packets_by_outcome).collect::<Vec<_>>();
+    let counts_before = read_counts();
+    for frame in frames {
+        assert_eq!(test_run::run(lb.program(), frame, 1).unwrap().verdict, 3);
+    }
+    let increased_counter = |(before, after): (&[u64; COUNTER_COUNT], &[u64; COUNTER_COUNT])| {
+        let counter_index = (0..COUNTER_COUNT).find(|counter| after[*counter] > before[*counter]).unwrap();
+        intf::LB_COUNTER_NAMES[counter_index]
+    };
+    counts_before.iter().zip(&read_counts()).map(increased_counter).collect::<Vec<_>>()
+}
+
 /// The modes, the flow table's entries and its size outlive the process.
 #[test]
 fn modes_and_flows_are_taken_over() {
@@ -182,19 +196,6 @@ fn modes_and_flows_are_taken_over() {
     let services =
         [(service_address(VIP), timestamps_off_mode), (udp_address, ServiceMode::default_for_protocol(Protocol::Udp))];
     let frames = [TcpPacket::new(CLIENT, VIP).frame(), UdpDatagram::new(CLIENT, VIP).frame()];
-    let outcomes_of_frames = |lb: &LoadBalancer, indexes: &[ServiceIndex]| {
-        let read_counts =
-            || indexes.iter().map(|index| lb.service_counters(*index).packets_by_outcome).collect::<Vec<_>>();
-        let counts_before = read_counts();
-        for frame in &frames {
-            assert_eq!(test_run::run(lb.program(), frame, 1).unwrap().verdict, 3);
-        }
-        let increased_counter = |(before, after): (&[u64; COUNTER_COUNT], &[u64; COUNTER_COUNT])| {
-            let counter_index = (0..COUNTER_COUNT).find(|counter| after[*counter] > before[*counter]).unwrap();
-            intf::LB_COUNTER_NAMES[counter_index]
-        };
-        counts_before.iter().zip(&read_counts()).map(increased_counter).collect::<Vec<_>>()
-    };
 
     let mut lb = start_process(1 << 14);
     let service_indexes = lb.set_services(&services).unwrap();
@@ -202,14 +203,14 @@ fn modes_and_flows_are_taken_over() {
         lb.set_server(*index, only_server(), Server { mac: Some(SERVER_MAC), is_eligible: true });
         lb.install_table(*index, &one_server_table(1, PlacementRule::Table)).unwrap();
     }
-    assert_eq!(outcomes_of_frames(&lb, &service_indexes), ["bucket_hash", "new_connection"]);
+    assert_eq!(outcomes_of_frames(&lb, &service_indexes, &frames), ["bucket_hash", "new_connection"]);
     drop(lb);
     // Packets are processed before the new process has configured its services.
     let mut lb = start_process(1 << 15);
     assert!(lb.is_taken_over());
-    assert_eq!(outcomes_of_frames(&lb, &service_indexes), ["flow_table", "flow_table"]);
+    assert_eq!(outcomes_of_frames(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
     assert_eq!(lb.set_services(&services).unwrap(), service_indexes);
-    assert_eq!(outcomes_of_frames(&lb, &service_indexes), ["flow_table", "flow_table"]);
+    assert_eq!(outcomes_of_frames(&lb, &service_indexes, &frames), ["flow_table", "flow_table"]);
     let flow_table_map = MapHandle::from_pinned_path(pins.path().join("lb/flow_table")).unwrap();
     assert_eq!(flow_table_map.max_entries() * intf::FLOW_SET_ENTRIES, 1 << 14);
     lb.detach().unwrap();

@@ -182,12 +182,17 @@ fn invalid_data_offsets_are_dropped_with_a_reason() {
     }
 }
 
+/// Returns the timestamp of a packet that has only this option, without the options that align it.
+fn unaligned_timestamp(packet: &TcpPacket) -> Vec<u8> {
+    let tsecr = u32::from_be_bytes(packet.tcp_options[8..12].try_into().unwrap());
+    timestamp_option(1, tsecr)
+}
+
 #[test]
 fn malformed_options_are_dropped_with_a_reason() {
     skip_if!(missing_bpf_rights());
-    let (balancer, server, packet) = balancer_with_established_packet();
-    let tsecr = u32::from_be_bytes(packet.tcp_options[8..12].try_into().unwrap());
-    let valid_timestamp = timestamp_option(1, tsecr);
+    let (balancer, _, packet) = balancer_with_established_packet();
+    let valid_timestamp = unaligned_timestamp(&packet);
     let malformed_options: Vec<(&str, Vec<u8>)> = vec![
         ("length 0", vec![3, 0, 0, 0]),
         ("length 1", vec![3, 1, 0, 0]),
@@ -206,7 +211,14 @@ fn malformed_options_are_dropped_with_a_reason() {
             balancer.expect_unforwarded(&frame, XDP_DROP, 0, "drop_malformed_tcp");
         }
     }
-    // The program finds a timestamp at every offset, and ignores malformed options after it.
+}
+
+/// The program ignores malformed options after the timestamp.
+#[test]
+fn timestamp_is_found_at_every_offset() {
+    skip_if!(missing_bpf_rights());
+    let (balancer, server, packet) = balancer_with_established_packet();
+    let valid_timestamp = unaligned_timestamp(&packet);
     for leading_length in 0..=28 {
         let bytes_after_end = [254, 0, 7, 7];
         for leading_options in [vec![1; leading_length], options_without_timestamp(leading_length)] {
@@ -216,7 +228,14 @@ fn malformed_options_are_dropped_with_a_reason() {
             balancer.expect_sent_to(0, &frame, server, "established");
         }
     }
-    // As by Linux (tcp_parse_options()), timestamps after the end of options or with another length are ignored.
+}
+
+/// Linux ignores them too (tcp_parse_options()).
+#[test]
+fn timestamps_after_the_end_of_options_or_of_another_length_are_ignored() {
+    skip_if!(missing_bpf_rights());
+    let (balancer, _, packet) = balancer_with_established_packet();
+    let valid_timestamp = unaligned_timestamp(&packet);
     let options_without_timestamp = [
         [&[0, 0][..], &valid_timestamp].concat(),
         [&[8, 9][..], &valid_timestamp[2..9]].concat(),
@@ -278,6 +297,37 @@ fn invalid_flag_combinations_are_dropped_with_a_reason() {
     }
 }
 
+/// Returns `packet` with random bytes, or a frame with random bytes throughout.
+fn random_frame(packet: &TcpPacket, round: u64, rng: &mut impl rand::Rng) -> Vec<u8> {
+    let mut frame = TcpPacket {
+        flags: [ACK, SYN, RST][uniform_below(rng, 3) as usize],
+        ip_options: vec![1; 4 * uniform_below(rng, 3) as usize],
+        ..packet.clone()
+    }
+    .frame();
+    for _ in 0..=uniform_below(rng, 4) {
+        let changed_offset = IP + uniform_below(rng, (TCP_OPTIONS_OFFSET + 12 - IP) as u32) as usize;
+        frame[changed_offset] = rng.next_u32() as u8;
+    }
+    if round % 5 == 0 {
+        frame.truncate(14 + uniform_below(rng, frame.len() as u32 - 13) as usize);
+    }
+    if round % 7 == 0 {
+        rng.fill_bytes(&mut frame[14..]);
+    }
+    frame
+}
+
+/// Asserts that frames differ only in the MAC addresses and the IP identification with its checksum.
+fn expect_only_identification_changed(output_frame: &[u8], frame: &[u8]) {
+    assert_eq!(output_frame[12..18], frame[12..18]);
+    assert_eq!(output_frame[20..24], frame[20..24]);
+    assert_eq!(output_frame[26..], frame[26..]);
+    // Identification and checksum change together, so that the header's sum stays the same, right or wrong.
+    let ip_header_sum = |frame: &[u8]| ones_complement_sum(&frame[IP..tcp_offset(frame)]) % 0xffff;
+    assert_eq!(ip_header_sum(output_frame), ip_header_sum(frame));
+}
+
 /// Tests random frames, and valid packets with random bytes. Each has exactly one outcome, and the program changes only
 /// the MAC addresses and the IP identification.
 #[test]
@@ -290,32 +340,10 @@ fn random_frames_get_one_outcome_and_stay_unchanged() {
         service_packets.iter().chain(&balancer.lb.counters_without_service().packets_by_outcome).sum()
     };
     for round in 0..20_000u64 {
-        let mut frame = TcpPacket {
-            flags: [ACK, SYN, RST][uniform_below(&mut rng, 3) as usize],
-            ip_options: vec![1; 4 * uniform_below(&mut rng, 3) as usize],
-            ..packet.clone()
-        }
-        .frame();
-        for _ in 0..=uniform_below(&mut rng, 4) {
-            let changed_offset = IP + uniform_below(&mut rng, (TCP_OPTIONS_OFFSET + 12 - IP) as u32) as usize;
-            frame[changed_offset] = rng.next_u32() as u8;
-        }
-        if round % 5 == 0 {
-            frame.truncate(14 + uniform_below(&mut rng, frame.len() as u32 - 13) as usize);
-        }
-        if round % 7 == 0 {
-            rng.fill_bytes(&mut frame[14..]);
-        }
+        let frame = random_frame(&packet, round, &mut rng);
         let (xdp_action, output_frame) = balancer.run(&frame);
         match xdp_action {
-            XDP_TX => {
-                assert_eq!(output_frame[12..18], frame[12..18]);
-                assert_eq!(output_frame[20..24], frame[20..24]);
-                assert_eq!(output_frame[26..], frame[26..]);
-                // Identification and checksum change together, so that the header's sum stays the same, right or wrong.
-                let ip_header_sum = |frame: &[u8]| ones_complement_sum(&frame[IP..tcp_offset(frame)]) % 0xffff;
-                assert_eq!(ip_header_sum(&output_frame), ip_header_sum(&frame));
-            }
+            XDP_TX => expect_only_identification_changed(&output_frame, &frame),
             XDP_PASS | XDP_DROP => assert_eq!(output_frame, frame),
             other => panic!("verdict {other}"),
         }

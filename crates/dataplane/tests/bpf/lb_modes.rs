@@ -81,13 +81,10 @@ fn hash_table_stores_the_server_that_the_rule_chose() {
         let client = random_client(&mut rng);
         let chosen_server = table.select_server(&mut placement_state, &tuple_to_vip(client)).unwrap();
         // A packet of an unknown connection that is no SYN is placed by the rule and gets no flow table entry.
-        balancer.expect_sent_to(0, &client_frame(client, ACK, uniform_below(&mut rng, 3)), chosen_server, "per_packet");
-        balancer.expect_sent_to(
-            0,
-            &client_frame(client, SYN, uniform_below(&mut rng, 3)),
-            chosen_server,
-            "new_connection",
-        );
+        for (flags, counter) in [(ACK, "per_packet"), (SYN, "new_connection")] {
+            let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
+            balancer.expect_sent_to(0, &frame, chosen_server, counter);
+        }
         connections.push((client, chosen_server));
     }
     assert_eq!(balancer.event_count(0, "flow_inserted"), 100);
@@ -139,13 +136,22 @@ fn beamer_follows_the_bucket_and_marks_the_previous_server() {
     assert_eq!(balancer.event_count(0, "flow_inserted"), 0);
 }
 
+/// Returns the server to which a packet was sent, and the previous server in the packet's IP identification.
+fn send_packet(balancer: &Balancer, client: (Ipv4Addr, u16), flags: u8) -> (ServerId, u16) {
+    let (xdp_action, frame) = balancer.run(&client_frame(client, flags, 1));
+    assert_eq!(xdp_action, XDP_TX, "flags {flags:#x}");
+    let server_with_mac = balancer.server_macs.iter().find(|(_, mac)| frame[..6] == mac.0);
+    let ((_, destination_id), _) = server_with_mac.unwrap();
+    (*destination_id, u16::from_be_bytes([frame[18], frame[19]]))
+}
+
 /// Without a controller, the table keeps a server that takes no new connections, so the load balancer must avoid it.
 #[test]
 fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(50, 0);
     for (name, is_down) in [("drains", false), ("is down by the load balancer's own checks", true)] {
-        let (mut balancer, ids, table) =
+        let (mut balancer, _, table) =
             balancer_with_table(mode_with_consistency(Consistency::Beamer), PlacementRule::LeastAssigned, &mut rng);
         let avoided_server = table.consistent_servers[0];
         let service_index = balancer.service_indexes[0];
@@ -153,14 +159,6 @@ fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
             .filter(|client| table.consistent_server(&tuple_to_vip(*client)) == Some(avoided_server))
             .take(50)
             .collect();
-        // Returns the server to which a packet was sent, and the previous server in the packet's IP identification.
-        let send_packet = |balancer: &Balancer, client, flags| {
-            let (xdp_action, frame) = balancer.run(&client_frame(client, flags, 1));
-            assert_eq!(xdp_action, XDP_TX, "{name}: flags {flags:#x}");
-            let destination_id =
-                ids.iter().copied().find(|id| frame[..6] == balancer.server_macs[&(0, *id)].0).unwrap();
-            (destination_id, u16::from_be_bytes([frame[18], frame[19]]))
-        };
         let server_mac = Some(balancer.server_macs[&(0, avoided_server)]);
         balancer.lb.set_server(service_index, avoided_server, Server { mac: server_mac, is_eligible: false });
         balancer.lb.set_masked(service_index, avoided_server, is_down);
@@ -313,7 +311,11 @@ fn flow_table_is_bounded_and_drops_removed_services() {
     balancer.service_indexes = balancer.lb.set_services(&services).unwrap();
     set_up_servers(&mut balancer, &mut rng);
     assert_eq!(flow_table_hits(&balancer, 0), 0);
+}
 
+#[test]
+fn flow_table_of_an_invalid_size_is_rejected() {
+    skip_if!(missing_bpf_rights());
     for entries in [0, coreward_dataplane::lb::MAX_FLOW_TABLE_ENTRIES + 1] {
         let options = Options { flow_table_entry_count: entries, ..Options::default() };
         let error = coreward_dataplane::lb::LoadBalancer::load(options).unwrap_err().to_string();

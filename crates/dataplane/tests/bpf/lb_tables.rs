@@ -144,6 +144,19 @@ fn table_preferring_first_servers(ids: &[ServerId], buckets: BucketCount) -> Pla
     LeastPolicy::new(3).candidate_table(&Pool::new(ids.iter().enumerate().map(pool_server).collect(), 1), buckets)
 }
 
+/// Asserts that a SYN from `client` is sent to the server that `table` selects.
+fn expect_syn_follows_table(
+    balancer: &Balancer,
+    table: &PlacementTable,
+    placement_state: &mut PlacementState,
+    client: (Ipv4Addr, u16),
+) {
+    let syn_frame =
+        TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }.frame();
+    let chosen_server = table.select_server(placement_state, &FourTuple::ipv4(client, VIP)).unwrap();
+    assert_eq!(balancer.forwarded_to(&syn_frame), balancer.server_macs[&(0, chosen_server)], "SYN of {client:?}");
+}
+
 #[test]
 fn replaced_candidates_decide_new_connections_only() {
     skip_if!(missing_bpf_rights());
@@ -168,12 +181,7 @@ fn replaced_candidates_decide_new_connections_only() {
         let mut placement_state = PlacementState::for_table(&expected_table);
         for port in 0..500 {
             let client = (Ipv4Addr::from(rng.next_u32()), 1024 + port);
-            let tuple = FourTuple::ipv4(client, VIP);
-            let syn_frame =
-                TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }
-                    .frame();
-            let chosen_server = expected_table.select_server(&mut placement_state, &tuple).unwrap();
-            assert_eq!(balancer.forwarded_to(&syn_frame), balancer.server_macs[&(0, chosen_server)], "SYN {port}");
+            expect_syn_follows_table(&balancer, &expected_table, &mut placement_state, client);
             // A connection without timestamps (from another port) follows its bucket.
             let client = (client.0, 40_000 + port);
             let ack_frame = TcpPacket { flags: ACK, ..TcpPacket::new(client, VIP) }.frame();
@@ -184,13 +192,7 @@ fn replaced_candidates_decide_new_connections_only() {
         let next_table = random_table(PlacementRule::Table, 8, groups, &server_ids, &mut rng);
         balancer.install_table(0, &next_table);
         let client = (Ipv4Addr::from(rng.next_u32()), 7);
-        let syn_frame =
-            TcpPacket { flags: SYN, tcp_options: aligned_timestamp_option(1, 0), ..TcpPacket::new(client, VIP) }
-                .frame();
-        let chosen_server = next_table
-            .select_server(&mut PlacementState::for_table(&next_table), &FourTuple::ipv4(client, VIP))
-            .unwrap();
-        assert_eq!(balancer.forwarded_to(&syn_frame), balancer.server_macs[&(0, chosen_server)]);
+        expect_syn_follows_table(&balancer, &next_table, &mut PlacementState::for_table(&next_table), client);
     }
 }
 

@@ -44,6 +44,18 @@ fn balancer_with_table(
     (balancer, server_ids, table)
 }
 
+/// Returns datagrams with no payload, IP options, or padding.
+fn unusual_datagrams(client: (Ipv4Addr, u16)) -> [Vec<u8>; 3] {
+    let datagram = UdpDatagram::new(client, VIP);
+    let mut padded_frame = datagram.frame();
+    padded_frame[UDP_OFFSET + 4..UDP_OFFSET + 6].copy_from_slice(&[0, 10]);
+    [
+        UdpDatagram { payload: vec![], ..datagram.clone() }.frame(),
+        UdpDatagram { ip_options: vec![1; 12], payload: vec![7; 1400], ..datagram }.frame(),
+        padded_frame,
+    ]
+}
+
 #[test]
 fn datagrams_follow_their_flow() {
     skip_if!(missing_bpf_rights());
@@ -63,23 +75,12 @@ fn datagrams_follow_their_flow() {
     // Flows stay when other servers drain. Their datagrams have IP options, no payload, or padding.
     for draining_id in &ids[2..] {
         let draining_mac = Some(balancer.server_macs[&(0, *draining_id)]);
-        balancer.lb.set_server(
-            balancer.service_indexes[0],
-            *draining_id,
-            Server { mac: draining_mac, is_eligible: false },
-        );
+        let draining_server = Server { mac: draining_mac, is_eligible: false };
+        balancer.lb.set_server(balancer.service_indexes[0], *draining_id, draining_server);
     }
     balancer.install_table(0, &random_table(PlacementRule::Table, 2, 1, &ids[..2], &mut rng));
     for (client, chosen_server) in &flows_with_servers {
-        let datagram = UdpDatagram::new(*client, VIP);
-        let mut padded_frame = datagram.frame();
-        padded_frame[UDP_OFFSET + 4..UDP_OFFSET + 6].copy_from_slice(&[0, 10]);
-        let flow_frames = [
-            UdpDatagram { payload: vec![], ..datagram.clone() }.frame(),
-            UdpDatagram { ip_options: vec![1; 12], payload: vec![7; 1400], ..datagram }.frame(),
-            padded_frame,
-        ];
-        for frame in flow_frames {
+        for frame in unusual_datagrams(*client) {
             balancer.expect_sent_to(0, &frame, *chosen_server, "flow_table");
         }
     }

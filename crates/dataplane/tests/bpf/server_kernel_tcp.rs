@@ -109,13 +109,9 @@ fn packets_without_a_socket_and_resets_are_stamped() {
     Family::BOTH.into_iter().for_each(expect_stamped_packets_without_socket);
 }
 
-fn expect_stamped_packets_without_socket(family: Family) {
-    let env = TestEnv::of(family, ServiceMode::default());
-    let listener = env.listen_at_vip();
-    let sniffer = Sniffer::new(&env);
-
-    // The server resets the connection because it closes the socket with unread data.
-    let (mut client, server) = env.open_connection(&listener);
+/// The server resets a connection because it closes the socket with unread data.
+fn expect_stamped_reset(env: &TestEnv, listener: &TcpListener, sniffer: &Sniffer) {
+    let (mut client, server) = env.open_connection(listener);
     client.write_all(b"unread").unwrap();
     server.peek(&mut [0]).unwrap();
     SockRef::from(&server).set_linger(Some(Duration::ZERO)).unwrap();
@@ -125,6 +121,13 @@ fn expect_stamped_packets_without_socket(family: Family) {
         sniffer.received_from_vip().into_iter().filter(|frame| tcp_flags(frame) & RST != 0).collect();
     assert_eq!(reset_frames.len(), 1);
     assert_eq!(cookie_of_packet(&reset_frames[0]), Cookie::Server(id()));
+}
+
+fn expect_stamped_packets_without_socket(family: Family) {
+    let env = TestEnv::of(family, ServiceMode::default());
+    let listener = env.listen_at_vip();
+    let sniffer = Sniffer::new(&env);
+    expect_stamped_reset(&env, &listener, &sniffer);
 
     // In TIME-WAIT, the server acknowledges a repeated segment without a full socket.
     let (mut client, server) = env.open_connection(&listener);
@@ -245,6 +248,18 @@ fn new_process_takes_over() {
 const PACKETS_PER_KEY: usize = 500;
 const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Transfers data both ways until `is_over`. Returns the number of rounds.
+fn transfer_until(is_over: &AtomicBool, client: &mut TcpStream, server: &mut TcpStream) -> u64 {
+    let transferred_data = byte_pattern(1 << 20);
+    let mut round_count = 0;
+    while !is_over.load(Ordering::Relaxed) {
+        send_and_receive(client, server, &transferred_data);
+        send_and_receive(server, client, &transferred_data);
+        round_count += 1;
+    }
+    round_count
+}
+
 /// Transfers data both ways while the fleet's current key changes 30 times.
 #[test]
 fn transfer_continues_while_keys_change() {
@@ -252,20 +267,11 @@ fn transfer_continues_while_keys_change() {
     let mut env = TestEnv::new();
     let sniffer = Sniffer::new(&env);
     let (mut client, mut server) = env.open_connection(&env.listen_at_vip());
-    let transferred_data = byte_pattern(1 << 20);
     let key_bit_of = |frame: &Vec<u8>| read_u32(frame, tsval_offset(frame).unwrap()) & intf::COOKIE_KEY_BIT;
     let current_bit = |keys: &FleetCookieKeys| if keys.current == KeyIndex::First { 0 } else { intf::COOKIE_KEY_BIT };
     let (is_over, mut frames, deadline) = (AtomicBool::new(false), vec![], Instant::now() + RUN_TIMEOUT);
     let round_count = std::thread::scope(|scope| {
-        let transfer_thread = scope.spawn(|| {
-            let mut round_count = 0;
-            while !is_over.load(Ordering::Relaxed) {
-                send_and_receive(&mut client, &mut server, &transferred_data);
-                send_and_receive(&mut server, &mut client, &transferred_data);
-                round_count += 1;
-            }
-            round_count
-        });
+        let transfer_thread = scope.spawn(|| transfer_until(&is_over, &mut client, &mut server));
         let mut fleet_keys = fleet_keys();
         for _ in 0..30 {
             fleet_keys.current = fleet_keys.current.other();
@@ -289,8 +295,7 @@ fn transfer_continues_while_keys_change() {
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INGRESS_OTHER_COOKIE), 0);
     env.assert_no_errors();
     for host in [&env.veth_pair.client, &env.veth_pair.server] {
-        let (retransmission_count, sent_count) =
-            (host.kernel_counter("TcpRetransSegs"), host.kernel_counter("TcpOutSegs"));
+        let [retransmission_count, sent_count] = ["TcpRetransSegs", "TcpOutSegs"].map(|name| host.kernel_counter(name));
         assert!(
             retransmission_count * 200 < sent_count + 200,
             "{retransmission_count} of {sent_count} segments sent again in {round_count} rounds"

@@ -142,6 +142,20 @@ fn expect_id_after_table_loss(family: Family) {
     env.assert_no_errors();
 }
 
+/// Runs the programs on a SYN with an index from client `n` of a flood, and on the server's SYN-ACK.
+fn run_flood_handshake(env: &TestEnv, n: u32) {
+    let mut flood_syn = TcpPacket::new((Ipv4Addr::from(0x0b00_0000 + n), 5), (VIP, PORT));
+    flood_syn.flags = SYN;
+    flood_syn.payload.clear();
+    flood_syn.tcp_options = aligned_timestamp_option(1, tsecr_with_index(7));
+    test_run::run(env.programs.program(Direction::Ingress), &flood_syn.frame(), 1).unwrap();
+    let mut flood_syn_ack = TcpPacket::new((VIP, PORT), (*flood_syn.source.ip(), 5));
+    flood_syn_ack.flags = SYN | ACK;
+    flood_syn_ack.payload.clear();
+    flood_syn_ack.tcp_options = aligned_timestamp_option(tsval_clock_ms(), 1);
+    test_run::run(env.programs.program(Direction::Egress), &flood_syn_ack.frame(), 1).unwrap();
+}
+
 #[test]
 fn syn_flood_evicts_indexes_without_breaking_connections() {
     skip_if!(missing_bpf_rights());
@@ -158,16 +172,7 @@ fn syn_flood_evicts_indexes_without_breaking_connections() {
 
     // SYNs with an index come from twice as many clients as the map has entries, and each gets a SYN-ACK.
     for n in 0..2 * intf::MAX_HALF_OPEN_INDEXES {
-        let mut flood_syn = TcpPacket::new((Ipv4Addr::from(0x0b00_0000 + n), 5), (VIP, PORT));
-        flood_syn.flags = SYN;
-        flood_syn.payload.clear();
-        flood_syn.tcp_options = aligned_timestamp_option(1, tsecr_with_index(7));
-        test_run::run(env.programs.program(Direction::Ingress), &flood_syn.frame(), 1).unwrap();
-        let mut flood_syn_ack = TcpPacket::new((VIP, PORT), (*flood_syn.source.ip(), 5));
-        flood_syn_ack.flags = SYN | ACK;
-        flood_syn_ack.payload.clear();
-        flood_syn_ack.tcp_options = aligned_timestamp_option(tsval_clock_ms(), 1);
-        test_run::run(env.programs.program(Direction::Egress), &flood_syn_ack.frame(), 1).unwrap();
+        run_flood_handshake(&env, n);
     }
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_INDEX_LEARNT), u64::from(2 * intf::MAX_HALF_OPEN_INDEXES) + 2);
     // The kernel's LRU map selects the entries that stay. A SYN without an index removes this client's entry.
@@ -234,6 +239,19 @@ fn packet_without_a_socket_is_forwarded_to_the_previous_server() {
     Family::BOTH.into_iter().for_each(expect_forwarded_to_previous);
 }
 
+/// Packets are no longer forwarded once the handshake has ended, with or without a SYN cookie.
+fn expect_unforwarded_after_handshake(env: &TestEnv, listener: &TcpListener, port: u16, syn_cookies: &str) {
+    env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
+    let mut client = RawTcpClient::new(env, port, false);
+    client.open_connection(0);
+    let ack_frame = client.next_frame(ACK, 0, b"");
+    assert!(!send_and_check_forwarded(&mut client, &ack_frame, PREVIOUS_SERVER_ID), "SYN cookies {syn_cookies}");
+    let (mut server, _) = listener.accept().unwrap();
+    server.set_read_timeout(Some(TIMEOUT)).unwrap();
+    client.send_payload(b"request", |frame| set_previous_server(frame, PREVIOUS_SERVER_ID));
+    server.read_exact(&mut [0; 7]).unwrap();
+}
+
 fn expect_forwarded_to_previous(family: Family) {
     let mut env = TestEnv::of(family, ServiceMode::default());
     env.programs.set_server_mac(previous_server_id(), Some(PREVIOUS_SERVER_MAC));
@@ -261,17 +279,8 @@ fn expect_forwarded_to_previous(family: Family) {
     let frame = timestamp_client.next_frame(ACK, 5, b"stray");
     assert!(!send_and_check_forwarded(&mut timestamp_client, &frame, PREVIOUS_SERVER_ID));
 
-    // Packets are no longer forwarded once the handshake has ended, with or without a SYN cookie.
     for (port, syn_cookies) in [(4010, "1"), (4011, "2")] {
-        env.veth_pair.server.set_sysctl("ipv4/tcp_syncookies", syn_cookies);
-        let mut client = RawTcpClient::new(&env, port, false);
-        client.open_connection(0);
-        let ack_frame = client.next_frame(ACK, 0, b"");
-        assert!(!send_and_check_forwarded(&mut client, &ack_frame, PREVIOUS_SERVER_ID), "SYN cookies {syn_cookies}");
-        let (mut server, _) = listener.accept().unwrap();
-        server.set_read_timeout(Some(TIMEOUT)).unwrap();
-        client.send_payload(b"request", |frame| set_previous_server(frame, PREVIOUS_SERVER_ID));
-        server.read_exact(&mut [0; 7]).unwrap();
+        expect_unforwarded_after_handshake(&env, &listener, port, syn_cookies);
     }
     assert_eq!(env.server_counter(intf::SERVER_COUNTER_CHAINED), 1);
 }

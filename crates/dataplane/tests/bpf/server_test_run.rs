@@ -243,40 +243,52 @@ fn foreign_packet_is_unchanged() {
     let mut rng = seeded_rng(4, 0);
     let server = TestServer::new(&mut rng);
     for family in Family::BOTH {
-        expect_foreign_packets_unchanged(&server, family);
+        expect_foreign_egress_packets_unchanged(&server, family);
+        expect_foreign_ingress_packets_unchanged(&server, family);
     }
 }
 
-fn expect_foreign_packets_unchanged(server: &TestServer, family: Family) {
+/// Asserts that the program passes `packet` unchanged and increases `expected_counters`.
+fn expect_unchanged(server: &TestServer, direction: Direction, packet: &TcpPacket, expected_counters: &[&str]) {
+    let frame = packet.frame();
+    assert_eq!(
+        server.run_and_list_counters(direction, &frame),
+        (TC_ACT_UNSPEC, frame, expected_counters.to_vec()),
+        "{packet:?}"
+    );
+}
+
+fn expect_foreign_egress_packets_unchanged(server: &TestServer, family: Family) {
     let (client, vip) = (fixed_client(family), vip_of_family(family));
-    let expect_unchanged = |direction, packet: &TcpPacket, expected_counters: &[&str]| {
-        let frame = packet.frame();
-        assert_eq!(
-            server.run_and_list_counters(direction, &frame),
-            (TC_ACT_UNSPEC, frame, expected_counters.to_vec()),
-            "{packet:?}"
-        );
-    };
     let egress_packet = |change: fn(&mut TcpPacket)| {
         let mut packet = TcpPacket::between(vip, client);
         packet.tcp_options = aligned_timestamp_option(tsval_clock_ms(), 1);
         change(&mut packet);
         packet
     };
-    expect_unchanged(Direction::Egress, &egress_packet(|p| p.source.set_port(81)), &[]);
+    expect_unchanged(server, Direction::Egress, &egress_packet(|p| p.source.set_port(81)), &[]);
     let set_other_vip = |p: &mut TcpPacket| match &mut p.ipv6_addresses {
         Some([source, _]) => *source = Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 1, 0, 0xc8, 1),
         None => p.source.set_ip(Ipv4Addr::new(10, 200, 0, 2)),
     };
-    expect_unchanged(Direction::Egress, &egress_packet(set_other_vip), &[]);
-    expect_unchanged(Direction::Egress, &egress_packet(|p| p.tcp_options.clear()), &["egress_without_timestamp"]);
+    expect_unchanged(server, Direction::Egress, &egress_packet(set_other_vip), &[]);
+    expect_unchanged(
+        server,
+        Direction::Egress,
+        &egress_packet(|p| p.tcp_options.clear()),
+        &["egress_without_timestamp"],
+    );
     // A TSval with a random offset per connection or in microseconds is from another clock and could not be restored.
     expect_unchanged(
+        server,
         Direction::Egress,
         &egress_packet(|p| p.tcp_options = aligned_timestamp_option(tsval_clock_ms().wrapping_add(5000), 1)),
         &["egress_other_clock"],
     );
+}
 
+fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family) {
+    let (client, vip) = (fixed_client(family), vip_of_family(family));
     let tuple = tuple_to_vip(client);
     let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
     let stamp = |cookie| server.expected_tsval(&tuple, cookie, tsval_clock_ms());
@@ -287,18 +299,34 @@ fn expect_foreign_packets_unchanged(server: &TestServer, family: Family) {
         packet
     };
     let other_cookie_counters = ["ingress_other_cookie", "ingress_established"];
-    expect_unchanged(Direction::Ingress, &ingress_packet(stamp(Cookie::Server(other_id)), ACK), &other_cookie_counters);
     expect_unchanged(
+        server,
+        Direction::Ingress,
+        &ingress_packet(stamp(Cookie::Server(other_id)), ACK),
+        &other_cookie_counters,
+    );
+    expect_unchanged(
+        server,
         Direction::Ingress,
         &ingress_packet(stamp(Cookie::TableIndex(server.id.get())), ACK),
         &other_cookie_counters,
     );
-    expect_unchanged(Direction::Ingress, &ingress_packet(0, ACK), &["ingress_without_tsecr", "ingress_established"]);
+    expect_unchanged(
+        server,
+        Direction::Ingress,
+        &ingress_packet(0, ACK),
+        &["ingress_without_tsecr", "ingress_established"],
+    );
     // Test runs record no receive queue, so the prediction cannot be compared.
-    expect_unchanged(Direction::Ingress, &ingress_packet(0, SYN), &["ingress_without_tsecr", "rss_unpredicted"]);
+    expect_unchanged(
+        server,
+        Direction::Ingress,
+        &ingress_packet(0, SYN),
+        &["ingress_without_tsecr", "rss_unpredicted"],
+    );
     let mut packet_to_other_host = ingress_packet(stamp(Cookie::Server(server.id)), ACK);
     packet_to_other_host.destination_mac = [2, 0, 0, 0, 0, 1];
-    expect_unchanged(Direction::Ingress, &packet_to_other_host, &[]);
+    expect_unchanged(server, Direction::Ingress, &packet_to_other_host, &[]);
 }
 
 #[test]
@@ -355,6 +383,18 @@ fn damage_frame(rng: &mut Xoshiro256PlusPlus, frame: &mut Vec<u8>) {
     }
 }
 
+/// The program has found a timestamp, and may have changed only the timestamp and the checksum.
+fn expect_only_timestamp_changed(direction: Direction, frame: &[u8], output_frame: &[u8]) {
+    let changed_offset = tsval_offset(frame).unwrap() + if direction == Direction::Egress { 0 } else { 4 };
+    let checksum_offset = support::tcp_offset(frame) + 16;
+    for (index, (before, after)) in frame.iter().zip(output_frame).enumerate() {
+        let may_change = (changed_offset..changed_offset + 4).contains(&index)
+            || (checksum_offset..checksum_offset + 2).contains(&index);
+        assert!(before == after || may_change, "byte {index} of {frame:02x?}");
+    }
+    assert_eq!(tcp_segment_sum(frame), tcp_segment_sum(output_frame), "the checksum is as right or wrong as before");
+}
+
 #[test]
 fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
     skip_if!(missing_bpf_rights());
@@ -382,20 +422,8 @@ fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
             TC_ACT_SHOT => dropped_count += 1,
             TC_ACT_UNSPEC if outcome.packet == frame => passed_count += 1,
             TC_ACT_UNSPEC => {
-                // The program has found a timestamp, and may have changed only the timestamp and the checksum.
                 rewritten_count += 1;
-                let changed_offset = tsval_offset(&frame).unwrap() + if direction == Direction::Egress { 0 } else { 4 };
-                let checksum_offset = support::tcp_offset(&frame) + 16;
-                for (index, (before, after)) in frame.iter().zip(&outcome.packet).enumerate() {
-                    let may_change = (changed_offset..changed_offset + 4).contains(&index)
-                        || (checksum_offset..checksum_offset + 2).contains(&index);
-                    assert!(before == after || may_change, "byte {index} of {frame:02x?}");
-                }
-                assert_eq!(
-                    tcp_segment_sum(&frame),
-                    tcp_segment_sum(&outcome.packet),
-                    "the checksum is as right or wrong as before"
-                );
+                expect_only_timestamp_changed(direction, &frame, &outcome.packet);
             }
             other => panic!("verdict {other} for {frame:02x?}"),
         }

@@ -261,14 +261,27 @@ pub fn check_queue_count(facts: &Facts) -> Vec<Finding> {
     })
 }
 
+/// Returns the receive queues whose interrupts each CPU handles. Interrupts on unknown CPUs are left out.
+fn queues_by_cpu(device: &Device) -> BTreeMap<usize, Vec<u16>> {
+    let mut queues_by_cpu: BTreeMap<usize, Vec<u16>> = BTreeMap::new();
+    for (queue, interrupt) in &device.interrupts_by_queue {
+        if let Some(cpu) = interrupt.cpu {
+            queues_by_cpu.entry(cpu).or_default().push(*queue);
+        }
+    }
+    queues_by_cpu
+}
+
+/// Returns the commands that spread the device's interrupts over the CPUs.
+fn affinity_commands(device: &Device, cpu_count: usize) -> impl Iterator<Item = String> {
+    device.interrupts_by_queue.iter().map(move |(queue, interrupt)| {
+        format!("echo {} > /proc/irq/{}/smp_affinity_list", usize::from(*queue) % cpu_count, interrupt.irq_number)
+    })
+}
+
 pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
-        let mut queues_of_cpu: BTreeMap<usize, Vec<u16>> = BTreeMap::new();
-        for (queue, interrupt) in &device.interrupts_by_queue {
-            if let Some(cpu) = interrupt.cpu {
-                queues_of_cpu.entry(cpu).or_default().push(*queue);
-            }
-        }
+        let queues_of_cpu = queues_by_cpu(device);
         if queues_of_cpu.is_empty() {
             return vec![Finding::unknown(format!(
                 "no interrupts of {} are found (a virtual device has none)",
@@ -292,15 +305,8 @@ pub fn check_interrupts(facts: &Facts) -> Vec<Finding> {
             })
             .collect();
         let consequence = "cores share a CPU: one that is reported idle may have a busy CPU";
-        let affinity_commands = device.interrupts_by_queue.iter().map(|(queue, interrupt)| {
-            format!(
-                "echo {} > /proc/irq/{}/smp_affinity_list",
-                usize::from(*queue) % facts.cpu_count,
-                interrupt.irq_number
-            )
-        });
         vec![
-            affinity_commands
+            affinity_commands(device, facts.cpu_count)
                 .fold(Finding::warning(shared_cpu_texts.join("; "), consequence), Finding::with_remedy_step),
         ]
     })

@@ -1,5 +1,6 @@
 //! Tests of checks with constructed facts, for states that a network namespace cannot emulate.
 
+mod firewalls;
 mod ipv6;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +24,6 @@ use ipv6::ipv6_server_facts;
 use super::*;
 use crate::facts::*;
 use crate::finding::Severity;
-use crate::nat_rules::{MatchCondition, NatRule, NetfilterChain};
 
 fn service_at(protocol: Protocol) -> Service {
     let worker_cpus = (0..4).map(|cpu| BTreeSet::from([cpu])).collect();
@@ -520,51 +520,6 @@ fn slow_or_unsynchronised_clocks_are_found() {
         facts.services[0].is_stamped_by_lb = true;
     };
     assert_eq!(problems_after_change(Role::Server, stamp_at_lb), [("tcp-timestamps", FAULT)]);
-}
-
-#[test]
-fn firewalls_and_connection_tracking_are_reported() {
-    let new_chain = |hook: &str, drops, accepts, tracks| NetfilterChain {
-        qualified_name: format!("ip filter {hook}"),
-        hook_name: hook.to_owned(),
-        drops_by_default: drops,
-        accepts_packets: accepts,
-        tracks_connections: tracks,
-        exempts_packets: false,
-        rules: vec![],
-    };
-    let problems_with_chain = |role: Role, chain: NetfilterChain, by_lb: bool| {
-        problems_after_change(role, |facts| {
-            facts.netfilter.chains = Ok(vec![chain]);
-            facts.services[0].is_stamped_by_lb = by_lb;
-        })
-    };
-    assert_eq!(problems_with_chain(Role::Server, new_chain("input", true, false, false), false), [("firewall", FAULT)]);
-    assert_eq!(
-        problems_with_chain(Role::Server, new_chain("input", true, true, false), false),
-        [("firewall", WARNING)]
-    );
-    assert_eq!(problems_with_chain(Role::Server, new_chain("forward", true, false, false), false), []);
-    assert_eq!(problems_with_chain(Role::Lb, new_chain("forward", true, false, false), true), [("firewall", FAULT)]);
-    assert_eq!(problems_with_chain(Role::Lb, new_chain("input", true, true, true), true), [("conntrack", FAULT)]);
-    assert_eq!(
-        problems_with_chain(Role::Server, new_chain("input", false, true, true), false),
-        [("conntrack", WARNING)]
-    );
-    let untracked_chain = NetfilterChain { exempts_packets: true, ..new_chain("prerouting", false, true, true) };
-    assert_eq!(problems_with_chain(Role::Server, untracked_chain, false), []);
-    let problems_with_nat_rule = |conditions| {
-        let nat_rule = NatRule { conditions, changes_destination: true, jump_targets: vec![] };
-        NetfilterChain { rules: vec![nat_rule], ..new_chain("prerouting", false, true, false) }
-    };
-    assert_eq!(problems_with_chain(Role::Server, problems_with_nat_rule(vec![]), false), [("dnat", WARNING)]);
-    assert_eq!(
-        problems_with_chain(Role::Server, problems_with_nat_rule(vec![MatchCondition::Port(vec![8080..=8080])]), false),
-        []
-    );
-    assert_eq!(problems_with_chain(Role::Lb, problems_with_nat_rule(vec![]), false), []);
-    let use_legacy_iptables = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
-    assert_eq!(problems_after_change(Role::Server, use_legacy_iptables), []);
 }
 
 #[test]

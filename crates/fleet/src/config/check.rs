@@ -77,17 +77,26 @@ fn check_key_rotation<const MIN: u64, const MAX: u64>(
     rotation_interval
 }
 
+/// Returns the entries up to the limit. If there are more, reports a mistake at the first of them.
+fn entries_within_limit<'a, T>(
+    entries: &'a [Spanned<T>],
+    max_count: usize,
+    excess_message: impl FnOnce(usize) -> String,
+    reader: &mut Reader<'_>,
+) -> &'a [Spanned<T>] {
+    let Some(first_excess_entry) = entries.get(max_count) else { return entries };
+    reader.report(first_excess_entry.span(), excess_message(entries.len()));
+    &entries[..max_count]
+}
+
 fn check_server_entries(
     server_entries: &[Spanned<Server>],
     known_racks: Option<&BTreeSet<String>>,
     reader: &mut Reader<'_>,
 ) -> Vec<ServerConfig> {
-    if let Some(first_excess_entry) = server_entries.get(ServerId::COUNT) {
-        let message =
-            format!("{} servers: expected at most {}, all that a cookie holds", server_entries.len(), ServerId::COUNT);
-        reader.report(first_excess_entry.span(), message);
-    }
-    let listed_servers = &server_entries[..server_entries.len().min(ServerId::COUNT)];
+    let excess_message =
+        |count: usize| format!("{count} servers: expected at most {}, all that a cookie holds", ServerId::COUNT);
+    let listed_servers = entries_within_limit(server_entries, ServerId::COUNT, excess_message, reader);
     let mut names = UniqueValues::new("server name");
     let mut addresses = UniqueValues::new("server address");
     let mut ids = UniqueValues::new("server id");
@@ -128,12 +137,9 @@ struct ServiceChecker<'a> {
 
 impl ServiceChecker<'_> {
     fn check_services(&self, entries: &[Spanned<Service>], reader: &mut Reader<'_>) -> Vec<ServiceConfig> {
-        if let Some(first_excess_entry) = entries.get(ServiceIndex::COUNT) {
-            let message = format!("{} services: expected at most {}", entries.len(), ServiceIndex::COUNT);
-            reader.report(first_excess_entry.span(), message);
-        }
         // The services beyond the limit are skipped, because each of them may list all servers.
-        let entries = &entries[..entries.len().min(ServiceIndex::COUNT)];
+        let excess_message = |count: usize| format!("{count} services: expected at most {}", ServiceIndex::COUNT);
+        let entries = entries_within_limit(entries, ServiceIndex::COUNT, excess_message, reader);
         let positions_by_name: HashMap<&str, usize> =
             self.servers.iter().enumerate().map(|(position, server)| (server.name.as_str(), position)).collect();
         let mut names = UniqueValues::new("service name");

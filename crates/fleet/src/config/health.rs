@@ -190,20 +190,12 @@ pub fn parse_health_check(
         );
         reader.report(table.span(), message);
     }
-    let http_probe = || HttpProbe {
-        path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
-        host: health.host.as_ref().map(|host| host.get_ref().0.clone()),
-        expected_status: health
-            .expect
-            .as_ref()
-            .map_or_else(StatusRange::success_or_redirect, |expect| expect.get_ref().clone()),
-    };
     let probe = match health.check {
         CheckKind::None => return None,
         CheckKind::Tcp => Probe::Tcp,
         CheckKind::Agent => Probe::Agent,
-        CheckKind::Http => Probe::Http(http_probe()),
-        CheckKind::Https => Probe::Https(http_probe(), certificate_verification(health, reader)),
+        CheckKind::Http => Probe::Http(http_probe(health)),
+        CheckKind::Https => Probe::Https(http_probe(health), certificate_verification(health, reader)),
     };
     let to_count = |Number(count): Number<1, 100>| u32::try_from(count).unwrap_or(u32::MAX);
     Some(HealthCheck {
@@ -215,6 +207,17 @@ pub fn parse_health_check(
         thresholds: Thresholds::new(to_count(health.rise), to_count(health.fall))?,
         jitter: health.jitter,
     })
+}
+
+fn http_probe(health: &Health) -> HttpProbe {
+    HttpProbe {
+        path: health.path.as_ref().map_or_else(|| "/".to_owned(), |path| path.get_ref().0.clone()),
+        host: health.host.as_ref().map(|host| host.get_ref().0.clone()),
+        expected_status: health
+            .expect
+            .as_ref()
+            .map_or_else(StatusRange::success_or_redirect, |expect| expect.get_ref().clone()),
+    }
 }
 
 /// Returns the reason why the service's servers cannot be checked at the VIP, or `None` if they can.

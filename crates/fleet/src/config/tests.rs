@@ -418,6 +418,13 @@ fn weights_and_times_are_parsed() {
     assert_eq!(config.key_rotation, Some(Duration::from_secs(7 * 86_400)));
 }
 
+/// Returns the valid document with a list of the fleet's racks and with a rack of server s1.
+fn fleet_text_with_racks() -> String {
+    VALID_FLEET_TOML
+        .replace("id = 7", "racks = [\"r1\"]")
+        .replace("load_ewma_alpha = 0.25", "racks = [\"r1\", \"rack2\"]")
+}
+
 #[test]
 fn racks_of_fleet_and_servers_are_parsed() {
     let rack_names = |names: &[&str]| Some(names.iter().map(|name| (*name).to_owned()).collect());
@@ -428,10 +435,7 @@ fn racks_of_fleet_and_servers_are_parsed() {
         ),
         (None, None)
     );
-    let text = VALID_FLEET_TOML
-        .replace("id = 7", "racks = [\"r1\"]")
-        .replace("load_ewma_alpha = 0.25", "racks = [\"r1\", \"rack2\"]");
-    let config = parse_fleet(&text).unwrap();
+    let config = parse_fleet(&fleet_text_with_racks()).unwrap();
     assert_eq!(
         (config.allowed_racks, config.servers[0].allowed_racks.clone()),
         (rack_names(&["r1", "rack2"]), rack_names(&["r1"]))
@@ -444,8 +448,13 @@ fn racks_of_fleet_and_servers_are_parsed() {
         (with_any_rack.allowed_racks, with_any_rack.servers[0].allowed_racks.clone()),
         (None, rack_names(&["r9"]))
     );
+}
+
+#[test]
+fn unknown_and_repeated_racks_are_rejected() {
+    let text = fleet_text_with_racks();
     let error_after_replacement =
-        |old_text: &str, new_text: &str| parse_fleet(&text.replace(old_text, new_text)).unwrap_err().to_string();
+        |old_text: &str, new_text: &str| parse_fleet(&text.replace(old_text, new_text)).unwrap_err();
     assert_eq!(
         error_after_replacement("[\"r1\"]", "[\"rakc2\"]"),
         "fleet.toml:10:10: key `server.racks`: rack \"rakc2\" does not exist: expected one of the fleet's `racks` \
@@ -508,6 +517,41 @@ fn all_mistakes_are_reported_at_once() {
     assert_eq!(mistake_keys, expected_keys.map(|key| format!("key `{key}`")), "{mistakes}");
 }
 
+/// Lines of the second service and the messages about them.
+const INVALID_MIGRATIONS: [(&str, &str); 6] = [
+    (
+        "migrate_from = \"10.2.0.5\"\nmigrate_to = \"10.2.0.5\"",
+        "fleet.toml:26:14: key `service.migrate_to`: `migrate_to` with `migrate_from`: expected one of the two",
+    ),
+    (
+        "migrate_from = \"10.200.0.1\"",
+        "fleet.toml:25:16: key `service.migrate_from`: `migrate_from` is the VIP 10.200.0.1: expected the load \
+         balancer's own address",
+    ),
+    (
+        "forwarding = \"gue\"\nmigrate_from = \"10.2.0.5\"",
+        "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with forwarding \"gue\": expected \"l2\", as \
+         the other load balancer is reached by its MAC address",
+    ),
+    (
+        "protocol = \"udp\"\nmigrate_from = \"10.2.0.5\"",
+        "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` of a UDP service, whose datagrams do not \
+         show what begins a flow: expected TCP",
+    ),
+    (
+        "timestamps = \"lb\"\nmigrate_from = \"10.2.0.5\"",
+        "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with consistency \"stateless\" and \
+         timestamps by \"lb\": expected consistency \"stateless\", \"stateful\" or \"hash-table\", and timestamps \
+         by \"server\" or \"off\"",
+    ),
+    (
+        "migrate_to = \"10.2.0.5\"",
+        "fleet.toml:25:14: key `service.migrate_to`: service \"api\" is handed over, but its server \"s2\" goes on \
+         stamping new connections of service \"web\", and a server stamps those of all its services or of none: \
+         expected `migrate_to` in both",
+    ),
+];
+
 #[test]
 fn service_migrates_either_to_or_from_another_load_balancer() {
     let error_with_line =
@@ -517,39 +561,7 @@ fn service_migrates_either_to_or_from_another_load_balancer() {
     assert_eq!(config.services[0].other_balancer, None);
     let previous_balancer = OtherBalancer { address: [10, 2, 0, 5].into(), is_handed_over: false };
     assert_eq!(config.services[1].other_balancer, Some(previous_balancer));
-    for (line, message) in [
-        (
-            "migrate_from = \"10.2.0.5\"\nmigrate_to = \"10.2.0.5\"",
-            "fleet.toml:26:14: key `service.migrate_to`: `migrate_to` with `migrate_from`: expected one of the two",
-        ),
-        (
-            "migrate_from = \"10.200.0.1\"",
-            "fleet.toml:25:16: key `service.migrate_from`: `migrate_from` is the VIP 10.200.0.1: expected the load \
-             balancer's own address",
-        ),
-        (
-            "forwarding = \"gue\"\nmigrate_from = \"10.2.0.5\"",
-            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with forwarding \"gue\": expected \"l2\", as \
-             the other load balancer is reached by its MAC address",
-        ),
-        (
-            "protocol = \"udp\"\nmigrate_from = \"10.2.0.5\"",
-            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` of a UDP service, whose datagrams do not \
-             show what begins a flow: expected TCP",
-        ),
-        (
-            "timestamps = \"lb\"\nmigrate_from = \"10.2.0.5\"",
-            "fleet.toml:26:16: key `service.migrate_from`: `migrate_from` with consistency \"stateless\" and \
-             timestamps by \"lb\": expected consistency \"stateless\", \"stateful\" or \"hash-table\", and timestamps \
-             by \"server\" or \"off\"",
-        ),
-        (
-            "migrate_to = \"10.2.0.5\"",
-            "fleet.toml:25:14: key `service.migrate_to`: service \"api\" is handed over, but its server \"s2\" goes on \
-             stamping new connections of service \"web\", and a server stamps those of all its services or of none: \
-             expected `migrate_to` in both",
-        ),
-    ] {
+    for (line, message) in INVALID_MIGRATIONS {
         assert_eq!(error_with_line(line), message);
     }
 }

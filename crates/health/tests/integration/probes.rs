@@ -142,8 +142,8 @@ fn error_names_an_answer_that_is_not_http() {
     assert!(error.starts_with("HTTP: "), "{error}");
 }
 
-#[test]
-fn https_certificate_is_verified() {
+/// Starts an HTTPS server with a certificate of a new authority. Returns its address and the authority's certificate.
+fn start_https_server() -> (SocketAddr, String) {
     let authority_key = rcgen::KeyPair::generate().unwrap();
     let mut parameters = rcgen::CertificateParams::new(Vec::new()).unwrap();
     parameters.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
@@ -166,11 +166,16 @@ fn https_certificate_is_verified() {
     let (listener, address) = listen_on_loopback();
     let accept_tls = move |stream| StreamOwned::new(ServerConnection::new(server_config.clone()).unwrap(), stream);
     serve_http_status(listener, Arc::new(AtomicU16::new(204)), accept_tls);
+    (address, ca_certificate.pem())
+}
 
+#[test]
+fn https_certificate_is_verified() {
+    let (address, ca_certificate) = start_https_server();
     let run_https_probe = |host: Option<&str>, verification: CertificateVerification| {
         run_probe(Probe::Https(http_probe(host), verification), address)
     };
-    let own_authority = CertificateVerification::Authorities(ca_certificate.pem());
+    let own_authority = CertificateVerification::Authorities(ca_certificate);
     assert_eq!(run_https_probe(None, own_authority.clone()), Ok(()));
     assert_eq!(run_https_probe(Some("www.example.org:8443"), own_authority.clone()), Ok(()));
     assert_eq!(run_https_probe(Some("[2001:db8::1]"), own_authority.clone()), Ok(()));
@@ -207,11 +212,8 @@ fn checker_follows_the_http_status_of_the_server() {
         vec![CheckedService { health_check: health_check.clone(), vip: address, servers_by_key, nat_table: None }]
     };
     let verdict_and_count = |key: u8| {
-        let check_results = checker.results();
-        check_results
-            .into_iter()
-            .find(|(result_key, _)| *result_key == key)
-            .map(|(_, result)| (result.verdict(), result.check_count))
+        let (_, result) = checker.results().into_iter().find(|(result_key, _)| *result_key == key)?;
+        Some((result.verdict(), result.check_count))
     };
     checker.set_services(checked_service(&[1, 2]));
     wait_until("both are up", || {

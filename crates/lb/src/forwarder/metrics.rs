@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use coreward_dataplane::lb::COUNTER_NAMES;
+use coreward_dataplane::lb::{self, COUNTER_NAMES};
 use coreward_metrics::component;
 use coreward_metrics::component::{CONFIGURATION_GENERATION, TABLE_GENERATION};
 use coreward_metrics::metrics;
 use coreward_metrics::snapshot::Snapshot;
 use coreward_metrics::table::MetricKind::{Counter, Gauge};
 use coreward_metrics::table::{Component, Family, Histogram, family, histogram};
-use coreward_wire::{ServiceIndex, v1};
+use coreward_wire::{Service, ServiceIndex, v1};
 
 use super::Forwarder;
 
@@ -81,22 +81,26 @@ impl Forwarder {
                 .map(|(_, server_health)| server_health);
             component::add_health_checks(&mut snapshot, &service.name, health_of_service);
         }
-        for (service_index, (service, lb_service_index)) in &self.services_by_index {
-            let service_name = service.name.as_str();
-            let is_failing = self.symptoms.failing_services.contains(service_index);
-            snapshot.add_value(&LB_SERVICE_HANDSHAKES_FAIL, [service_name], f64::from(u8::from(is_failing)));
-            if let Some(generation) = self.load_balancer.table_generation(*lb_service_index) {
-                snapshot.add_value(&TABLE_GENERATION, [service_name], generation as f64);
-            }
-            let counters = self.load_balancer.service_counters(*lb_service_index);
-            for (counter, count) in COUNTER_NAMES.into_iter().zip(counters.packets_by_outcome) {
-                match counter.strip_prefix("drop_") {
-                    Some(reason) => snapshot.add_value(&LB_SERVICE_DROPS_TOTAL, [service_name, reason], count as f64),
-                    None => snapshot.add_value(&LB_SERVICE_PACKETS_TOTAL, [service_name, counter], count as f64),
-                }
-            }
-            snapshot.add_value(&LB_SERVICE_FORWARDED_BYTES_TOTAL, [service_name], counters.forwarded_bytes as f64);
+        for (service, lb_service_index) in self.services_by_index.values() {
+            self.add_service_metrics(&mut snapshot, service, *lb_service_index);
         }
         snapshot
+    }
+
+    fn add_service_metrics(&self, snapshot: &mut Snapshot, service: &Service, lb_service_index: lb::ServiceIndex) {
+        let service_name = service.name.as_str();
+        let is_failing = self.symptoms.failing_services.contains(&service.index);
+        snapshot.add_value(&LB_SERVICE_HANDSHAKES_FAIL, [service_name], f64::from(u8::from(is_failing)));
+        if let Some(generation) = self.load_balancer.table_generation(lb_service_index) {
+            snapshot.add_value(&TABLE_GENERATION, [service_name], generation as f64);
+        }
+        let counters = self.load_balancer.service_counters(lb_service_index);
+        for (counter, count) in COUNTER_NAMES.into_iter().zip(counters.packets_by_outcome) {
+            match counter.strip_prefix("drop_") {
+                Some(reason) => snapshot.add_value(&LB_SERVICE_DROPS_TOTAL, [service_name, reason], count as f64),
+                None => snapshot.add_value(&LB_SERVICE_PACKETS_TOTAL, [service_name, counter], count as f64),
+            }
+        }
+        snapshot.add_value(&LB_SERVICE_FORWARDED_BYTES_TOTAL, [service_name], counters.forwarded_bytes as f64);
     }
 }

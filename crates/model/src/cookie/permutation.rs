@@ -150,6 +150,15 @@ mod tests {
         }
     }
 
+    /// Returns whether the differences of both connections' numbers have the same quotient modulo `modulo`.
+    fn difference_quotients_agree(known_numbers: [u32; 3], other_numbers: [u32; 3], modulo: u64) -> bool {
+        let subtract_modulo = |a: u32, b: u32| (u64::from(a) + modulo - u64::from(b) % modulo) % modulo;
+        let [known_differences, other_differences] = [known_numbers, other_numbers]
+            .map(|numbers| [subtract_modulo(numbers[0], numbers[1]), subtract_modulo(numbers[0], numbers[2])]);
+        // known[1] / known[0] == other[1] / other[0]
+        known_differences[1] * other_differences[0] % modulo == other_differences[1] * known_differences[0] % modulo
+    }
+
     /// A client that has probed one connection knows the differences between its hidden numbers. With two hidden
     /// numbers of another connection, these must not reveal a third one. The test compares their quotient modulo a
     /// prime (0), their quotient modulo 2^bits (1), and their XOR (2).
@@ -167,20 +176,8 @@ mod tests {
                 let hashes = [rng.next_u64(), rng.next_u64()];
                 let [known_numbers, other_numbers] =
                     hashes.map(|hash| plain_numbers.map(|plain_number| permutation.hide(hash, plain_number)));
-                let subtract_modulo =
-                    |a: u32, b: u32, modulo: u64| (u64::from(a) + modulo - u64::from(b) % modulo) % modulo;
                 for (hit_count, modulo) in hit_counts.iter_mut().zip(moduli) {
-                    let [known_differences, other_differences] = [known_numbers, other_numbers].map(|numbers| {
-                        [
-                            subtract_modulo(numbers[0], numbers[1], modulo),
-                            subtract_modulo(numbers[0], numbers[2], modulo),
-                        ]
-                    });
-                    // known[1] / known[0] == other[1] / other[0]
-                    *hit_count += u32::from(
-                        known_differences[1] * other_differences[0] % modulo
-                            == other_differences[1] * known_differences[0] % modulo,
-                    );
+                    *hit_count += u32::from(difference_quotients_agree(known_numbers, other_numbers, modulo));
                 }
                 hit_counts[2] += u32::from(
                     known_numbers[0] ^ known_numbers[1] ^ known_numbers[2]

@@ -222,23 +222,25 @@ mod tests {
         assert!(allocation.is_running(1, 3) && allocation.is_running(1, 2) && !allocation.is_running(1, 0));
     }
 
+    fn own_core_count(allocation: &CoreAllocator) -> usize {
+        allocation.cores_in_state(state_with_only(0)).count()
+    }
+
+    /// Returns a load of service 0 at up to three cores, the first ones. Service 1 has requests at all its own cores,
+    /// most at the first.
+    fn load_on_first_cores(busy_core_count: u16) -> impl Fn(u8, u16) -> u32 {
+        move |service, core| if service == 0 { (core < busy_core_count).into() } else { u32::from(10 - core) }
+    }
+
     #[test]
     fn own_cores_follow_the_constant_load() {
         let mut allocation = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 1]));
-        let own_core_count = |allocation: &CoreAllocator| allocation.cores_in_state(state_with_only(0)).count();
         assert!(
             !allocation.is_running(1, 0)
                 && allocation.is_running(0, 1)
                 && allocation.is_running(1, 4)
                 && !allocation.is_running(0, 5)
         );
-        // Service 0 has requests at up to three cores, the first ones. Service 1 has requests at all its own cores,
-        // most at the first.
-        let load_on_first_cores = |busy_core_count: u16| {
-            move |service: u8, core: u16| {
-                if service == 0 { (core < busy_core_count).into() } else { u32::from(10 - core) }
-            }
-        };
         let core_taken = [AssignmentChange { service: 1, core: 4, is_running: false }];
         assert_eq!(
             allocation.apply_load_hint(0, LoadHint::ScaleUp, true, load_on_first_cores(3)),
@@ -260,6 +262,10 @@ mod tests {
         assert_eq!(own_core_count(&allocation), 1, "reserved");
         (0..9).for_each(|_| drop(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
         assert_eq!(own_core_count(&allocation), 5, "service 1 has its reserved one");
+    }
+
+    #[test]
+    fn service_without_reserved_cores_keeps_a_shared_one() {
         let mut allocation = CoreAllocator::new(CoreAssignmentMode::Hybrid, 6, ReservedCores([1, 0]));
         (0..9).for_each(|_| drop(allocation.apply_load_hint(0, LoadHint::ScaleUp, false, load_on_first_cores(6))));
         assert_eq!(own_core_count(&allocation), 5, "service 1 has a shared one");

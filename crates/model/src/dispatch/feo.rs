@@ -103,6 +103,20 @@ impl FirstEligibleOutConfig {
             capacity: usize::MAX,
         }
     }
+
+    /// Checks the numbers of services and groups, and the capacity.
+    fn check_sizes(&self) -> Result<(), FirstEligibleOutConfigError> {
+        if !(1..=MAX_SERVICES).contains(&self.queues.len()) {
+            return Err(FirstEligibleOutConfigError::InvalidServiceCount(self.queues.len()));
+        }
+        if !(1..=MAX_SERVICES).contains(&self.groups.len()) {
+            return Err(FirstEligibleOutConfigError::InvalidGroupCount(self.groups.len()));
+        }
+        if self.capacity == 0 {
+            return Err(FirstEligibleOutConfigError::ZeroCapacity);
+        }
+        Ok(())
+    }
 }
 
 /// Error returned for a configuration that no scheduler can have.
@@ -230,15 +244,7 @@ impl SchedulingState {
 impl<T> FirstEligibleOut<T> {
     /// Returns an empty scheduler. Fails with a [`FirstEligibleOutConfigError`] if the configuration is out of range.
     pub fn new(config: &FirstEligibleOutConfig) -> Result<Self, FirstEligibleOutConfigError> {
-        if !(1..=MAX_SERVICES).contains(&config.queues.len()) {
-            return Err(FirstEligibleOutConfigError::InvalidServiceCount(config.queues.len()));
-        }
-        if !(1..=MAX_SERVICES).contains(&config.groups.len()) {
-            return Err(FirstEligibleOutConfigError::InvalidGroupCount(config.groups.len()));
-        }
-        if config.capacity == 0 {
-            return Err(FirstEligibleOutConfigError::ZeroCapacity);
-        }
+        config.check_sizes()?;
         let mut groups = Vec::new();
         for group in &config.groups {
             let state = SchedulingState::new(group.parameters, config.group_ranking)?;

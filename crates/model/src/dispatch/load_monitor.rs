@@ -232,6 +232,14 @@ mod tests {
         assert_eq!(monitor.next_check_time(), Some(60));
     }
 
+    fn expected_hint(is_hint_in_flight: bool, needs_more: bool, needs_fewer: bool) -> Option<LoadHint> {
+        match (is_hint_in_flight, needs_more, needs_fewer) {
+            (false, true, _) => Some(LoadHint::ScaleUp),
+            (false, false, true) => Some(LoadHint::ScaleDown),
+            _ => None,
+        }
+    }
+
     proptest! {
         #[test]
         fn hints_agree_with_the_history_of_the_queue(
@@ -256,11 +264,7 @@ mod tests {
                     calm_epoch_count = if epoch_peak <= threshold { calm_epoch_count + 1 } else { 0 };
                     needs_fewer = calm_epoch_count >= calm_epochs;
                 }
-                let expected = match (is_hint_in_flight, needs_more, needs_fewer) {
-                    (false, true, _) => Some(LoadHint::ScaleUp),
-                    (false, false, true) => Some(LoadHint::ScaleDown),
-                    _ => None,
-                };
+                let expected = expected_hint(is_hint_in_flight, needs_more, needs_fewer);
                 let oldest_arrival_time = queue.front().map(|(arrival_time, _)| *arrival_time);
                 prop_assert_eq!(monitor.check(now, oldest_arrival_time, epoch_peak), expected);
                 if expected.is_some() {

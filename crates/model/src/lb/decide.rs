@@ -110,24 +110,42 @@ impl LoadBalancer {
             (UDP_PROTOCOL_NUMBER, FragmentPart::LaterFragment) => {
                 self.decide_later_fragment(&ip_packet, out_service_slot)
             }
-            (UDP_PROTOCOL_NUMBER, _) => {
-                let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
-                let service_slot = self.service_slot_at(ip_packet.vip, ports.1, UDP_PROTOCOL_NUMBER)?;
-                *out_service_slot = Some(service_slot);
-                let packet = packet::parse_udp(&ip_packet, ports)?;
-                let decision = self.decide(service_slot, &packet, &sender, now_ns);
-                self.record_first_fragment(&ip_packet, service_slot, &decision);
-                Ok(decision)
-            }
-            (_, FragmentPart::Whole) => {
-                let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
-                let service_slot = self.service_slot_at(ip_packet.vip, ports.1, TCP_PROTOCOL_NUMBER)?;
-                *out_service_slot = Some(service_slot);
-                let packet = packet::parse_tcp(&ip_packet, ports)?;
-                Ok(self.decide(service_slot, &packet, &sender, now_ns))
-            }
+            (UDP_PROTOCOL_NUMBER, _) => self.decide_datagram(&ip_packet, &sender, now_ns, out_service_slot),
+            (_, FragmentPart::Whole) => self.decide_segment(&ip_packet, &sender, now_ns, out_service_slot),
             (_, _) => Err(intf::LB_COUNTER_DROP_FRAGMENT),
         }
+    }
+
+    /// Decides on a datagram of UDP, or on its first fragment.
+    fn decide_datagram(
+        &mut self,
+        ip_packet: &IpPacket<'_>,
+        sender: &FrameSource,
+        now_ns: u64,
+        out_service_slot: &mut Option<usize>,
+    ) -> Result<Decision, ParseEndCounter> {
+        let ports = packet::parse_ports(ip_packet, intf::LB_COUNTER_DROP_MALFORMED_UDP)?;
+        let service_slot = self.service_slot_at(ip_packet.vip, ports.1, UDP_PROTOCOL_NUMBER)?;
+        *out_service_slot = Some(service_slot);
+        let packet = packet::parse_udp(ip_packet, ports)?;
+        let decision = self.decide(service_slot, &packet, sender, now_ns);
+        self.record_first_fragment(ip_packet, service_slot, &decision);
+        Ok(decision)
+    }
+
+    /// Decides on a segment of TCP.
+    fn decide_segment(
+        &mut self,
+        ip_packet: &IpPacket<'_>,
+        sender: &FrameSource,
+        now_ns: u64,
+        out_service_slot: &mut Option<usize>,
+    ) -> Result<Decision, ParseEndCounter> {
+        let ports = packet::parse_ports(ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP)?;
+        let service_slot = self.service_slot_at(ip_packet.vip, ports.1, TCP_PROTOCOL_NUMBER)?;
+        *out_service_slot = Some(service_slot);
+        let packet = packet::parse_tcp(ip_packet, ports)?;
+        Ok(self.decide(service_slot, &packet, sender, now_ns))
     }
 
     /// Returns whether the program handles a protocol. UDP is not compiled in while no service needs it.

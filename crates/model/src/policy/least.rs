@@ -168,12 +168,7 @@ impl LeastPolicy {
         let has_slow_start = pool.eligible_servers().any(|server| server.slow_start_fraction < 1.0);
         for bucket in 0..table.bucket_count.get() {
             if candidates_per_bucket < candidates.len() {
-                // The start of a shuffle by Fisher and Yates.
-                for position in 0..candidates_per_bucket {
-                    let swap_position =
-                        position + uniform_below(&mut rng, (candidates.len() - position) as u32) as usize;
-                    candidates.swap(position, swap_position);
-                }
+                move_sample_to_front(&mut candidates, candidates_per_bucket, &mut rng);
             }
             let bucket_start = table.candidates.len();
             table.candidates.extend_from_slice(&candidates[..candidates_per_bucket]);
@@ -184,6 +179,14 @@ impl LeastPolicy {
                 .sort_unstable_by_key(|candidate| (candidate.fixed_point_load, candidate.server));
         }
         table.candidates_per_bucket = candidates_per_bucket as u32;
+    }
+}
+
+/// Moves a random sample of `sample_size` candidates to the front, which is the start of a shuffle by Fisher and Yates.
+fn move_sample_to_front(candidates: &mut [CandidateCore], sample_size: usize, rng: &mut impl rand::Rng) {
+    for position in 0..sample_size {
+        let swap_position = position + uniform_below(rng, (candidates.len() - position) as u32) as usize;
+        candidates.swap(position, swap_position);
     }
 }
 

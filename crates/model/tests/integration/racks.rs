@@ -65,6 +65,20 @@ fn pool_of_servers(servers: &[PoolServer], requests: bool) -> Pool {
     if requests { pool.counting_requests() } else { pool }
 }
 
+fn servers_in_rack(servers: &[RackServer], rack: usize) -> Vec<PoolServer> {
+    let is_in_rack = |server_in_rack: &&RackServer| server_in_rack.rack == Some(rack);
+    servers.iter().filter(is_in_rack).map(|server_in_rack| server_in_rack.server.clone()).collect()
+}
+
+/// Returns all servers, with the loads of those that report directly to the controller.
+fn servers_with_direct_loads(servers: &[RackServer]) -> Vec<PoolServer> {
+    let with_direct_loads = |server_in_rack: &RackServer| PoolServer {
+        loads: server_in_rack.server.loads.clone().filter(|_| server_in_rack.rack.is_none()),
+        ..server_in_rack.server.clone()
+    };
+    servers.iter().map(with_direct_loads).collect()
+}
+
 /// Changes the servers to their state at the next report. Loads differ, and some servers are silent, join or leave.
 fn change_to_next_report(servers: &mut [RackServer], report: u64) {
     for (position, RackServer { server, .. }) in servers.iter_mut().enumerate() {
@@ -107,20 +121,13 @@ proptest! {
             // As in the controller, one pool is updated from table to table.
             let (mut continued_policy, mut continued_pool) = (new_policy(), None);
             for report in 1..=REPORT_COUNT {
-                let servers_of_rack = |rack: Option<usize>| -> Vec<PoolServer> {
-                    let is_in_rack = |server_in_rack: &&RackServer| server_in_rack.rack == rack;
-                    servers.iter().filter(is_in_rack).map(|server_in_rack| server_in_rack.server.clone()).collect()
-                };
                 let rack_summaries = rack_policies.iter_mut().enumerate().map(|(rack, policy)| {
-                    let pool = pool_of_servers(&servers_of_rack(Some(rack)), requests);
+                    let pool = pool_of_servers(&servers_in_rack(&servers, rack), requests);
                     Arc::new(RackSummary::of(&pool, policy.as_mut(), buckets, usize::MAX))
                 }).collect::<Vec<_>>();
                 let all_servers: Vec<PoolServer> =
                     servers.iter().map(|server_in_rack| server_in_rack.server.clone()).collect();
-                let reporting_servers: Vec<PoolServer> = servers.iter().map(|server_in_rack| PoolServer {
-                    loads: server_in_rack.server.loads.clone().filter(|_| server_in_rack.rack.is_none()),
-                    ..server_in_rack.server.clone()
-                }).collect();
+                let reporting_servers = servers_with_direct_loads(&servers);
                 let pool = pool_of_servers(&all_servers, requests);
                 let table_without_racks = policy_without_racks.compute_table(&pool, buckets, report);
                 let pool = pool_of_servers(&reporting_servers, requests).with_rack_summaries(rack_summaries.clone());
@@ -130,13 +137,8 @@ proptest! {
                 reporting_servers.iter().for_each(|server| pool.replace_server(server.clone()));
                 let pool = pool.for_next_table(2).with_opened_connections(300);
                 let pool = if requests { pool.counting_requests() } else { pool }.with_rack_summaries(rack_summaries);
-                prop_assert_eq!(
-                    &continued_policy.compute_table(&pool, buckets, report),
-                    &table_without_racks,
-                    "{}, report {}, going on",
-                    name,
-                    report
-                );
+                let continued_table = continued_policy.compute_table(&pool, buckets, report);
+                prop_assert_eq!(&continued_table, &table_without_racks, "{}, report {}, going on", name, report);
                 continued_pool = Some(pool);
                 change_to_next_report(&mut servers, report);
             }

@@ -23,10 +23,7 @@ fn minimal_file_gets_defaults() {
     assert_eq!(config.listeners[0].1.rules, [(0, None)]);
 }
 
-#[test]
-fn services_may_share_a_port_and_are_ranked_in_groups() {
-    let text = format!(
-        r#"{REQUIRED_KEYS}ranking = "share"
+const GROUPED_SERVICES_TOML: &str = r#"ranking = "share"
 policy = "per-service-jbsq"
 [[group]]
 name = "fast"
@@ -36,12 +33,12 @@ ranking = "deadline"
 name = "batch"
 [[service]]
 listen = "127.0.0.1:4000"
-match = {{ offset = 2, value = 258, bytes = 2, little_endian = true }}
+match = { offset = 2, value = 258, bytes = 2, little_endian = true }
 group = "fast"
 deadline = "20us"
 [[service]]
 listen = "127.0.0.1:4001"
-match = {{ prefix = "get " }}
+match = { prefix = "get " }
 group = "fast"
 lambda = 0.5
 [[service]]
@@ -50,9 +47,11 @@ group = "batch"
 priority = 7
 rate = 1000
 burst = 10
-"#
-    );
-    let config = parse(&text).unwrap();
+"#;
+
+#[test]
+fn services_may_share_a_port_and_are_ranked_in_groups() {
+    let config = parse(&format!("{REQUIRED_KEYS}{GROUPED_SERVICES_TOML}")).unwrap();
     let port_rules: Vec<_> =
         config.listeners.iter().map(|(address, classifier)| (address.port(), classifier)).collect();
     let payload_pattern = |offset, bytes: &[u8]| Some(PayloadPattern { offset, bytes: bytes.to_vec() });

@@ -173,6 +173,16 @@ impl RecordingEngine {
         self.submitted_count += 1;
     }
 
+    /// Submits requests until a random number of them is in flight. Some bursts are so large that they overflow the
+    /// buffer.
+    fn submit_burst(&mut self, now: u64, round: u64, random_below: &mut impl FnMut(u32) -> u32) {
+        let burst_size =
+            if round % 64 == 0 { 2 * WAITING_CAPACITY as u32 } else { random_below(4 * u32::from(CORE_COUNT)) };
+        for _ in self.requests_in_flight()..burst_size.into() {
+            self.submit_request(now, u8::from(random_below(3) == 0));
+        }
+    }
+
     /// Polls the engine and records the results. Returns how many responses and messages arrived.
     fn poll_engine(&mut self, now: u64) -> usize {
         let Self { test_engine: bench, unreplayed_records: records, response_count, .. } = self;
@@ -257,12 +267,7 @@ fn run_engine(config: &EngineConfig, completed_count: u64, seed: u64, mut check:
                 break;
             }
             now += u64::from(random_below(20));
-            // Some bursts are so large that they overflow the buffer.
-            let burst_size =
-                if round % 64 == 0 { 2 * WAITING_CAPACITY as u32 } else { random_below(4 * u32::from(CORE_COUNT)) };
-            for _ in recorder.requests_in_flight()..burst_size.into() {
-                recorder.submit_request(now, u8::from(random_below(3) == 0));
-            }
+            recorder.submit_burst(now, round, &mut random_below);
             let responses_before = recorder.response_count;
             if recorder.poll_engine(now) == 0 {
                 // The workers may share this CPU.

@@ -1,7 +1,7 @@
 //! Tests the C functions from one thread, with errors and with a server that has its own scheduler.
 
 use std::ffi::{CStr, CString};
-use std::net::SocketAddr;
+use std::net::{SocketAddr, SocketAddrV4};
 use std::path::Path;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::AtomicBool;
@@ -47,6 +47,21 @@ fn null_pointers_and_wrong_values_are_rejected() {
     assert_eq!(last_error(), "assignment 3: expected 0 (share), 1 (dedicated) or 2 (hybrid)");
 }
 
+/// Registers service 0, after an attempt at another port has failed.
+///
+/// # Safety
+///
+/// `runtime` must be connected, and no other thread may use it.
+unsafe fn register_service(runtime: *mut Runtime, address: SocketAddrV4) {
+    let address_bits = address.ip().to_bits();
+    // SAFETY: the caller guarantees it.
+    unsafe {
+        assert_eq!(coreward_register_service(runtime, 0, address_bits, 1, 0), -1);
+        assert!(last_error().contains(&address.to_string()), "{}", last_error());
+        assert_eq!(coreward_register_service(runtime, 0, address_bits, address.port(), 0), 0, "{}", last_error());
+    }
+}
+
 #[test]
 fn server_with_its_own_scheduler_takes_and_answers_requests() {
     let directory = tempfile::tempdir().unwrap();
@@ -61,10 +76,7 @@ fn server_with_its_own_scheduler_takes_and_answers_requests() {
         let client = connected_client(listen);
         // SAFETY: the objects are used by this thread alone, and freed once.
         unsafe {
-            let address_bits = address.ip().to_bits();
-            assert_eq!(coreward_register_service(runtime, 0, address_bits, 1, 0), -1);
-            assert!(last_error().contains(&address.to_string()), "{}", last_error());
-            assert_eq!(coreward_register_service(runtime, 0, address_bits, address.port(), 0), 0, "{}", last_error());
+            register_service(runtime, address);
             let worker = coreward_worker_new(runtime, 1);
             assert_eq!(coreward_enable_service(worker, 0, 1), 0, "{}", last_error());
             assert_eq!(coreward_enable_scale_up(worker, 0, 0), -1);

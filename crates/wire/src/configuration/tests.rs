@@ -9,8 +9,8 @@ fn sample_keys() -> FleetCookieKeys {
     FleetCookieKeys { keys: [CookieKey { k0: 1, k1: 2 }, CookieKey { k0: 3, k1: 4 }], current: KeyIndex::First }
 }
 
-fn sample_configuration() -> FleetConfiguration {
-    let server = |id: u64| Server {
+fn sample_server(id: u64) -> Server {
+    Server {
         name: format!("s{id}"),
         id: id.try_into().unwrap(),
         address: IpAddr::from([10, 2, 0, id as u8]),
@@ -19,8 +19,11 @@ fn sample_configuration() -> FleetConfiguration {
         weight: ServerWeight::new(id).unwrap(),
         capacity: (id == 2).then(|| ServerCapacity::new(2.5).unwrap()),
         vlan: Vlan::from_id_or_untagged(id - 1).unwrap(),
-    };
-    let service = |index: u32| Service {
+    }
+}
+
+fn sample_service(index: u32) -> Service {
+    Service {
         name: format!("web{index}"),
         address: ServiceAddress {
             vip_and_port: format!("10.200.0.{index}:80").parse().unwrap(),
@@ -36,8 +39,11 @@ fn sample_configuration() -> FleetConfiguration {
         time_key: (index > 0).then_some(CookieKey { k0: 5, k1: u64::MAX }),
         check: None,
         when_all_down: if index == 0 { WhenAllDown::Drop } else { WhenAllDown::FailOpen },
-        servers: vec![server(1), server(2)],
-    };
+        servers: vec![sample_server(1), sample_server(2)],
+    }
+}
+
+fn sample_configuration() -> FleetConfiguration {
     let peer = |owner: Option<u32>, address: Option<[u8; 4]>| PeerLoadBalancer {
         name: format!("lb{owner:?}"),
         owner: owner.map(|number| u64::from(number).try_into().unwrap()),
@@ -47,7 +53,7 @@ fn sample_configuration() -> FleetConfiguration {
     FleetConfiguration {
         generation: 3,
         keys: sample_keys(),
-        services: vec![service(0), service(63)],
+        services: vec![sample_service(0), sample_service(63)],
         load_balancers: vec![peer(Some(15), Some([10, 2, 0, 1])), peer(Some(0), None), peer(None, None)],
         report_interval: Duration::from_millis(100),
         table_lifetime: Duration::from_secs(30),
@@ -141,51 +147,63 @@ fn unusable_service_affects_no_other_and_keeps_its_drains() {
     assert_eq!((change.configuration.services.len(), unusable_services.len()), (0, 1));
 }
 
+/// Returns the error of the sample configuration after `change` has modified its message.
+fn error_after_change(change: fn(&mut v1::FleetConfiguration)) -> String {
+    let mut message = v1::FleetConfiguration::from(&sample_configuration());
+    change(&mut message);
+    FleetConfiguration::try_from(&message).unwrap_err().to_string()
+}
+
 #[test]
 fn errors_name_the_field() {
-    let error = |change: fn(&mut v1::FleetConfiguration)| {
-        let mut message = v1::FleetConfiguration::from(&sample_configuration());
-        change(&mut message);
-        FleetConfiguration::try_from(&message).unwrap_err().to_string()
-    };
     assert_eq!(
-        error(|m| m.services[1].servers[0].id = 16_384),
+        error_after_change(|m| m.services[1].servers[0].id = 16_384),
         "services[1].servers[0].id: server id 16384 is out of range: expected 0 to 16383, the 14 bits that a cookie \
          holds"
     );
     assert_eq!(
-        error(|m| m.services[1].servers[1].id = 1),
+        error_after_change(|m| m.services[1].servers[1].id = 1),
         "services[1].servers[1]: server id 1 is used twice: expected each once"
     );
-    assert_eq!(error(|m| m.services[0].index = 1024), "services[0].index: service index 1024: expected 0 to 1023");
-    assert_eq!(error(|m| m.services[1].index = 0), "services[1]: index 0 is used twice: expected each once");
-    assert_eq!(error(|m| m.services[1].address = None), "services[1].address: missing");
     assert_eq!(
-        error(|m| m.services[1].address = m.services[0].address.clone()),
+        error_after_change(|m| m.services[0].index = 1024),
+        "services[0].index: service index 1024: expected 0 to 1023"
+    );
+    assert_eq!(
+        error_after_change(|m| m.services[1].index = 0),
+        "services[1]: index 0 is used twice: expected each once"
+    );
+    assert_eq!(error_after_change(|m| m.services[1].address = None), "services[1].address: missing");
+    assert_eq!(
+        error_after_change(|m| m.services[1].address = m.services[0].address.clone()),
         "services[1]: 10.200.0.0:80/tcp is used twice: expected each once"
     );
-    assert_eq!(error(|m| m.keys = None), "keys: missing");
-    assert_eq!(error(|m| m.services[0].mode = None), "services[0].mode: missing");
-    assert_eq!(error(|m| m.services[1].time_key = None), "services[1].time_key: missing");
+    assert_eq!(error_after_change(|m| m.keys = None), "keys: missing");
+    assert_eq!(error_after_change(|m| m.services[0].mode = None), "services[0].mode: missing");
+    assert_eq!(error_after_change(|m| m.services[1].time_key = None), "services[1].time_key: missing");
     assert_eq!(
-        error(|m| m.services[1].traffic = "some".into()),
+        error_after_change(|m| m.services[1].traffic = "some".into()),
         "services[1].traffic: \"some\": expected one of nothing, connections, all"
     );
+    assert_eq!(error_after_change(|m| m.report_interval_ms = 0), "report_interval_ms: 0: expected at least 1");
+}
+
+#[test]
+fn errors_name_the_field_of_a_load_balancer() {
     assert_eq!(
-        error(|m| m.load_balancers[0].owner = Some(16)),
+        error_after_change(|m| m.load_balancers[0].owner = Some(16)),
         "load_balancers[0].owner: owner number 16 is out of range: expected 0 to 15"
     );
     assert_eq!(
-        error(|m| m.load_balancers[0].owner = Some(0)),
+        error_after_change(|m| m.load_balancers[0].owner = Some(0)),
         "load_balancers[1]: owner number 0 is used twice: expected each once"
     );
     assert_eq!(
-        error(|m| m.load_balancers[0].address = vec![1]),
+        error_after_change(|m| m.load_balancers[0].address = vec![1]),
         "load_balancers[0].address: an address of 1 bytes: expected 4 (IPv4) or 16 (IPv6)"
     );
     assert_eq!(
-        error(|m| m.load_balancers[1].name = m.load_balancers[0].name.clone()),
+        error_after_change(|m| m.load_balancers[1].name = m.load_balancers[0].name.clone()),
         "load_balancers[1]: lbSome(15) is used twice: expected each once"
     );
-    assert_eq!(error(|m| m.report_interval_ms = 0), "report_interval_ms: 0: expected at least 1");
 }

@@ -6,6 +6,7 @@
 //! separately.
 
 use std::net::{SocketAddrV4, UdpSocket};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
@@ -126,6 +127,19 @@ pub fn measure_af_xdp_orchestrator(requests: u64) -> anyhow::Result<RequestTimes
     })
 }
 
+/// Returns the configuration of an orchestrator without idle sleep, whose second service gets all requests.
+fn orchestrator_config(memory_path: &Path, address: SocketAddrV4, interface: Option<&str>) -> Config {
+    let rules = vec![(0, Some(PayloadPattern { offset: 0, bytes: vec![!REQUEST_PAYLOAD[0]] })), (1, None)];
+    Config {
+        shared_memory_path: memory_path.to_owned(),
+        listeners: vec![(address, Classifier { rules })],
+        af_xdp_interface: interface.map(str::to_owned),
+        engine_config: engine_config(CORE_COUNT, address),
+        idle_sleep: Duration::ZERO,
+        metrics_address: None,
+    }
+}
+
 /// Measures the orchestrator at `address`, with the workers of all cores in one thread on the other CPU.
 fn measure_orchestrator(
     address: SocketAddrV4,
@@ -135,18 +149,7 @@ fn measure_orchestrator(
 ) -> anyhow::Result<RequestTimes> {
     let directory = tempfile::tempdir_in("/dev/shm")?;
     let memory_path = directory.path().join("cores");
-    let rules = vec![(0, Some(PayloadPattern { offset: 0, bytes: vec![!REQUEST_PAYLOAD[0]] })), (1, None)];
-    let listeners = vec![(address, Classifier { rules })];
-    let (engine, af_xdp_interface, idle_sleep) =
-        (engine_config(CORE_COUNT, address), interface.map(str::to_owned), Duration::ZERO);
-    let config = Config {
-        shared_memory_path: memory_path.clone(),
-        listeners,
-        af_xdp_interface,
-        engine_config: engine,
-        idle_sleep,
-        metrics_address: None,
-    };
+    let config = orchestrator_config(&memory_path, address, interface);
     let request_intake = RequestIntake::open(&config);
     if let Some(reason) = request_intake.status().fallback_reason {
         bail!("no AF_XDP: {reason}");

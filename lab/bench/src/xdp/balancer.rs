@@ -106,6 +106,38 @@ fn server_mac(server_index: usize) -> MacAddress {
     mac
 }
 
+fn service_mode(case: PacketCase) -> ServiceMode {
+    let timestamps = if case.is_lb_stamped() { TimestampOrigin::LoadBalancer } else { TimestampOrigin::Server };
+    let (consistency, forwarding) = (case.consistency(), case.forwarding());
+    ServiceMode { consistency, timestamps, forwarding, ..ServiceMode::default() }
+}
+
+/// Returns the ids of the pool's servers. They are sparse, like those that the controller assigns.
+fn random_server_ids(case: PacketCase, rng: &mut Xoshiro256PlusPlus) -> anyhow::Result<Vec<ServerId>> {
+    let id_count = if case.is_lb_stamped() { lb_stamping::STAMPABLE_SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
+    let id_step = id_count / SERVER_COUNT;
+    let random_id = |server_index: u64| {
+        Ok(ServerId::try_from(server_index * id_step + u64::from(uniform_below(rng, id_step as u32)))?)
+    };
+    (0..SERVER_COUNT).map(random_id).collect()
+}
+
+/// Adds eligible servers to the service, each with its MAC address and its tunnel.
+fn add_servers(
+    load_balancer: &mut LoadBalancer,
+    case: PacketCase,
+    service_index: ServiceIndex,
+    server_ids: &[ServerId],
+) -> anyhow::Result<()> {
+    for (server_index, server_id) in server_ids.iter().enumerate() {
+        let mac = server_mac(server_index);
+        load_balancer.set_server(service_index, *server_id, Server { mac: Some(mac), is_eligible: true });
+        let destination_address = case.outer_server_address(*server_id);
+        load_balancer.set_tunnel(*server_id, Tunnel { destination_address, source_port: None })?;
+    }
+    Ok(())
+}
+
 #[derive(Debug, Clone, Copy)]
 pub struct RunResult {
     /// Mean time per packet (ns).
@@ -131,35 +163,17 @@ impl CaseLoadBalancer {
             ..Options::default()
         })?;
         load_balancer.set_own_mac(LOAD_BALANCER_MAC);
-        let address = ServiceAddress { vip_and_port: service_address(case), protocol: Protocol::Tcp };
-        let timestamps = if case.is_lb_stamped() { TimestampOrigin::LoadBalancer } else { TimestampOrigin::Server };
-        let (consistency, forwarding) = (case.consistency(), case.forwarding());
-        let mode = ServiceMode { consistency, timestamps, forwarding, ..ServiceMode::default() };
         load_balancer.set_outer_header(OUTER_SOURCE_ADDRESSES, ETHERNET_MTU);
-        let service_index = load_balancer.set_services(&[(address, mode)])?[0];
+        let address = ServiceAddress { vip_and_port: service_address(case), protocol: Protocol::Tcp };
+        let service_index = load_balancer.set_services(&[(address, service_mode(case))])?[0];
         let mut random_key = || CookieKey { k0: rng.next_u64(), k1: rng.next_u64() };
         let cookie_keys = FleetCookieKeys { keys: [random_key(), random_key()], current: KeyIndex::First };
         load_balancer.set_keys(&cookie_keys);
         load_balancer.set_time_key(service_index, cookie_keys.keys[1]);
         let owner_number = TableOwnerNumber::try_from(5)?;
         load_balancer.set_owner_number(Some(owner_number));
-        // The ids are sparse, like those that the controller assigns.
-        let id_count =
-            if case.is_lb_stamped() { lb_stamping::STAMPABLE_SERVER_ID_COUNT } else { ServerId::COUNT as u64 };
-        let id_step = id_count / SERVER_COUNT;
-        let server_ids: Vec<ServerId> = (0..SERVER_COUNT)
-            .map(|server_index| {
-                ServerId::try_from(server_index * id_step + u64::from(uniform_below(&mut rng, id_step as u32)))
-            })
-            .collect::<Result<_, _>>()?;
-        for (server_index, server_id) in server_ids.iter().enumerate() {
-            let mac = server_mac(server_index);
-            load_balancer.set_server(service_index, *server_id, Server { mac: Some(mac), is_eligible: true });
-            load_balancer.set_tunnel(
-                *server_id,
-                Tunnel { destination_address: case.outer_server_address(*server_id), source_port: None },
-            )?;
-        }
+        let server_ids = random_server_ids(case, &mut rng)?;
+        add_servers(&mut load_balancer, case, service_index, &server_ids)?;
         load_balancer.install_table(
             service_index,
             &random_placement_table(setup.placement_rule, setup.rss_group_count, &server_ids, &mut rng),

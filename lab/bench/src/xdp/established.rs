@@ -50,13 +50,7 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
     let create_runner =
         |balancer: &CaseLoadBalancer| PacketRunner::new(&balancer.case().frame_template(), &balancer.packets()?, 0);
     let (stateful_runner, hash_table_runner) = (create_runner(&stateful)?, create_runner(&hash_table)?);
-    let (entry_by_client, table_size) = (stateful.entries_by_client(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
-    let mut packets = stateless.packets()?;
-    for (packet, client) in packets.iter_mut().zip(random_clients(connection_count)) {
-        packet.line_index = entry_by_client[&client.into()].position(table_size);
-    }
-    let stateless_runner =
-        PacketRunner::new(&stateless.case().frame_template(), &packets, CONNECTION_TABLE_ENTRIES as u32)?;
+    let stateless_runner = create_runner_with_table_lines(&stateless, &stateful)?;
     let stateless_program = InterleavedProgram::new(&stateless_runner, Program::Balancer(&stateless));
     let round_times = measure_interleaved(
         &[
@@ -71,26 +65,33 @@ fn measure_connection_count(connection_count: usize, args: &Args) -> anyhow::Res
         args.length.rounds,
         args.length.packets,
     )?;
-    let [
-        empty_times,
-        parse_and_swap_times,
-        stateless_times,
-        parallel_line_times,
-        waited_line_times,
-        stateful_times,
-        hash_table_times,
-    ] = &round_times[..]
+    let [empty_ns, swap_ns, stateless_ns, parallel_line_ns, after_line_ns, stateful_ns, hash_table_ns] =
+        &round_times[..]
     else {
         unreachable!("seven")
     };
     Ok(ConnectionCountCosts {
         connection_count,
-        stateless: CaseMeasurement::new(&stateless, [empty_times, parse_and_swap_times, stateless_times])?,
-        stateful: CaseMeasurement::new(&stateful, [empty_times, parse_and_swap_times, stateful_times])?,
-        hash_table: CaseMeasurement::new(&hash_table, [empty_times, parse_and_swap_times, hash_table_times])?,
-        ns_with_parallel_line: differences_by_round(parallel_line_times, empty_times),
-        ns_after_line: differences_by_round(waited_line_times, empty_times),
+        stateless: CaseMeasurement::new(&stateless, [empty_ns, swap_ns, stateless_ns])?,
+        stateful: CaseMeasurement::new(&stateful, [empty_ns, swap_ns, stateful_ns])?,
+        hash_table: CaseMeasurement::new(&hash_table, [empty_ns, swap_ns, hash_table_ns])?,
+        ns_with_parallel_line: differences_by_round(parallel_line_ns, empty_ns),
+        ns_after_line: differences_by_round(after_line_ns, empty_ns),
     })
+}
+
+/// Creates a runner of the stateless mode's packets. Each packet has the index of its connection's entry in the
+/// stateful mode's table as its cache line.
+fn create_runner_with_table_lines(
+    stateless: &CaseLoadBalancer,
+    stateful: &CaseLoadBalancer,
+) -> anyhow::Result<PacketRunner> {
+    let (entry_by_client, table_size) = (stateful.entries_by_client(), TableSize::try_from(CONNECTION_TABLE_ENTRIES)?);
+    let mut packets = stateless.packets()?;
+    for (packet, client) in packets.iter_mut().zip(random_clients(stateless.case().connection_count())) {
+        packet.line_index = entry_by_client[&client.into()].position(table_size);
+    }
+    PacketRunner::new(&stateless.case().frame_template(), &packets, CONNECTION_TABLE_ENTRIES as u32)
 }
 
 /// Returns a table with the cost of one cache miss, and the stateful modes' extra costs over the stateless mode.

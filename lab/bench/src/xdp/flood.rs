@@ -9,6 +9,7 @@ use std::fmt;
 use std::os::fd::AsFd as _;
 
 use anyhow::{Context as _, ensure};
+use coreward_dataplane::lb::PacketCounters;
 use coreward_intf as intf;
 use coreward_model::connection_table::{ConnectionIndex, TableSize};
 use coreward_model::consistency::Consistency;
@@ -23,7 +24,7 @@ use super::runner::{PacketGenerator, PacketRunner};
 use super::workload::{PacketCase, XDP_TX};
 use crate::cpus::THIS_THREAD;
 use crate::namespace;
-use crate::report::{Goal, Report, Table, goal_cells};
+use crate::report::{Cell, Goal, Report, Table, goal_cells};
 use flooder::{FloodCounts, Flooder, FlooderCommand};
 use memory::MapMemory;
 
@@ -125,85 +126,123 @@ pub fn first_two_cpus(command: &str) -> anyhow::Result<[usize; 2]> {
     }
 }
 
-fn measure(
-    flooded_program: FloodedProgram,
-    length: &MeasurementLength,
-    flooder: &Flooder,
-) -> anyhow::Result<FloodMeasurement> {
-    let case = PacketCase::Established(flooded_program.consistency(), CONNECTION_COUNT);
-    // This placement rule writes more memory for a new connection than any other.
-    let connection_table_size = TableSize::try_from(u64::from(flooded_program.connection_table_entries()))?;
-    let setup = PlacementSetup {
-        placement_rule: PlacementRule::LeastAssigned,
-        rss_group_count: 1,
-        connection_table_size,
-        flow_table_entries: FLOW_TABLE_ENTRIES,
-    };
-    let balancer = CaseLoadBalancer::with_setup(case, setup)?;
-    let runner = PacketRunner::new(&case.frame_template(), &balancer.packets()?, 0)?;
-    let open_connections: HashSet<ConnectionIndex> = balancer.entries_by_client().into_values().collect();
-    if flooded_program == FloodedProgram::StatefulFull {
-        fill_connection_table(&balancer, flooded_program, flooder)?;
+/// Load balancer that is flooded, with the packets of its open connections.
+struct FloodTarget {
+    balancer: CaseLoadBalancer,
+    runner: PacketRunner,
+    /// Indices of the connection-table entries that are used before any flood.
+    open_connections: HashSet<ConnectionIndex>,
+}
+
+impl FloodTarget {
+    fn new(flooded_program: FloodedProgram) -> anyhow::Result<Self> {
+        let case = PacketCase::Established(flooded_program.consistency(), CONNECTION_COUNT);
+        let setup = PlacementSetup {
+            // This placement rule writes more memory for a new connection than any other.
+            placement_rule: PlacementRule::LeastAssigned,
+            rss_group_count: 1,
+            connection_table_size: TableSize::try_from(u64::from(flooded_program.connection_table_entries()))?,
+            flow_table_entries: FLOW_TABLE_ENTRIES,
+        };
+        let balancer = CaseLoadBalancer::with_setup(case, setup)?;
+        let runner = PacketRunner::new(&case.frame_template(), &balancer.packets()?, 0)?;
+        let open_connections = balancer.entries_by_client().into_values().collect();
+        Ok(Self { balancer, runner, open_connections })
     }
-    let program = balancer.program()?;
-    let state_before = (MapMemory::of(program.as_fd())?, balancer.used_entry_count(), balancer.counters());
-    let mut measurement = FloodMeasurement {
-        flooded_program,
-        ns_without_flood: Default::default(),
-        ns_in_flood: Default::default(),
-        found_entry_fraction: 0.0,
-        flood_counts: FloodCounts::default(),
-        syns_without_entry: 0,
-        memory_before_and_after: [state_before.0; 2],
-        used_entries_before_and_max: [state_before.1; 2],
-    };
-    let mut found_packets = 0;
-    // The first round only warms up and is not counted.
-    for round in 0..=length.rounds {
-        for step in 0..4 {
+
+    fn map_memory(&self) -> anyhow::Result<MapMemory> {
+        MapMemory::of(self.balancer.program()?.as_fd())
+    }
+
+    /// Runs packets of open connections, with a flood through the load balancer or SYNs through the empty program on
+    /// the other CPU. Returns the results of [`run_established_packets`] and the number of SYNs.
+    fn run_with_flooder(
+        &self,
+        flooder: &Flooder,
+        is_flood: bool,
+        is_lb: bool,
+        packet_count: u32,
+    ) -> anyhow::Result<((f64, u64), FloodCounts)> {
+        let command = if is_flood {
+            FlooderCommand::SynsThroughProgram(self.balancer.program()?)
+        } else {
+            FlooderCommand::SynsThroughEmptyProgram
+        };
+        flooder.run_during(command, || run_established_packets(&self.balancer, &self.runner, is_lb, packet_count))
+    }
+}
+
+impl FloodMeasurement {
+    /// Returns a measurement without any rounds, with the target's state before the first flood.
+    fn before_flood(flooded_program: FloodedProgram, target: &FloodTarget) -> anyhow::Result<Self> {
+        Ok(Self {
+            flooded_program,
+            ns_without_flood: Default::default(),
+            ns_in_flood: Default::default(),
+            found_entry_fraction: 0.0,
+            flood_counts: FloodCounts::default(),
+            syns_without_entry: 0,
+            memory_before_and_after: [target.map_memory()?; 2],
+            used_entries_before_and_max: [target.balancer.used_entry_count(); 2],
+        })
+    }
+
+    /// Adds the SYNs of a flood, and the number of connection-table entries that are used after it.
+    fn add_flood(&mut self, flood_counts: FloodCounts, used_entries: usize) {
+        self.flood_counts.syn_count += flood_counts.syn_count;
+        self.flood_counts.cpu_seconds += flood_counts.cpu_seconds;
+        let [_, max_used_entries] = &mut self.used_entries_before_and_max;
+        *max_used_entries = used_entries.max(*max_used_entries);
+    }
+
+    /// Runs all rounds. Returns how many packets of open connections found their server during the floods.
+    fn run_rounds(
+        &mut self,
+        target: &FloodTarget,
+        length: &MeasurementLength,
+        flooder: &Flooder,
+    ) -> anyhow::Result<u64> {
+        let mut found_packets = 0;
+        // The first round only warms up and is not counted.
+        for (round, step) in (0..=length.rounds).flat_map(|round| (0..4).map(move |step| (round, step))) {
             let combination = (round + step) % 4;
             let (is_lb, is_flood) = (combination & 1 == 1, combination & 2 == 2);
-            let command = if is_flood {
-                FlooderCommand::SynsThroughProgram(program.try_clone()?)
-            } else {
-                FlooderCommand::SynsThroughEmptyProgram
-            };
-            let work = || run_established_packets(&balancer, &runner, is_lb, length.packets);
-            let ((mean_ns, counted_packets), flood_counts) = flooder.run_during(command, work)?;
+            let ((mean_ns, counted_packets), flood_counts) =
+                target.run_with_flooder(flooder, is_flood, is_lb, length.packets)?;
             if is_flood {
-                measurement.flood_counts.syn_count += flood_counts.syn_count;
-                measurement.flood_counts.cpu_seconds += flood_counts.cpu_seconds;
-                let max_used_entries = &mut measurement.used_entries_before_and_max[1];
-                *max_used_entries = balancer.used_entry_count().max(*max_used_entries);
+                self.add_flood(flood_counts, target.balancer.used_entry_count());
             }
-            if is_flood && flooded_program == FloodedProgram::StatefulWithRoom {
-                balancer.free_all_but(&open_connections)?;
+            if is_flood && self.flooded_program == FloodedProgram::StatefulWithRoom {
+                target.balancer.free_all_but(&target.open_connections)?;
             }
             if round > 0 {
-                let round_times =
-                    if is_flood { &mut measurement.ns_in_flood } else { &mut measurement.ns_without_flood };
+                let round_times = if is_flood { &mut self.ns_in_flood } else { &mut self.ns_without_flood };
                 round_times[usize::from(is_lb)].push(mean_ns);
             }
             if round > 0 && is_flood {
                 found_packets += counted_packets;
             }
         }
+        Ok(found_packets)
     }
-    let counters_after = balancer.counters();
-    let counted_since_start = |to_count: fn(&coreward_dataplane::lb::PacketCounters) -> u64| {
-        to_count(&counters_after) - to_count(&state_before.2)
-    };
-    let new_connection_count =
-        counted_since_start(|counters| counters.packets_by_outcome[intf::LB_COUNTER_NEW_CONNECTION as usize]);
-    ensure!(
-        new_connection_count == measurement.flood_counts.syn_count,
-        "{new_connection_count} of {} SYNs were counted as first packets",
-        measurement.flood_counts.syn_count
-    );
+}
+
+fn measure(
+    flooded_program: FloodedProgram,
+    length: &MeasurementLength,
+    flooder: &Flooder,
+) -> anyhow::Result<FloodMeasurement> {
+    let target = FloodTarget::new(flooded_program)?;
+    if flooded_program == FloodedProgram::StatefulFull {
+        fill_connection_table(&target.balancer, flooded_program, flooder)?;
+    }
+    let counters_before = target.balancer.counters();
+    let mut measurement = FloodMeasurement::before_flood(flooded_program, &target)?;
+    let found_packets = measurement.run_rounds(&target, length, flooder)?;
     measurement.syns_without_entry =
-        counted_since_start(|counters| counters.event_counts[intf::LB_EVENT_CONNECTION_TABLE_FULL as usize]);
+        count_syns_without_entry(&counters_before, &target.balancer.counters(), measurement.flood_counts.syn_count)?;
     measurement.found_entry_fraction = found_packets as f64 / (f64::from(length.rounds) * f64::from(length.packets));
-    measurement.memory_before_and_after[1] = MapMemory::of(program.as_fd())?;
+    measurement.memory_before_and_after[1] = target.map_memory()?;
     let must_find_servers = flooded_program != FloodedProgram::HashTable;
     ensure!(
         !must_find_servers || measurement.found_entry_fraction == 1.0,
@@ -211,6 +250,23 @@ fn measure(
         measurement.found_entry_fraction
     );
     Ok(measurement)
+}
+
+/// Returns how many of the floods' SYNs found no free entry. Fails unless each SYN was counted as a first packet.
+fn count_syns_without_entry(
+    counters_before: &PacketCounters,
+    counters_after: &PacketCounters,
+    syn_count: u64,
+) -> anyhow::Result<u64> {
+    let new_connection = intf::LB_COUNTER_NEW_CONNECTION as usize;
+    let new_connection_count =
+        counters_after.packets_by_outcome[new_connection] - counters_before.packets_by_outcome[new_connection];
+    ensure!(
+        new_connection_count == syn_count,
+        "{new_connection_count} of {syn_count} SYNs were counted as first packets"
+    );
+    let table_full = intf::LB_EVENT_CONNECTION_TABLE_FULL as usize;
+    Ok(counters_after.event_counts[table_full] - counters_before.event_counts[table_full])
 }
 
 /// Runs packets of open connections. Returns the mean time per packet (ns), and how many packets found their server.
@@ -255,67 +311,86 @@ fn excess_percent(rounds: &[f64], base_rounds: &[f64]) -> NsByRound {
     rounds.iter().zip(base_rounds).map(|(ns, base_ns)| (ns / base_ns - 1.0) * 100.0).collect()
 }
 
-fn build_report(measurements: &[FloodMeasurement], length: &MeasurementLength, cpus: [usize; 2]) -> Report {
-    let mut cost_table = Table::new(&[
-        "established packets",
-        "ns",
-        "in a flood, ns",
-        "more, %",
-        "quartiles",
-        "goal",
-        "verdict",
-        "more above empty, %",
-        "quartiles ",
-        "found their server, %",
-        "SYNs per second, millions",
-        "SYNs without a free entry, %",
-    ]);
-    let mut memory_table = Table::new(&[
-        "memory",
-        "connection table: entries in use before",
-        "most in use after a flood",
-        "free then",
-        "entries of hash tables before",
-        "after",
-        "kernel memory of all maps before, KiB",
-        "after ",
-    ]);
-    for measurement in measurements {
-        let excess_pct = excess_percent(&measurement.ns_in_flood[1], &measurement.ns_without_flood[1]);
-        let [ns_above_empty_without_flood, ns_above_empty_in_flood] =
-            [&measurement.ns_without_flood, &measurement.ns_in_flood]
-                .map(|ns_by_program| differences_by_round(&ns_by_program[1], &ns_by_program[0]));
+const COST_COLUMNS: [&str; 12] = [
+    "established packets",
+    "ns",
+    "in a flood, ns",
+    "more, %",
+    "quartiles",
+    "goal",
+    "verdict",
+    "more above empty, %",
+    "quartiles ",
+    "found their server, %",
+    "SYNs per second, millions",
+    "SYNs without a free entry, %",
+];
+
+const MEMORY_COLUMNS: [&str; 8] = [
+    "memory",
+    "connection table: entries in use before",
+    "most in use after a flood",
+    "free then",
+    "entries of hash tables before",
+    "after",
+    "kernel memory of all maps before, KiB",
+    "after ",
+];
+
+impl FloodMeasurement {
+    fn cost_row(&self) -> [Cell; 12] {
+        let excess_pct = excess_percent(&self.ns_in_flood[1], &self.ns_without_flood[1]);
+        let [ns_above_empty_without_flood, ns_above_empty_in_flood] = [&self.ns_without_flood, &self.ns_in_flood]
+            .map(|ns_by_program| differences_by_round(&ns_by_program[1], &ns_by_program[0]));
         let excess_above_empty_pct = excess_percent(&ns_above_empty_in_flood, &ns_above_empty_without_flood);
         let [goal_cell, verdict_cell] = goal_cells(Some(FLOOD_EXCESS_GOAL), median_of_rounds(&excess_pct));
-        cost_table.add_row([
-            measurement.flooded_program.to_string().into(),
-            median_of_rounds(&measurement.ns_without_flood[1]).into(),
-            median_of_rounds(&measurement.ns_in_flood[1]).into(),
+        let syn_count = self.flood_counts.syn_count as f64;
+        [
+            self.flooded_program.to_string().into(),
+            median_of_rounds(&self.ns_without_flood[1]).into(),
+            median_of_rounds(&self.ns_in_flood[1]).into(),
             median_of_rounds(&excess_pct).into(),
             quartile_range(&excess_pct).into(),
             goal_cell,
             verdict_cell,
             median_of_rounds(&excess_above_empty_pct).into(),
             quartile_range(&excess_above_empty_pct).into(),
-            (measurement.found_entry_fraction * 100.0).into(),
-            (measurement.flood_counts.syn_count as f64 / measurement.flood_counts.cpu_seconds / 1e6).into(),
-            (measurement.syns_without_entry as f64 / measurement.flood_counts.syn_count as f64 * 100.0).into(),
-        ]);
-        let [entries_before, max_entries_after] = measurement.used_entries_before_and_max.map(|entries| entries as u64);
-        memory_table.add_row([
-            measurement.flooded_program.to_string().into(),
+            (self.found_entry_fraction * 100.0).into(),
+            (syn_count / self.flood_counts.cpu_seconds / 1e6).into(),
+            (self.syns_without_entry as f64 / syn_count * 100.0).into(),
+        ]
+    }
+
+    fn memory_row(&self) -> [Cell; 8] {
+        let [entries_before, max_entries_after] = self.used_entries_before_and_max.map(|entries| entries as u64);
+        let [memory_before, memory_after] = self.memory_before_and_after;
+        [
+            self.flooded_program.to_string().into(),
             entries_before.into(),
             max_entries_after.into(),
-            (u64::from(measurement.flooded_program.connection_table_entries()) - max_entries_after).into(),
-            measurement.memory_before_and_after[0].hash_map_entry_count.into(),
-            measurement.memory_before_and_after[1].hash_map_entry_count.into(),
-            (measurement.memory_before_and_after[0].kernel_bytes / 1024).into(),
-            (measurement.memory_before_and_after[1].kernel_bytes / 1024).into(),
-        ]);
+            (u64::from(self.flooded_program.connection_table_entries()) - max_entries_after).into(),
+            memory_before.hash_map_entry_count.into(),
+            memory_after.hash_map_entry_count.into(),
+            (memory_before.kernel_bytes / 1024).into(),
+            (memory_after.kernel_bytes / 1024).into(),
+        ]
     }
-    let MapMemory { array_map_count: array_count, hash_map_count: hash_count, .. } =
-        measurements[0].memory_before_and_after[1];
-    let method = format!(
+}
+
+fn build_report(measurements: &[FloodMeasurement], length: &MeasurementLength, cpus: [usize; 2]) -> Report {
+    let mut cost_table = Table::new(&COST_COLUMNS);
+    let mut memory_table = Table::new(&MEMORY_COLUMNS);
+    for measurement in measurements {
+        cost_table.add_row(measurement.cost_row());
+        memory_table.add_row(measurement.memory_row());
+    }
+    let method = describe_method(length, cpus, &measurements[0].memory_before_and_after[1]);
+    Report { name: "flood", heading: "A SYN flood", method, tables: vec![cost_table, memory_table] }
+}
+
+fn describe_method(length: &MeasurementLength, cpus: [usize; 2], memory: &MapMemory) -> String {
+    let MapMemory { array_map_count: array_count, hash_map_count: hash_count, .. } = memory;
+    format!(
         "CPU {} runs lb.bpf.c on packets of {CONNECTION_COUNT} open connections in random order. Meanwhile CPU {} \
          floods the same program and maps, as another receive queue, with SYNs of new clients by the rule \
          least_assigned. Without flood it runs the empty program on the same SYNs. Values are medians over {} rounds \
@@ -326,8 +401,7 @@ fn build_report(measurements: &[FloodMeasurement], length: &MeasurementLength, c
         length.rounds,
         length.packets,
         describe_cpu_topology(cpus),
-    );
-    Report { name: "flood", heading: "A SYN flood", method, tables: vec![cost_table, memory_table] }
+    )
 }
 
 /// Returns a sentence on whether the two CPUs share a core, as the kernel reports it (also in a virtual machine).

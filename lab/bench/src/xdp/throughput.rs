@@ -65,69 +65,36 @@ impl ServiceTraffic {
         baseline: Some(BaselineProgram::SwapMacs),
     };
 
-    /// Returns all kinds of traffic, with the baselines first.
-    fn all_kinds() -> Vec<ServiceTraffic> {
-        let at_least = |ratio| Some(Goal::AtLeast(ratio));
-        let established_traffic = ServiceTraffic {
-            ratio_goal: at_least(0.97),
-            consistency: Consistency::Stateless,
-            baseline: None,
+    /// All kinds of traffic, with the baselines first.
+    const ALL: [ServiceTraffic; 11] = [
+        Self::SWAP_MACS_BASELINE,
+        ServiceTraffic {
+            name: "swap MACs, read the returned timestamp",
+            baseline: Some(BaselineProgram::ReadTsecr),
             ..Self::SWAP_MACS_BASELINE
-        };
-        let new_traffic = ServiceTraffic { ratio_goal: at_least(0.90), syns_per_16: 16, ..established_traffic };
-        vec![
-            Self::SWAP_MACS_BASELINE,
-            ServiceTraffic {
-                name: "swap MACs, read the returned timestamp",
-                baseline: Some(BaselineProgram::ReadTsecr),
-                ..Self::SWAP_MACS_BASELINE
-            },
-            ServiceTraffic { name: "established, stateless", ..established_traffic },
-            ServiceTraffic {
-                name: "established, stateful",
-                consistency: Consistency::Stateful,
-                ratio_goal: None,
-                ..established_traffic
-            },
-            ServiceTraffic {
-                name: "established, hash-table",
-                consistency: Consistency::HashTable,
-                ratio_goal: None,
-                ..established_traffic
-            },
-            ServiceTraffic { name: "new, stateless, hash or crossrss", ..new_traffic },
-            ServiceTraffic {
-                name: "new, stateless, crossrss-plus",
-                placement_rule: PlacementRule::LeastAssigned,
-                ratio_goal: at_least(0.87),
-                ..new_traffic
-            },
-            ServiceTraffic {
-                name: "new, stateful",
-                consistency: Consistency::Stateful,
-                ratio_goal: at_least(0.75),
-                ..new_traffic
-            },
-            ServiceTraffic {
-                name: "new, hash-table",
-                consistency: Consistency::HashTable,
-                ratio_goal: at_least(0.6),
-                ..new_traffic
-            },
-            ServiceTraffic {
-                name: "mixed: 15 established, 1 new; stateless",
-                syns_per_16: 1,
-                ratio_goal: None,
-                ..established_traffic
-            },
-            ServiceTraffic {
-                name: "mixed: 15 established, 1 new; stateful",
-                consistency: Consistency::Stateful,
-                syns_per_16: 1,
-                ratio_goal: None,
-                ..established_traffic
-            },
-        ]
+        },
+        Self::of_service("established, stateless", Consistency::Stateless, 0, Some(Goal::AtLeast(0.97))),
+        Self::of_service("established, stateful", Consistency::Stateful, 0, None),
+        Self::of_service("established, hash-table", Consistency::HashTable, 0, None),
+        Self::of_service("new, stateless, hash or crossrss", Consistency::Stateless, 16, Some(Goal::AtLeast(0.90))),
+        ServiceTraffic {
+            placement_rule: PlacementRule::LeastAssigned,
+            ..Self::of_service("new, stateless, crossrss-plus", Consistency::Stateless, 16, Some(Goal::AtLeast(0.87)))
+        },
+        Self::of_service("new, stateful", Consistency::Stateful, 16, Some(Goal::AtLeast(0.75))),
+        Self::of_service("new, hash-table", Consistency::HashTable, 16, Some(Goal::AtLeast(0.6))),
+        Self::of_service("mixed: 15 established, 1 new; stateless", Consistency::Stateless, 1, None),
+        Self::of_service("mixed: 15 established, 1 new; stateful", Consistency::Stateful, 1, None),
+    ];
+
+    /// Returns traffic to a service whose new connections are placed by the table.
+    const fn of_service(
+        name: &'static str,
+        consistency: Consistency,
+        syns_per_16: usize,
+        ratio_goal: Option<Goal>,
+    ) -> Self {
+        Self { name, consistency, placement_rule: PlacementRule::Table, syns_per_16, ratio_goal, baseline: None }
     }
 
     /// Returns the case whose packets belong to open connections.
@@ -290,7 +257,7 @@ pub fn run(args: &Args) -> anyhow::Result<Report> {
 fn measure(args: &Args) -> anyhow::Result<Report> {
     let cpus = first_two_cpus("coreward-lab bench throughput")?;
     namespace::enter_new_network_namespace()?;
-    let traffic_kinds = ServiceTraffic::all_kinds().into_iter().enumerate();
+    let traffic_kinds = ServiceTraffic::ALL.into_iter().enumerate();
     let envs = traffic_kinds.map(|(pair_number, service_traffic)| {
         TrafficTestEnv::new(service_traffic, pair_number, cpus).context(service_traffic.name)
     });

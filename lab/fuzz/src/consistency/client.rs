@@ -191,8 +191,7 @@ impl Simulation {
             _ => TCP_FLAG_ACK,
         };
         let delivery = self.send_packet(connection_index, tcp_flags)?;
-        let has_timestamps = self.open_connection(connection_index).has_timestamps;
-        let server_index = self.open_connection(connection_index).server_index;
+        let &ClientConnection { has_timestamps, server_index, .. } = self.open_connection(connection_index);
         match delivery {
             DeliveryResult::Accepted(accepting_index) => {
                 if Some(accepting_index) != server_index && has_timestamps {
@@ -219,15 +218,19 @@ impl Simulation {
                 }
                 self.close_connection(connection_index);
             }
-            DeliveryResult::Lost => {
-                let connection = self.open_connection_mut(connection_index);
-                connection.transmission_count += 1;
-                if connection.transmission_count == MAX_TRANSMISSIONS {
-                    return self.give_up_connection(connection_index);
-                }
-                self.schedule_event(400, SimulationEvent::SendPacket(connection_index));
-            }
+            DeliveryResult::Lost => return self.retry_or_give_up(connection_index),
         }
+        Ok(())
+    }
+
+    /// Schedules another transmission of a lost packet, or gives up the connection after the last one.
+    fn retry_or_give_up(&mut self, connection_index: u32) -> anyhow::Result<()> {
+        let connection = self.open_connection_mut(connection_index);
+        connection.transmission_count += 1;
+        if connection.transmission_count == MAX_TRANSMISSIONS {
+            return self.give_up_connection(connection_index);
+        }
+        self.schedule_event(400, SimulationEvent::SendPacket(connection_index));
         Ok(())
     }
 

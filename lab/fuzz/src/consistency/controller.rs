@@ -39,6 +39,13 @@ pub(super) struct DesiredState {
     pub placement_table: PlacementTable,
 }
 
+/// Returns a random core as a candidate, with a random load.
+fn random_candidate(rng: &mut FuzzRng, core_slots: &[ServerCore]) -> CandidateCore {
+    let core_slot = rng.random_below(core_slots.len());
+    let server = core_slots[core_slot].server;
+    CandidateCore { server, fixed_point_load: rng.random_below(1 << 20) as u32, core_slot: core_slot as u16 }
+}
+
 impl Simulation {
     pub(super) fn new(config: Config) -> anyhow::Result<Self> {
         let mut rng = FuzzRng::new(config.seed, 2);
@@ -142,14 +149,10 @@ impl Simulation {
             .iter()
             .flat_map(|server| (0..CORE_COUNT).map(|core| ServerCore { server: *server, core }))
             .collect();
-        let rng = &mut self.rng;
-        let mut random_candidate = || {
-            let core_slot = rng.random_below(core_slots.len());
-            let server = core_slots[core_slot].server;
-            CandidateCore { server, fixed_point_load: rng.random_below(1 << 20) as u32, core_slot: core_slot as u16 }
-        };
         let candidates_per_bucket = 4;
-        let candidates = (0..bucket_count.get() * candidates_per_bucket).map(|_| random_candidate()).collect();
+        let candidates = (0..bucket_count.get() * candidates_per_bucket)
+            .map(|_| random_candidate(&mut self.rng, &core_slots))
+            .collect();
         self.desired_state.placement_table = PlacementTable {
             generation: previous_table.generation + 1,
             // With this rule, load balancers place the same connection differently, which the test needs.
@@ -159,10 +162,7 @@ impl Simulation {
             candidates_per_bucket,
             candidates,
             assignment_cost: 1 << 14,
-            members: eligible_servers
-                .iter()
-                .map(|server| TableMember { server: *server, fixed_point_load: 0 })
-                .collect(),
+            members: eligible_servers.into_iter().map(|server| TableMember { server, fixed_point_load: 0 }).collect(),
             core_slots,
             consistent_servers,
             previous_consistent_servers,

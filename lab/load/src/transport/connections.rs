@@ -237,6 +237,17 @@ impl<P: Protocol> ConnectionPool<P> {
         }
     }
 
+    /// Replaces a connection that the server closes, which counts as broken only if requests are pending. A server may
+    /// close an idle connection at any time.
+    fn replace_closed_connection(&mut self, index: usize) {
+        let Some(connection) = &self.connections[index] else { return };
+        if connection.pending_ids.is_empty() {
+            self.reopen(index);
+        } else {
+            self.count_and_retry_broken(index);
+        }
+    }
+
     /// Reads all available bytes of a connection. A short read means that the socket is empty (epoll(7), question 9),
     /// unless the end of the stream follows the data.
     fn read_connection(&mut self, index: usize, has_ended: bool, answers: &mut Vec<Answer>) {
@@ -249,12 +260,7 @@ impl<P: Protocol> ConnectionPool<P> {
             };
             let bytes = &self.receive_buffer[..received_bytes.length];
             if bytes.is_empty() {
-                // A server may close an idle connection at any time.
-                return if connection.pending_ids.is_empty() {
-                    self.reopen(index)
-                } else {
-                    self.count_and_retry_broken(index)
-                };
+                return self.replace_closed_connection(index);
             }
             let had_pending = !connection.pending_ids.is_empty();
             let failed_count = &mut self.errors.failed;
@@ -266,11 +272,7 @@ impl<P: Protocol> ConnectionPool<P> {
                 return self.count_and_retry_broken(index);
             }
             if connection.is_closing {
-                return if connection.pending_ids.is_empty() {
-                    self.reopen(index)
-                } else {
-                    self.count_and_retry_broken(index)
-                };
+                return self.replace_closed_connection(index);
             }
             if had_pending && connection.pending_ids.is_empty() {
                 self.free_or_send_waiting(index);

@@ -55,6 +55,40 @@ enum ExpectedPart {
     Trailer,
 }
 
+impl ExpectedPart {
+    /// Parses this part, or as much of a body or chunk as `bytes` contains. Returns its length and the part that is
+    /// expected next, or `None` when the part is incomplete. A head replaces `reply`.
+    fn parse(self, bytes: &[u8], reply: &mut Reply) -> Result<Option<(usize, Self)>, MalformedResponse> {
+        match self {
+            Self::Head => {
+                let Some((head_bytes, next_part, parsed_reply)) = parse_head(bytes)? else { return Ok(None) };
+                *reply = parsed_reply;
+                Ok(Some((head_bytes, next_part)))
+            }
+            Self::BodyBytes(remaining_bytes) | Self::ChunkBytes(remaining_bytes) => {
+                let available_bytes = remaining_bytes.min(bytes.len() as u64);
+                if available_bytes == 0 && remaining_bytes > 0 {
+                    return Ok(None);
+                }
+                let is_body = matches!(self, Self::BodyBytes(_));
+                let next_part = match remaining_bytes - available_bytes {
+                    0 if is_body => Self::BodyBytes(0),
+                    0 => Self::ChunkSize,
+                    remaining_bytes if is_body => Self::BodyBytes(remaining_bytes),
+                    remaining_bytes => Self::ChunkBytes(remaining_bytes),
+                };
+                Ok(Some((available_bytes as usize, next_part)))
+            }
+            Self::ChunkSize => parse_chunk_size(bytes),
+            Self::Trailer => {
+                let line_end = bytes.windows(2).position(|byte_pair| byte_pair == b"\r\n");
+                let part_after = |line_end| if line_end == 0 { Self::BodyBytes(0) } else { Self::Trailer };
+                Ok(line_end.map(|line_end| (line_end + 2, part_after(line_end))))
+            }
+        }
+    }
+}
+
 /// State of one connection's response parser.
 #[derive(Debug, Default)]
 pub struct HttpReplyReader {
@@ -72,49 +106,9 @@ impl HttpReplyReader {
         on_reply: &mut dyn FnMut(Reply),
     ) -> Result<Option<usize>, MalformedResponse> {
         let unparsed_bytes = &self.unread_bytes[offset..];
-        let parsed_bytes = match self.expected_part {
-            ExpectedPart::Head => {
-                let Some((head_bytes, next_part, reply)) = parse_head(unparsed_bytes)? else { return Ok(None) };
-                (self.expected_part, self.current_reply) = (next_part, reply);
-                head_bytes
-            }
-            ExpectedPart::BodyBytes(remaining_bytes) | ExpectedPart::ChunkBytes(remaining_bytes) => {
-                let available_bytes = remaining_bytes.min(unparsed_bytes.len() as u64);
-                if available_bytes == 0 && remaining_bytes > 0 {
-                    return Ok(None);
-                }
-                let is_body = matches!(self.expected_part, ExpectedPart::BodyBytes(_));
-                self.expected_part = match remaining_bytes - available_bytes {
-                    0 if is_body => ExpectedPart::BodyBytes(0),
-                    0 => ExpectedPart::ChunkSize,
-                    remaining_bytes if is_body => ExpectedPart::BodyBytes(remaining_bytes),
-                    remaining_bytes => ExpectedPart::ChunkBytes(remaining_bytes),
-                };
-                available_bytes as usize
-            }
-            ExpectedPart::ChunkSize => {
-                match httparse::parse_chunk_size(unparsed_bytes).map_err(|_| MalformedResponse)? {
-                    httparse::Status::Partial => return Ok(None),
-                    httparse::Status::Complete((length, size)) => {
-                        self.expected_part = if size == 0 {
-                            ExpectedPart::Trailer
-                        } else {
-                            ExpectedPart::ChunkBytes(size.checked_add(2).ok_or(MalformedResponse)?)
-                        };
-                        length
-                    }
-                }
-            }
-            ExpectedPart::Trailer => {
-                let Some(line_end) = unparsed_bytes.windows(2).position(|byte_pair| byte_pair == b"\r\n") else {
-                    return Ok(None);
-                };
-                if line_end == 0 {
-                    self.expected_part = ExpectedPart::BodyBytes(0);
-                }
-                line_end + 2
-            }
-        };
+        let parsed_part = self.expected_part.parse(unparsed_bytes, &mut self.current_reply)?;
+        let Some((parsed_bytes, next_part)) = parsed_part else { return Ok(None) };
+        self.expected_part = next_part;
         if self.expected_part == ExpectedPart::BodyBytes(0) {
             self.expected_part = ExpectedPart::Head;
             on_reply(self.current_reply);
@@ -157,6 +151,17 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart, Reply)>, Malf
         expected_part,
         Reply { is_failure: status_code >= 400, closes_connection, ..Reply::default() },
     )))
+}
+
+/// Returns the length of a chunk's first line, and the part that follows it. Returns `None` when the line is incomplete.
+fn parse_chunk_size(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart)>, MalformedResponse> {
+    match httparse::parse_chunk_size(bytes).map_err(|_| MalformedResponse)? {
+        httparse::Status::Partial => Ok(None),
+        httparse::Status::Complete((length, 0)) => Ok(Some((length, ExpectedPart::Trailer))),
+        httparse::Status::Complete((length, size)) => {
+            Ok(Some((length, ExpectedPart::ChunkBytes(size.checked_add(2).ok_or(MalformedResponse)?))))
+        }
+    }
 }
 
 #[cfg(test)]

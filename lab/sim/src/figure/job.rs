@@ -72,17 +72,7 @@ impl Outcome {
                 let throughput = (peak.peak_load * full_load_throughput).min(max_throughput);
                 Some(if query.measure == Metric::PeakLoad { throughput / full_load_throughput } else { throughput })
             }
-            Self::Lb(outcome, seeds) => {
-                let policy_outcome =
-                    outcome.policies.iter().find(|policy| Some(&policy.policy) == query.policy.as_ref())?;
-                let seed_outcome = policy_outcome.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
-                match query.measure {
-                    Metric::ServerVariancePct => Some(seed_outcome.server_variance_pct),
-                    Metric::CoreVariancePct => Some(seed_outcome.core_variance_pct),
-                    Metric::ServedPct => Some(100.0 - seed_outcome.dropped_pct),
-                    _ => None,
-                }
-            }
+            Self::Lb(outcome, seeds) => lb_metric(outcome, seeds, query),
             Self::Pcc(outcome) => {
                 let seed_outcome = find_seed_run(outcome, query.seed)?;
                 match query.measure {
@@ -134,6 +124,18 @@ impl Outcome {
 /// Returns the outcome for `seed`, counted from 1, of a run that simulated a single method.
 fn find_seed_run(outcome: &pcc::Outcome, seed: u64) -> Option<&pcc::SeedOutcome> {
     outcome.methods.first()?.runs.get(seed as usize - 1)
+}
+
+/// Returns the queried value of a run whose seeds are `seeds`.
+fn lb_metric(outcome: &lb::Outcome, seeds: &[u64], query: &ValueQuery) -> Option<f64> {
+    let policy_outcome = outcome.policies.iter().find(|policy| Some(&policy.policy) == query.policy.as_ref())?;
+    let seed_outcome = policy_outcome.seeds.get(seeds.iter().position(|seed| *seed == query.seed)?)?;
+    match query.measure {
+        Metric::ServerVariancePct => Some(seed_outcome.server_variance_pct),
+        Metric::CoreVariancePct => Some(seed_outcome.core_variance_pct),
+        Metric::ServedPct => Some(100.0 - seed_outcome.dropped_pct),
+        _ => None,
+    }
 }
 
 fn request_metric(outcome: &rpc::Outcome, measure: Metric) -> Option<f64> {

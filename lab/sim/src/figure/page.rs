@@ -72,7 +72,7 @@ fn render_contents_row(result: &FigureResult, scenario: &Scenario) -> String {
     )
 }
 
-fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
+fn render_claims(result: &FigureResult) -> String {
     let claim_items: String = result
         .claims
         .iter()
@@ -87,11 +87,13 @@ fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
             )
         })
         .collect();
-    let claim_list =
-        if claim_items.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claim_items}</ul>\n") };
+    if claim_items.is_empty() { String::new() } else { format!("<ul class=\"claims\">\n{claim_items}</ul>\n") }
+}
+
+fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
     format!(
         "<section id=\"{name}\">\n<h2>{name}: {title}</h2>\n<p class=\"small\">{paper}, {figure}</p>\n\
-         <blockquote>{statement}</blockquote>\n{svg}\n{claim_list}<p><b>What is {done}.</b> \
+         <blockquote>{statement}</blockquote>\n{svg}\n{claims}<p><b>What is {done}.</b> \
          {modelled}</p>\n{sources}{table}\
          <p class=\"small\">{seeds}. Made by <code>{command}</code>, coreward {version}, scenario \
          {digest}{machine}.</p>\n</section>\n",
@@ -102,6 +104,7 @@ fn render_section(result: &FigureResult, scenario: &Scenario) -> String {
         figure = escape_html(&scenario.figure),
         statement = render_paragraphs(&scenario.statement),
         svg = draw::render_svg(scenario, &result.table),
+        claims = render_claims(result),
         modelled = escape_html(&collapse_whitespace(&scenario.modelled)),
         sources = render_sources(scenario),
         table = render_table(result),

@@ -18,6 +18,9 @@ mod outcome;
 mod run;
 mod simulation;
 
+use std::fmt;
+use std::ops::RangeInclusive;
+
 use coreward_model::ServerId;
 use coreward_model::fleet::IndirectionTableDraw;
 use coreward_model::load::SmoothingWeight;
@@ -139,62 +142,44 @@ impl Config {
     /// Checks the configuration. An error names the value that is out of range, and the allowed range.
     pub fn check(&self) -> Result<(), Error> {
         let core_count = u32::from(self.servers) * u32::from(self.cores);
-        let range_checks = [
-            (
-                (1..=ServerId::COUNT).contains(&usize::from(self.servers)),
-                ("servers", self.servers.to_string(), format!("1 to {}", ServerId::COUNT)),
-            ),
-            (self.cores > 0, ("cores", self.cores.to_string(), "at least 1".to_owned())),
-            (
-                core_count <= MAX_CORES,
-                ("servers x cores", core_count.to_string(), format!("at most {MAX_CORES} cores in all")),
-            ),
-            (
-                (1..=10_000).contains(&self.report_ms),
-                ("report-ms", self.report_ms.to_string(), "1 to 10000".to_owned()),
-            ),
-            (
-                (1..=3_600_000).contains(&self.window_ms),
-                ("window-ms", self.window_ms.to_string(), "1 to 3600000".to_owned()),
-            ),
-            (
-                (1..=1_024).contains(&self.trace_copies),
-                ("overlay", self.trace_copies.to_string(), "1 to 1024 copies".to_owned()),
-            ),
-            (
-                self.core_capacity.is_none_or(|capacity| (1.0..=1e9).contains(&capacity)),
-                (
-                    "core-capacity",
-                    self.core_capacity.map_or(String::new(), |capacity| capacity.to_string()),
-                    "1 to 1000000000 packets/s".to_owned(),
-                ),
-            ),
-            (
-                (0.001..=1_000.0).contains(&self.replay_speed),
-                ("replay-speed", self.replay_speed.to_string(), "0.001 to 1000".to_owned()),
-            ),
-            (
-                self.racks.is_none_or(|racks| (1..=self.servers).contains(&racks)),
-                ("racks", self.racks.unwrap_or(0).to_string(), format!("1 to {}, the number of servers", self.servers)),
-            ),
-            (
-                (1..=MAX_CANDIDATES).contains(&self.rack_candidates),
-                ("rack-candidates", self.rack_candidates.to_string(), format!("1 to {MAX_CANDIDATES}")),
-            ),
-            (
-                self.table_delay_ms < self.report_ms,
-                (
-                    "table-delay-ms",
-                    self.table_delay_ms.to_string(),
-                    format!("less than the {} ms between reports", self.report_ms),
-                ),
-            ),
-            (!self.seeds.is_empty(), ("seeds", "0".to_owned(), "at least 1".to_owned())),
-            (!self.policies.is_empty(), ("policies", "0".to_owned(), "at least 1".to_owned())),
-        ];
-        match range_checks.into_iter().find(|(is_in_range, _)| !is_in_range) {
-            Some((_, (name, value, expected))) => Err(OutOfRange { name, value, expected }.into()),
-            None => Ok(()),
+        require_within("servers", usize::from(self.servers), 1..=ServerId::COUNT, "")?;
+        require(self.cores > 0, "cores", self.cores, "at least 1")?;
+        let expected_cores = format!("at most {MAX_CORES} cores in all");
+        require(core_count <= MAX_CORES, "servers x cores", core_count, &expected_cores)?;
+        require_within("report-ms", self.report_ms, 1..=10_000, "")?;
+        require_within("window-ms", self.window_ms, 1..=3_600_000, "")?;
+        require_within("overlay", self.trace_copies, 1..=1_024, " copies")?;
+        if let Some(capacity) = self.core_capacity {
+            require_within("core-capacity", capacity, 1.0..=1e9, " packets/s")?;
         }
+        require_within("replay-speed", self.replay_speed, 0.001..=1_000.0, "")?;
+        if let Some(racks) = self.racks {
+            require_within("racks", racks, 1..=self.servers, ", the number of servers")?;
+        }
+        require_within("rack-candidates", self.rack_candidates, 1..=MAX_CANDIDATES, "")?;
+        let expected_delay = format!("less than the {} ms between reports", self.report_ms);
+        require(self.table_delay_ms < self.report_ms, "table-delay-ms", self.table_delay_ms, &expected_delay)?;
+        require(!self.seeds.is_empty(), "seeds", 0, "at least 1")?;
+        require(!self.policies.is_empty(), "policies", 0, "at least 1")?;
+        Ok(())
     }
+}
+
+/// Fails unless `is_in_range` is true. `expected` describes the range of the option `name`.
+fn require(is_in_range: bool, name: &'static str, value: impl fmt::Display, expected: &str) -> Result<(), OutOfRange> {
+    if is_in_range {
+        return Ok(());
+    }
+    Err(OutOfRange { name, value: value.to_string(), expected: expected.to_owned() })
+}
+
+/// Fails unless `value` is in `range`. In the error, `suffix` follows the upper limit.
+fn require_within<T: PartialOrd + fmt::Display>(
+    name: &'static str,
+    value: T,
+    range: RangeInclusive<T>,
+    suffix: &str,
+) -> Result<(), OutOfRange> {
+    let expected = format!("{} to {}{suffix}", range.start(), range.end());
+    require(range.contains(&value), name, value, &expected)
 }

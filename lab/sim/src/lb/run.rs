@@ -47,8 +47,7 @@ impl TracePass {
     fn simulate_seeds(config: &Config, seeds: &[u64]) -> Result<Self, Error> {
         let mut trace = config.trace.open_overlay(seeds[0], config.trace_copies, config.read_options)?;
         let speed = config.replay_speed;
-        let replay_time_ns = |time_ns: u64| if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 };
-        let history_ns = replay_time_ns(trace.history_ns());
+        let history_ns = replay_time_ns(trace.history_ns(), speed);
         let capacity = derive_capacity(config, trace.as_ref());
         let mut simulations = Vec::new();
         for policy in &config.policies {
@@ -60,11 +59,7 @@ impl TracePass {
         loop {
             trace.read(&mut batch)?;
             if speed != 1.0 {
-                batch.packets.iter_mut().for_each(|packet| packet.time_ns = replay_time_ns(packet.time_ns));
-                batch
-                    .first_packets
-                    .iter_mut()
-                    .for_each(|first_packet| first_packet.rate_pps = first_packet.rate_pps.map(|rate| rate * speed));
+                accelerate_batch(&mut batch, speed);
             }
             let Some(last_packet) = batch.packets.last() else { break };
             last_ns = last_packet.time_ns;
@@ -77,7 +72,7 @@ impl TracePass {
         if packets == 0 {
             return Err(Error::NoPackets(skip_counts));
         }
-        let end_ns = trace.end_ns().map_or(last_ns, replay_time_ns);
+        let end_ns = trace.end_ns().map_or(last_ns, |time_ns| replay_time_ns(time_ns, speed));
         let seed_results: Option<Vec<SeedResult>> =
             simulations.into_par_iter().map(|simulation| simulation.finish(end_ns)).collect();
         let too_short_error =
@@ -85,6 +80,22 @@ impl TracePass {
         let seed_results =
             seed_results.ok_or(too_short_error)?.chunks(seeds.len()).map(<[SeedResult]>::to_vec).collect();
         Ok(Self { seed_results, packets, flows, duration_ns: end_ns - history_ns, skip_counts, reordered_packet_count })
+    }
+}
+
+/// Returns the time of the replay, at `speed` times the trace's speed, at which the time `time_ns` of the trace is
+/// reached.
+fn replay_time_ns(time_ns: u64, speed: f64) -> u64 {
+    if speed == 1.0 { time_ns } else { (time_ns as f64 / speed) as u64 }
+}
+
+/// Changes the times and rates of a batch from those of the trace to those of a replay at `speed` times its speed.
+fn accelerate_batch(batch: &mut Batch, speed: f64) {
+    for packet in &mut batch.packets {
+        packet.time_ns = replay_time_ns(packet.time_ns, speed);
+    }
+    for first_packet in &mut batch.first_packets {
+        first_packet.rate_pps = first_packet.rate_pps.map(|rate| rate * speed);
     }
 }
 

@@ -27,6 +27,16 @@ enum PlacementMethod {
     Oracle(Oracle),
 }
 
+impl PlacementMethod {
+    /// Returns the policy or oracle with this name. Fails when there is none.
+    fn new(name: &str, seed: u64, core_count: usize) -> Result<Self, Error> {
+        match name {
+            ORACLE => Ok(Self::Oracle(Oracle::new(core_count))),
+            name => Ok(Self::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy_error(name))?)),
+        }
+    }
+}
+
 /// Results of the windows measured so far, with one value per window.
 #[derive(Debug, Default)]
 struct WindowResults {
@@ -42,6 +52,18 @@ struct CounterSnapshot {
     dropped_packets: u64,
     accepted_bytes: u64,
     time_ns: u64,
+}
+
+impl CounterSnapshot {
+    fn zero(core_count: usize) -> Self {
+        Self {
+            arrived_packets: vec![0; core_count],
+            served_packets: vec![0; core_count],
+            dropped_packets: 0,
+            accepted_bytes: 0,
+            time_ns: 0,
+        }
+    }
 }
 
 /// Simulated fleet and load balancer under one policy and seed.
@@ -67,6 +89,19 @@ pub struct Simulation {
     window_results: WindowResults,
 }
 
+fn draw_fleet(config: &Config, seed: u64) -> SimulatedCluster {
+    let Config { servers, cores, buckets, alpha, indirection_table_draw, .. } = *config;
+    let shape = FleetShape {
+        server_count: servers,
+        cores_per_server: cores,
+        bucket_count: buckets,
+        alpha,
+        indirection_table_draw,
+    };
+    let plan = shape.draw_plan(&mut seeded_rng(seed, RNG_STREAM_SERVERS));
+    SimulatedCluster::new(plan).expect("as many entries as buckets")
+}
+
 impl Simulation {
     /// Creates the simulation. Fails when no policy has the name `policy`.
     pub fn new(
@@ -76,24 +111,9 @@ impl Simulation {
         capacity: CoreCapacity,
         history_ns: u64,
     ) -> Result<Self, Error> {
-        let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
-        let Config { servers, cores, buckets, alpha, indirection_table_draw, .. } = *config;
-        let plan = FleetShape {
-            server_count: servers,
-            cores_per_server: cores,
-            bucket_count: buckets,
-            alpha,
-            indirection_table_draw,
-        }
-        .draw_plan(&mut rng);
-        let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
+        let mut fleet = draw_fleet(config, seed);
         let core_count = fleet.core_count();
-        let placement_method = match policy {
-            ORACLE => PlacementMethod::Oracle(Oracle::new(core_count)),
-            name => {
-                PlacementMethod::Policy(policy::policy_by_name(name, seed).map_err(|_| unknown_policy_error(name))?)
-            }
-        };
+        let placement_method = PlacementMethod::new(policy, seed, core_count)?;
         if let (Some(racks), PlacementMethod::Policy(_)) = (config.racks, &placement_method) {
             let policies = (0..racks).map(|_| policy::policy_by_name(policy, seed).expect("the controller has one"));
             fleet.set_racks(RackControllers {
@@ -101,13 +121,6 @@ impl Simulation {
                 max_candidates_per_bucket: config.rack_candidates.into(),
             });
         }
-        let last_counters = CounterSnapshot {
-            arrived_packets: vec![0; core_count],
-            served_packets: vec![0; core_count],
-            dropped_packets: 0,
-            accepted_bytes: 0,
-            time_ns: 0,
-        };
         Ok(Self {
             placement_method,
             fleet,
@@ -123,7 +136,7 @@ impl Simulation {
             table_delay_ns: u64::from(config.table_delay_ms) * 1_000_000,
             pending_table: None,
             next_window_ns: history_ns + u64::from(config.window_ms) * 1_000_000,
-            last_counters,
+            last_counters: CounterSnapshot::zero(core_count),
             first_counters: None,
             window_results: WindowResults::default(),
         })

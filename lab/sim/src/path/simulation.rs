@@ -80,6 +80,15 @@ impl ResponseSink for ResponseTracker {
 }
 
 impl ResponseTracker {
+    fn new(class_count: usize, server_count: u16) -> Self {
+        Self {
+            recorder: LatencyRecorder::new(class_count, None),
+            connections: Vec::new(),
+            free_ids: Vec::new(),
+            open_connections: vec![0; usize::from(server_count)],
+        }
+    }
+
     fn open_connection(&mut self, server: u16, flow_hash: u32) -> ConnectionId {
         self.open_connections[usize::from(server)] += 1;
         let connection = Connection { server, flow_hash, unanswered_requests: 0, has_last_request_arrived: false };
@@ -100,6 +109,16 @@ struct WindowResults {
     core_variance_pct: Vec<f64>,
 }
 
+impl WindowResults {
+    fn new(core_count: usize) -> Self {
+        Self {
+            busy_at_window_start: vec![0; core_count],
+            server_variance_pct: Vec::new(),
+            core_variance_pct: Vec::new(),
+        }
+    }
+}
+
 /// Visitor that puts a server into a box, so that servers of different types fit into one list.
 struct BoxServer;
 
@@ -111,34 +130,43 @@ impl<S: ResponseSink> ServerVisitor<S> for BoxServer {
     }
 }
 
+fn draw_fleet(config: &Config, seed: u64) -> SimulatedCluster {
+    let Config { servers, cores, buckets, alpha, indirection_table_draw, .. } = *config;
+    let shape = FleetShape {
+        server_count: servers,
+        cores_per_server: cores,
+        bucket_count: buckets,
+        alpha,
+        indirection_table_draw,
+    };
+    let plan = shape.draw_plan(&mut seeded_rng(seed, RNG_STREAM_SERVERS));
+    let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
+    if config.requests_per_connection == 1.0 {
+        fleet.count_placements_as_requests();
+    }
+    fleet
+}
+
+/// Returns the servers' readings before the start, with the times at which their agents read the first ones.
+fn initial_core_readings(config: &Config, seed: u64) -> Vec<CoreReading> {
+    let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
+    let report_interval = config.seconds_to_ticks(config.report_ms / 1e3);
+    let initial_reading = |_| {
+        let next_read_at = match config.report_phase {
+            ReportPhase::Aligned => 0,
+            ReportPhase::Random => report_interval * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
+        };
+        CoreReading { next_read_at, last_read_at: None, core_busy_times: vec![0; usize::from(config.cores)] }
+    };
+    (0..config.servers).map(initial_reading).collect()
+}
+
 impl<'a> Simulation<'a> {
     /// Creates a simulation in which the load balancer uses `policy` and the servers use `dispatch_policy`.
     pub fn new(config: &'a Config, policy: &str, dispatch_policy: &'a Policy, seed: u64) -> Result<Self, Error> {
-        let mut rng = seeded_rng(seed, RNG_STREAM_SERVERS);
-        let Config { servers, cores, buckets, alpha, indirection_table_draw, .. } = *config;
-        let plan = FleetShape {
-            server_count: servers,
-            cores_per_server: cores,
-            bucket_count: buckets,
-            alpha,
-            indirection_table_draw,
-        }
-        .draw_plan(&mut rng);
-        let mut fleet = SimulatedCluster::new(plan).expect("as many entries as buckets");
-        if config.requests_per_connection == 1.0 {
-            fleet.count_placements_as_requests();
-        }
+        let fleet = draw_fleet(config, seed);
         let unknown_policy_error = |_| UnknownName::new("policy", policy, policy::policy_names());
         let class_count = config.service.class_times().len();
-        let mut rng = seeded_rng(seed, RNG_STREAM_REPORT_PHASES);
-        let report_interval = config.seconds_to_ticks(config.report_ms / 1e3);
-        let mut initial_reading = |_| {
-            let next_read_at = match config.report_phase {
-                ReportPhase::Aligned => 0,
-                ReportPhase::Random => report_interval * Tick::from(uniform_below(&mut rng, 1000)) / 1000,
-            };
-            CoreReading { next_read_at, last_read_at: None, core_busy_times: vec![0; usize::from(config.cores)] }
-        };
         let build_server = |position| {
             let spec = ServerSpec {
                 policy: dispatch_policy,
@@ -156,19 +184,10 @@ impl<'a> Simulation<'a> {
             service_time_sampler: config.service.sampler(),
             service_rng: seeded_rng(seed, RNG_STREAM_SERVICES),
             hash_rng: seeded_rng(seed, RNG_STREAM_HASHES),
-            response_tracker: ResponseTracker {
-                recorder: LatencyRecorder::new(class_count, None),
-                connections: Vec::new(),
-                free_ids: Vec::new(),
-                open_connections: vec![0; usize::from(config.servers)],
-            },
-            core_readings: (0..config.servers).map(&mut initial_reading).collect(),
+            response_tracker: ResponseTracker::new(class_count, config.servers),
+            core_readings: initial_core_readings(config, seed),
             request_count: 0,
-            window_results: WindowResults {
-                busy_at_window_start: vec![0; fleet.core_count()],
-                server_variance_pct: Vec::new(),
-                core_variance_pct: Vec::new(),
-            },
+            window_results: WindowResults::new(fleet.core_count()),
             config,
             dispatch_policy,
             fleet,
@@ -211,6 +230,11 @@ impl<'a> Simulation<'a> {
                 self.handle_event(now);
             }
         }
+        self.into_result()
+    }
+
+    /// Lets the servers answer all requests, and returns the results.
+    fn into_result(mut self) -> SeedResult {
         for server in &mut self.servers {
             server.advance(NEVER - 1, &mut self.response_tracker);
         }

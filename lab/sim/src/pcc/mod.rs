@@ -212,66 +212,52 @@ fn run_method(config: &Config, mix: &ConnectionMix, method: Method, seed: u64) -
 }
 
 fn check_config(config: &Config) -> Result<(), Error> {
-    let is_within = |value: f64, min: f64, max: f64| value >= min && value <= max;
-    if config.servers == 0 || config.servers > SERVERS_MAX {
-        return Err(Error::Servers(config.servers));
-    }
-    match config.arrivals {
-        ArrivalProcess::OpenLoop { mean_open_connections: connections }
-            if !is_within(connections, 1.0, CONNECTIONS_MAX.into()) =>
-        {
-            return Err(Error::Connections(connections));
+    require((1..=SERVERS_MAX).contains(&config.servers), Error::Servers(config.servers))?;
+    check_arrivals(&config.arrivals)?;
+    check_updates(&config.updates)?;
+    require(config.minutes > 0.0 && config.minutes <= 1440.0, Error::Minutes(config.minutes))?;
+    require(
+        (1..=LOAD_BALANCERS_MAX / 2).contains(&config.load_balancers),
+        Error::LoadBalancers(config.load_balancers),
+    )?;
+    require(!config.methods.is_empty(), Error::NoMethods)?;
+    require((1..=1_000).contains(&config.seeds), Error::Seeds(config.seeds))?;
+    require((10..=60_000).contains(&config.report_ms), Error::ReportInterval(config.report_ms))?;
+    require((1..=1_000).contains(&config.buckets_per_server), Error::BucketsPerServer(config.buckets_per_server))?;
+    require((1..=128).contains(&config.cores), Error::Cores(config.cores))
+}
+
+/// Fails with `error` unless `is_valid` is true.
+fn require(is_valid: bool, error: Error) -> Result<(), Error> {
+    if is_valid { Ok(()) } else { Err(error) }
+}
+
+fn check_arrivals(arrivals: &ArrivalProcess) -> Result<(), Error> {
+    match *arrivals {
+        ArrivalProcess::OpenLoop { mean_open_connections: connections } => {
+            require((1.0..=f64::from(CONNECTIONS_MAX)).contains(&connections), Error::Connections(connections))
         }
-        ArrivalProcess::ClosedLoop { clients, .. } if clients == 0 || clients > 1_000 => {
-            return Err(Error::Clients(clients));
-        }
-        ArrivalProcess::ClosedLoop { request_rate, .. } => {
-            let rates = [request_rate.base_per_s, request_rate.peak_per_s];
-            rates
-                .map(|rate| if is_within(rate, 1.0, 1e6) { Ok(()) } else { Err(Error::Requests(rate)) })
+        ArrivalProcess::ClosedLoop { clients, request_rate } => {
+            require((1..=1_000).contains(&clients), Error::Clients(clients))?;
+            [request_rate.base_per_s, request_rate.peak_per_s]
                 .into_iter()
-                .collect::<Result<(), Error>>()?;
+                .try_for_each(|rate| require((1.0..=1e6).contains(&rate), Error::Requests(rate)))
         }
-        ArrivalProcess::OpenLoop { .. } => (),
     }
-    match &config.updates {
-        ClusterUpdates::PerMinute { servers, load_balancers } => {
-            for rate in [*servers, *load_balancers] {
-                if !is_within(rate, 0.0, UPDATES_MAX.into()) {
-                    return Err(Error::UpdateRate(rate));
-                }
-            }
-        }
+}
+
+fn check_updates(updates: &ClusterUpdates) -> Result<(), Error> {
+    match updates {
+        ClusterUpdates::PerMinute { servers, load_balancers } => [*servers, *load_balancers]
+            .into_iter()
+            .try_for_each(|rate| require((0.0..=f64::from(UPDATES_MAX)).contains(&rate), Error::UpdateRate(rate))),
         ClusterUpdates::Scheduled(changes) => {
             let mut previous_at = 0.0;
             for (at, _) in changes {
-                if !is_within(*at, previous_at, 86_400.0) {
-                    return Err(Error::ChangeAt(*at));
-                }
+                require((previous_at..=86_400.0).contains(at), Error::ChangeAt(*at))?;
                 previous_at = *at;
             }
+            Ok(())
         }
     }
-    if !(config.minutes > 0.0 && config.minutes <= 1440.0) {
-        return Err(Error::Minutes(config.minutes));
-    }
-    if config.load_balancers == 0 || config.load_balancers > LOAD_BALANCERS_MAX / 2 {
-        return Err(Error::LoadBalancers(config.load_balancers));
-    }
-    if config.methods.is_empty() {
-        return Err(Error::NoMethods);
-    }
-    if config.seeds == 0 || config.seeds > 1_000 {
-        return Err(Error::Seeds(config.seeds));
-    }
-    if !(10..=60_000).contains(&config.report_ms) {
-        return Err(Error::ReportInterval(config.report_ms));
-    }
-    if !(1..=1_000).contains(&config.buckets_per_server) {
-        return Err(Error::BucketsPerServer(config.buckets_per_server));
-    }
-    if config.cores == 0 || config.cores > 128 {
-        return Err(Error::Cores(config.cores));
-    }
-    Ok(())
 }

@@ -125,53 +125,51 @@ impl FromStr for JbsrqOptions {
         let mut options = Self::default();
         for option in text.split(',').filter(|option| !option.is_empty()) {
             let (name, value) = option.split_once('=').unwrap_or((option, ""));
-            let invalid_option = |expected: &str| format!("{name} {value:?}: expected {expected}");
-            match name {
-                "lambda" => {
-                    let lambda = value.parse().map_err(|_| invalid_option("a number from 0 to 1"))?;
-                    options.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
-                }
-                "depth" => options.queue_depth = value.parse().map_err(|_| invalid_option(EXPECTED_COUNT))?,
-                "rank" => {
-                    options.rank_rule = find_by_name(&RANK_RULES, value)
-                        .ok_or_else(|| invalid_option("jbsrq, global or per-service"))?
-                }
-                "scheduler" => {
-                    options.scheduler = find_by_name(&SCHEDULERS, value).ok_or_else(|| invalid_option("feo or pifo"))?
-                }
-                "quantum" => {
-                    options.quantum =
-                        parse_time(value, MIN_OPTION_TIME).ok_or_else(|| invalid_option(EXPECTED_INTERVAL))?
-                }
-                "interval" => {
-                    options.monitor_interval =
-                        parse_time(value, MIN_OPTION_TIME).ok_or_else(|| invalid_option(EXPECTED_INTERVAL))?
-                }
-                "switch" => {
-                    let switch_cost = parse_time(value, 0.0);
-                    options.switch_cost =
-                        switch_cost.ok_or_else(|| invalid_option("a time from 0 to 1000000 service times"))?;
-                }
-                "assignment" => {
-                    options.assignment = value.parse().map_err(|error: UnknownAssignmentMode| error.to_string())?
-                }
-                "reserved" => {
-                    options.reserved_cores = value.parse().map_err(|error: InvalidReservedCores| error.to_string())?
-                }
-                "allocator" => {
-                    options.allocator = find_by_name(&ALLOCATORS, value).ok_or_else(|| invalid_option("nic or core"))?
-                }
-                "priorities" => {
-                    options.priorities = match value {
-                        "classes" => Priorities::Classes,
-                        "none" => Priorities::None,
-                        _ => return Err(invalid_option("classes or none")),
-                    };
-                }
-                _ => return Err(UnknownName::new("option", name, OPTION_SYNTAX).to_string()),
-            }
+            options.set_option(name, value)?;
         }
         Ok(options)
+    }
+}
+
+impl JbsrqOptions {
+    fn set_option(&mut self, name: &str, value: &str) -> Result<(), String> {
+        let invalid_option = |expected: &str| format!("{name} {value:?}: expected {expected}");
+        let parse_interval = || parse_time(value, MIN_OPTION_TIME).ok_or_else(|| invalid_option(EXPECTED_INTERVAL));
+        match name {
+            "lambda" => {
+                let lambda = value.parse().map_err(|_| invalid_option("a number from 0 to 1"))?;
+                self.lambda = Lambda::new(lambda).map_err(|error| error.to_string())?;
+            }
+            "depth" => self.queue_depth = value.parse().map_err(|_| invalid_option(EXPECTED_COUNT))?,
+            "rank" => {
+                let rank_rule = find_by_name(&RANK_RULES, value);
+                self.rank_rule = rank_rule.ok_or_else(|| invalid_option("jbsrq, global or per-service"))?;
+            }
+            "scheduler" => {
+                self.scheduler = find_by_name(&SCHEDULERS, value).ok_or_else(|| invalid_option("feo or pifo"))?
+            }
+            "quantum" => self.quantum = parse_interval()?,
+            "interval" => self.monitor_interval = parse_interval()?,
+            "switch" => {
+                let switch_cost = parse_time(value, 0.0);
+                self.switch_cost =
+                    switch_cost.ok_or_else(|| invalid_option("a time from 0 to 1000000 service times"))?;
+            }
+            "assignment" => {
+                self.assignment = value.parse().map_err(|error: UnknownAssignmentMode| error.to_string())?
+            }
+            "reserved" => {
+                self.reserved_cores = value.parse().map_err(|error: InvalidReservedCores| error.to_string())?
+            }
+            "allocator" => {
+                self.allocator = find_by_name(&ALLOCATORS, value).ok_or_else(|| invalid_option("nic or core"))?
+            }
+            "priorities" => {
+                self.priorities = find_by_name(&PRIORITIES, value).ok_or_else(|| invalid_option("classes or none"))?
+            }
+            _ => return Err(UnknownName::new("option", name, OPTION_SYNTAX).to_string()),
+        }
+        Ok(())
     }
 }
 
@@ -181,6 +179,8 @@ const RANK_RULES: [(&str, RankRule); 3] =
 
 /// Schedulers by option value, from RingLeader and PIFO (SIGCOMM'16).
 const SCHEDULERS: [(&str, Selection); 2] = [("feo", Selection::FirstEligible), ("pifo", Selection::Pifo)];
+
+const PRIORITIES: [(&str, Priorities); 2] = [("classes", Priorities::Classes), ("none", Priorities::None)];
 
 const ALLOCATORS: [(&str, AllocatorLocation); 2] = [("nic", AllocatorLocation::Nic), ("core", AllocatorLocation::Core)];
 

@@ -89,12 +89,16 @@ impl FromStr for Policy {
         let Some(policy_syntax) = syntax else {
             return Err(UnknownName::new("policy", policy_text, POLICY_SYNTAX).into());
         };
-        let parameter_error = |detail: &str| PolicyError::Parameters {
+        Self::parse_parameters(name, parameters).map_err(|detail| PolicyError::Parameters {
             given: policy_text.to_owned(),
-            expected: policy_syntax.to_string() + detail,
-        };
-        let parse_time =
-            |text: &str| text.parse().ok().filter(|time: &f64| *time >= 0.0 && *time <= MAX_PARAMETER_TIME);
+            expected: policy_syntax.to_string() + &detail,
+        })
+    }
+}
+
+impl Policy {
+    /// Returns the policy `name` with these parameters. An error is the text that follows the syntax in the message.
+    fn parse_parameters(name: &str, parameters: Option<&str>) -> Result<Self, String> {
         match (name, parameters) {
             ("cfcfs", None) => Ok(Self::CentralFcfs),
             ("random", None) => Ok(Self::Random),
@@ -102,40 +106,37 @@ impl FromStr for Policy {
             ("jsq", None) => Ok(Self::ShortestQueue),
             ("jlq", None) => Ok(Self::LightestQueue),
             ("jbsq", Some(bound_text)) => {
-                let queue_bound = bound_text.parse().map_err(|_| parameter_error(" with N from 1 to 65535"))?;
-                Ok(Self::BoundedShortestQueue(queue_bound))
+                Ok(Self::BoundedShortestQueue(bound_text.parse().map_err(|_| " with N from 1 to 65535")?))
             }
-            ("jbsrq", options) => {
-                let options = options.unwrap_or_default().parse();
-                Ok(Self::RankedQueue(options.map_err(|detail| parameter_error(&format!(": {detail}")))?))
-            }
-            ("jbsrq-fifo", options) => {
-                let options = options.unwrap_or_default().parse();
-                Ok(Self::ClassBoundedQueue(options.map_err(|detail| parameter_error(&format!(": {detail}")))?))
-            }
+            ("jbsrq", options) => Ok(Self::RankedQueue(parse_options(options)?)),
+            ("jbsrq-fifo", options) => Ok(Self::ClassBoundedQueue(parse_options(options)?)),
             ("rss", None) => Ok(Self::Rss),
             ("rss-rebalanced", Some(interval_text)) => {
                 let regroup_interval = parse_time(interval_text).filter(|every| *every >= MIN_REGROUP_INTERVAL);
-                Ok(Self::RssRebalanced(
-                    regroup_interval.ok_or_else(|| parameter_error(" with T from 0.01 to 1000000 service times"))?,
-                ))
+                Ok(Self::RssRebalanced(regroup_interval.ok_or(" with T from 0.01 to 1000000 service times")?))
             }
             ("work-stealing", None) => Ok(Self::WorkStealing(DEFAULT_STEALING_COST)),
             ("work-stealing", Some(cost)) => {
-                let cost =
-                    parse_time(cost).ok_or_else(|| parameter_error(" with COST from 0 to 1000000 service times"))?;
-                Ok(Self::WorkStealing(cost))
+                Ok(Self::WorkStealing(parse_time(cost).ok_or(" with COST from 0 to 1000000 service times")?))
             }
             ("ps", None) => Ok(Self::ProcessorSharing),
             ("dfcfs", Some(pair_text)) => {
                 let parsed_pair = pair_text.split_once(',').and_then(|(x, y)| Some((x.parse().ok()?, y.parse().ok()?)));
-                let (groups, cores_per_group) =
-                    parsed_pair.ok_or_else(|| parameter_error(" with X and Y from 1 on"))?;
+                let (groups, cores_per_group) = parsed_pair.ok_or(" with X and Y from 1 on")?;
                 Ok(Self::GroupedFcfs { groups, cores_per_group })
             }
-            _ => Err(parameter_error("")),
+            _ => Err(String::new()),
         }
     }
+}
+
+fn parse_options<T: FromStr<Err: fmt::Display>>(options: Option<&str>) -> Result<T, String> {
+    options.unwrap_or_default().parse().map_err(|detail: T::Err| format!(": {detail}"))
+}
+
+/// Parses a time from 0 to [`MAX_PARAMETER_TIME`].
+fn parse_time(text: &str) -> Option<f64> {
+    text.parse().ok().filter(|time| (0.0..=MAX_PARAMETER_TIME).contains(time))
 }
 
 /// Longest time to which a policy's parameter can be set, in units of service time.

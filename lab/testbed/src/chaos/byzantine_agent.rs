@@ -91,11 +91,10 @@ impl ByzantineAgent {
         false_reports: &FalseReportCounters,
         stop_flag: &AtomicBool,
     ) -> anyhow::Result<()> {
-        let server_name = format!("s{}", self.server_number);
         if self.report_kind == FalseReportKind::IdleCores {
             let reports = (1..).map(|sequence| v1::Report { rss: Some(rss(40, vec![0, 1])), ..idle_report(sequence) });
             return send_reports(
-                server_name,
+                self.server_name(),
                 controller_address,
                 tls,
                 (reports, HONEST_REPORT_INTERVAL),
@@ -105,25 +104,31 @@ impl ByzantineAgent {
             .await;
         }
         flood_with_connections(controller_address, rng, false_reports);
-        let registered_name = match uniform_below(rng, 4) {
-            0 => "nobody".to_owned(),
-            1 => format!("s{}", 1 + self.server_number % 4),
-            _ => server_name,
-        };
+        let registered_name = self.random_registered_name(rng);
         let is_idle = uniform_below(rng, 2) == 0;
         let reports = (1..).map(|sequence| if is_idle { idle_report(sequence) } else { random_report(sequence, rng) });
-        tokio::time::timeout(
-            MAX_STREAM_DURATION,
-            send_reports(
-                registered_name,
-                controller_address,
-                tls,
-                (reports, FALSE_REPORT_INTERVAL),
-                false_reports,
-                stop_flag,
-            ),
-        )
-        .await?
+        let report_stream = send_reports(
+            registered_name,
+            controller_address,
+            tls,
+            (reports, FALSE_REPORT_INTERVAL),
+            false_reports,
+            stop_flag,
+        );
+        tokio::time::timeout(MAX_STREAM_DURATION, report_stream).await?
+    }
+
+    /// Returns the server's own name in half of the cases, and otherwise that of another or of no server.
+    fn random_registered_name(&self, rng: &mut Xoshiro256PlusPlus) -> String {
+        match uniform_below(rng, 4) {
+            0 => "nobody".to_owned(),
+            1 => format!("s{}", 1 + self.server_number % 4),
+            _ => self.server_name(),
+        }
+    }
+
+    fn server_name(&self) -> String {
+        format!("s{}", self.server_number)
     }
 }
 

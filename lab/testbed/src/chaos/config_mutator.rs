@@ -103,22 +103,7 @@ impl<'a> ConfigWriter<'a> {
             }
             next_change_time = (next_change_time + interval).max(Instant::now() - 10 * interval);
             attempted_changes += 1;
-            documents.apply_random_change(&expected_config.expected_drains.possibly_drained());
-            if !self.apply_document(&mut expected_config, &documents)? {
-                std::thread::sleep(RETRY_PAUSE);
-            }
-            if attempted_changes.is_multiple_of(CHANGES_PER_DRAIN) {
-                self.drain_or_undrain(&mut expected_config, &mut documents);
-            }
-            if attempted_changes.is_multiple_of(CHANGES_PER_INVALID_CHANGE) {
-                self.try_invalid_document(&mut expected_config, &documents.next_invalid_document())?;
-            }
-            if attempted_changes.is_multiple_of(CHANGES_PER_KEY_ROTATION) {
-                self.try_key_rotation();
-            }
-            if attempted_changes.is_multiple_of(CHANGES_PER_STATE_CHECK) {
-                self.compare_with_controller(&mut expected_config);
-            }
+            self.make_change(&mut expected_config, &mut documents, attempted_changes)?;
         }
         documents.restore_initial_document();
         let deadline = Instant::now() + LAST_CHANGES_TIMEOUT;
@@ -130,6 +115,32 @@ impl<'a> ConfigWriter<'a> {
         self.undrain_all_but(&mut expected_config, 1)?;
         self.compare_final(&mut expected_config)?;
         Ok(expected_config)
+    }
+
+    /// Makes a random change, and whatever else is due after `attempted_changes` changes.
+    fn make_change(
+        &self,
+        expected_config: &mut ExpectedConfig,
+        documents: &mut DocumentGenerator,
+        attempted_changes: u64,
+    ) -> anyhow::Result<()> {
+        documents.apply_random_change(&expected_config.expected_drains.possibly_drained());
+        if !self.apply_document(expected_config, documents)? {
+            std::thread::sleep(RETRY_PAUSE);
+        }
+        if attempted_changes.is_multiple_of(CHANGES_PER_DRAIN) {
+            self.drain_or_undrain(expected_config, documents);
+        }
+        if attempted_changes.is_multiple_of(CHANGES_PER_INVALID_CHANGE) {
+            self.try_invalid_document(expected_config, &documents.next_invalid_document())?;
+        }
+        if attempted_changes.is_multiple_of(CHANGES_PER_KEY_ROTATION) {
+            self.try_key_rotation();
+        }
+        if attempted_changes.is_multiple_of(CHANGES_PER_STATE_CHECK) {
+            self.compare_with_controller(expected_config);
+        }
+        Ok(())
     }
 
     /// Compares the active configuration with the expected one. Fails when the controller does not answer.

@@ -71,9 +71,10 @@ impl ChaosOutcome {
     }
 }
 
-impl fmt::Display for ChaosOutcome {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { seconds, seed, faults, false_reports, recoveries, writes, observations, traffic, .. } = self;
+/// Parts of the text of an outcome.
+impl ChaosOutcome {
+    fn fmt_faults(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { seconds, seed, faults, false_reports, .. } = self;
         let fault_counts: Vec<String> = faults.iter().map(|(kind, count)| format!("{kind} {count}")).collect();
         writeln!(
             f,
@@ -85,15 +86,24 @@ impl fmt::Display for ChaosOutcome {
         if let Some(byzantine_share) = &self.byzantine_share {
             writeln!(f, "  idle cores   reported in s{IMPERSONATED_SERVER}'s name drew {byzantine_share}")?;
         }
+        Ok(())
+    }
+
+    fn fmt_traffic(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (name, count) in [
-            ("downloads", traffic.downloads),
-            ("keep-alive", traffic.requests),
-            ("short", traffic.short),
-            ("kept", traffic.kept),
-            ("streams", traffic.streams),
+            ("downloads", self.traffic.downloads),
+            ("keep-alive", self.traffic.requests),
+            ("short", self.traffic.short),
+            ("kept", self.traffic.kept),
+            ("streams", self.traffic.streams),
         ] {
             writeln!(f, "  {name:<12} {} good, {} broken", count.good, count.broken)?;
         }
+        Ok(())
+    }
+
+    fn fmt_writes(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let writes = &self.writes;
         writeln!(
             f,
             "  changes      {} acknowledged, {} unanswered (of which {} in force), {} invalid and {} too early \
@@ -105,28 +115,30 @@ impl fmt::Display for ChaosOutcome {
             writes.rotations,
             writes.status_queries
         )?;
-        writeln!(f, "  drains       {} acknowledged, {} not", writes.drains, writes.drains_unanswered)?;
-        writeln!(f, "  health       checks found a server down {} times", observations.found_down)?;
+        writeln!(f, "  drains       {} acknowledged, {} not", writes.drains, writes.drains_unanswered)
+    }
+
+    /// Writes the median recovery and the slowest one, if there was any.
+    fn fmt_recoveries(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut recoveries: Vec<&Recovery> = self.recoveries.iter().collect();
+        recoveries.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        let Some(slowest_recovery) = recoveries.last() else { return Ok(()) };
         writeln!(
             f,
-            "  tables       none for {:.1} s at most (until {:.0} s)",
-            observations.longest_without_table_s, observations.longest_without_table_at_s
+            "  whole again  after {:.1} s (median of {}), {:.1} s at most (at {:.0} s, after {})",
+            recoveries[recoveries.len() / 2].seconds,
+            recoveries.len(),
+            slowest_recovery.seconds,
+            slowest_recovery.at,
+            slowest_recovery.faults.join(", ")
         )?;
-        if let Some(longest_recovery) = recoveries.iter().max_by(|a, b| a.seconds.total_cmp(&b.seconds)) {
-            let mut recovery_seconds: Vec<f64> = recoveries.iter().map(|recovery| recovery.seconds).collect();
-            recovery_seconds.sort_by(f64::total_cmp);
-            let (rounds, median_seconds) = (recovery_seconds.len(), recovery_seconds[recovery_seconds.len() / 2]);
-            let (kinds, slowest_seconds) = (longest_recovery.faults.join(", "), longest_recovery.seconds);
-            writeln!(
-                f,
-                "  whole again  after {median_seconds:.1} s (median of {rounds}), {slowest_seconds:.1} s at most (at \
-                 {:.0} s, after {kinds})",
-                longest_recovery.at
-            )?;
-            if let Some(waited_for) = &longest_recovery.waited_for {
-                writeln!(f, "               then last: {waited_for}")?;
-            }
+        if let Some(waited_for) = &slowest_recovery.waited_for {
+            writeln!(f, "               then last: {waited_for}")?;
         }
+        Ok(())
+    }
+
+    fn fmt_resource_usage(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (name, initial_usage) in &self.usage_before {
             if let Some(final_usage) = self.usage_after.get(name) {
                 let [memory_before, memory_after] =
@@ -139,10 +151,28 @@ impl fmt::Display for ChaosOutcome {
                 )?;
             }
         }
+        Ok(())
+    }
+}
+
+impl fmt::Display for ChaosOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { observations, traffic, violations, .. } = self;
+        self.fmt_faults(f)?;
+        self.fmt_traffic(f)?;
+        self.fmt_writes(f)?;
+        writeln!(f, "  health       checks found a server down {} times", observations.found_down)?;
+        writeln!(
+            f,
+            "  tables       none for {:.1} s at most (until {:.0} s)",
+            observations.longest_without_table_s, observations.longest_without_table_at_s
+        )?;
+        self.fmt_recoveries(f)?;
+        self.fmt_resource_usage(f)?;
         for failure in &traffic.failures {
             writeln!(f, "BROKEN {failure}")?;
         }
-        for violation in &self.violations {
+        for violation in violations {
             writeln!(f, "DID NOT HOLD: {violation}")?;
         }
         write!(f, "{}", if self.has_passed() { "all held" } else { "NOT all held" })

@@ -108,13 +108,7 @@ fn run_simulation_and_testbeds(
     announce_step(progress, "simulating the same logs under the same policies".to_owned());
     let simulated_variances = simulate_logs(options, logs);
     interrupt::ensure_not_interrupted()?;
-    let mut policy_testbeds = Vec::new();
-    for policy in options.policies() {
-        announce_step(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
-        policy_testbeds.push(PolicyTestbed::start(policy, options, logs[0].arrival_log.source_address_count)?);
-        progress.inc(1);
-        interrupt::ensure_not_interrupted()?;
-    }
+    let mut policy_testbeds = start_testbeds(options, logs[0].arrival_log.source_address_count, progress)?;
     let mut cpu_meter = CpuMeter::new()?;
     let mut policy_runs: Vec<PolicyRuns> =
         policy_testbeds.iter().map(|testbed| PolicyRuns::new(testbed.policy())).collect();
@@ -138,6 +132,21 @@ fn run_simulation_and_testbeds(
         timeline,
         machine_busy_pct: cpu_meter.busy_pct(),
     })
+}
+
+fn start_testbeds(
+    options: &DemoOptions,
+    addresses_per_log: u16,
+    progress: &ProgressBar,
+) -> anyhow::Result<Vec<PolicyTestbed>> {
+    let start_testbed = |policy: &'static str| {
+        announce_step(progress, format!("starting testbed, controller, load balancer, agents: {policy}"));
+        let testbed = PolicyTestbed::start(policy, options, addresses_per_log)?;
+        progress.inc(1);
+        interrupt::ensure_not_interrupted()?;
+        Ok(testbed)
+    };
+    options.policies().into_iter().map(start_testbed).collect()
 }
 
 fn simulate_logs(options: &DemoOptions, logs: &[LogFile]) -> Vec<SimulatedVariances> {

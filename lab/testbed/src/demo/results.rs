@@ -181,32 +181,7 @@ impl DemoResults {
     /// logs.
     pub fn text(&self, output_directory: &Path) -> String {
         let mut lines = vec![self.live_table().to_string(), String::new()];
-        let seed_numbers: Vec<String> =
-            self.policy_runs[0].seed_measures.iter().map(|seed| seed.seed.to_string()).collect();
-        let [(join_second, _), (drain_second, _)] = self.timeline.pool_changes();
-        lines.push(format!(
-            "Medians over the seeds {} (lowest-highest); {} servers of {} cores, {} s each.",
-            seed_numbers.join(", "),
-            self.server_count,
-            self.cores_per_server,
-            self.seconds
-        ));
-        lines.push(format!(
-            "Noise floor of the per-core variance: {:.3} %: what is left when each connection goes to the core where \
-             all\n\
-             that it will ever send fits best. Requests come in pieces.",
-            self.noise_floor_pct
-        ));
-        lines.push(format!(
-            "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins \
-             after\n{join_second} s and another drains after {drain_second} s; {SETTLE_SECONDS} s after start and \
-             changes are left out."
-        ));
-        lines.push(
-            "Emulated: RSS (virtual Ethernet has none) and cores (paced workers).\n\
-             Real: packets, TCP, load balancer, agents, controller."
-                .to_owned(),
-        );
+        lines.extend(self.method_notes());
         for runs in self.policy_runs.iter().filter(|runs| runs.broken_connection_count() > 0) {
             lines.push(format!("Broken under {}: {}.", runs.policy, runs.describe_broken_connections()));
         }
@@ -225,6 +200,36 @@ impl DemoResults {
             output_directory.join("demo.svg").display()
         ));
         lines.join("\n")
+    }
+
+    /// Returns explanations of how the numbers in the live table were obtained.
+    fn method_notes(&self) -> [String; 4] {
+        let seed_numbers: Vec<String> =
+            self.policy_runs[0].seed_measures.iter().map(|seed| seed.seed.to_string()).collect();
+        let [(join_second, _), (drain_second, _)] = self.timeline.pool_changes();
+        [
+            format!(
+                "Medians over the seeds {} (lowest-highest); {} servers of {} cores, {} s each.",
+                seed_numbers.join(", "),
+                self.server_count,
+                self.cores_per_server,
+                self.seconds
+            ),
+            format!(
+                "Noise floor of the per-core variance: {:.3} %: what is left when each connection goes to the core \
+                 where all\n\
+                 that it will ever send fits best. Requests come in pieces.",
+                self.noise_floor_pct
+            ),
+            format!(
+                "Variance %: population variance of work served / mean, in windows of 1 s. In each run a server joins \
+                 after\n{join_second} s and another drains after {drain_second} s; {SETTLE_SECONDS} s after start and \
+                 changes are left out."
+            ),
+            "Emulated: RSS (virtual Ethernet has none) and cores (paced workers).\n\
+             Real: packets, TCP, load balancer, agents, controller."
+                .to_owned(),
+        ]
     }
 
     fn measurement_note(&self) -> Option<String> {
@@ -322,9 +327,8 @@ pub(super) mod tests {
     use crate::demo::samples::VarianceWindow;
     use crate::load::{Latency, LoadReport};
 
-    /// Returns results of two policies and three seeds.
-    pub fn results() -> DemoResults {
-        let seed = |seed: u64, core_variance_pct: f64| SeedMeasures {
+    fn seed_measures(seed: u64, core_variance_pct: f64) -> SeedMeasures {
+        SeedMeasures {
             seed,
             windows: (0..18)
                 .map(|second| VarianceWindow {
@@ -342,10 +346,14 @@ pub(super) mod tests {
                 latency_us: Latency { p50: 5_100, p99: 20_000, max: 30_000, mean: 6_000.0 },
                 ..LoadReport::default()
             },
-        };
+        }
+    }
+
+    /// Returns results of two policies and three seeds.
+    pub fn results() -> DemoResults {
         let policy_runs = |policy, variances: [f64; 3]| PolicyRuns {
             policy,
-            seed_measures: (1..).zip(variances).map(|(number, variance)| seed(number, variance)).collect(),
+            seed_measures: (1..).zip(variances).map(|(seed, variance)| seed_measures(seed, variance)).collect(),
             table_generations: 540,
         };
         let seed_summary = |median, lowest, highest| SeedSummary { median, lowest, highest };

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 use coreward_model::rss::seeded_rng;
+use rand_xoshiro::Xoshiro256PlusPlus;
 use serde::Serialize;
 
 use crate::process::TIMEOUT;
@@ -79,29 +80,7 @@ pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<Dispatch
     let mut segments = Vec::new();
     let mut total_faults = FaultCounts::default();
     for number in 0..count {
-        let mut fault_injector = FaultInjector::new(&mut env, &mut rng, number % 2 == 1)?;
-        let counters_before = CounterReading::read_all(fault_injector.env())?;
-        let load_process =
-            fault_injector.env().start_load(segment_duration, options.seed.wrapping_add(number.into()))?;
-        let faults_end = Instant::now() + segment_duration;
-        fault_injector.inject_until(faults_end).with_context(|| format!("segment {number}"))?;
-        let segment_faults = fault_injector.finish()?;
-        let settle_deadline = Instant::now() + Duration::from_millis(options.settle_ms.into());
-        std::thread::sleep(MIN_SETTLE_TIME);
-        let mut counters_at_once = CounterReading::read_all(&env)?;
-        while !counters_at_once.signs_of_pending_requests().is_empty() && Instant::now() < settle_deadline {
-            std::thread::sleep(Duration::from_millis(100));
-            counters_at_once = CounterReading::read_all(&env)?;
-        }
-        let report = load_process.wait_for_json(*TIMEOUT)?;
-        let segment = SoakSegment::new(
-            number,
-            &counters_before,
-            &counters_at_once,
-            &CounterReading::read_all(&env)?,
-            &segment_faults,
-            &report,
-        );
+        let (segment, segment_faults) = run_segment(&mut env, &mut rng, number, segment_duration, options)?;
         tracing::info!(event = "segment-finished", number, count, "{}", segment.summary());
         total_faults.add(&segment_faults);
         segments.push(segment);
@@ -115,4 +94,32 @@ pub fn run(instance: &str, options: DispatchSoakArgs) -> anyhow::Result<Dispatch
         faults: total_faults,
         segments,
     })
+}
+
+/// Runs a segment of the test. Fails when its load, a fault or a reading of the counters fails.
+fn run_segment(
+    env: &mut TestEnv,
+    rng: &mut Xoshiro256PlusPlus,
+    number: u32,
+    duration: Duration,
+    options: DispatchSoakArgs,
+) -> anyhow::Result<(SoakSegment, FaultCounts)> {
+    let mut fault_injector = FaultInjector::new(env, rng, number % 2 == 1)?;
+    let counters_before = CounterReading::read_all(fault_injector.env())?;
+    let load_process = fault_injector.env().start_load(duration, options.seed.wrapping_add(number.into()))?;
+    let faults_end = Instant::now() + duration;
+    fault_injector.inject_until(faults_end).with_context(|| format!("segment {number}"))?;
+    let fault_counts = fault_injector.finish()?;
+    let settle_deadline = Instant::now() + Duration::from_millis(options.settle_ms.into());
+    std::thread::sleep(MIN_SETTLE_TIME);
+    let mut counters_at_once = CounterReading::read_all(env)?;
+    while !counters_at_once.signs_of_pending_requests().is_empty() && Instant::now() < settle_deadline {
+        std::thread::sleep(Duration::from_millis(100));
+        counters_at_once = CounterReading::read_all(env)?;
+    }
+    let report = load_process.wait_for_json(*TIMEOUT)?;
+    let counters_after = CounterReading::read_all(env)?;
+    let segment =
+        SoakSegment::new(number, &counters_before, &counters_at_once, &counters_after, &fault_counts, &report);
+    Ok((segment, fault_counts))
 }

@@ -5,7 +5,7 @@
 //! max(t, busy until) + its service time. A late wake-up therefore delays responses but does not reduce the core's
 //! capacity.
 
-use std::net::UdpSocket;
+use std::net::{SocketAddr, UdpSocket};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -106,25 +106,32 @@ impl KeyValueWorker<'_> {
             match answer_result {
                 Ok(()) => {
                     let client_address = received_datagram.sender.context("a datagram without a sender")?;
-                    // Sending blocks while the send buffer is full. Datagrams that the network rejects are lost.
-                    let is_sent = response
-                        .finish_response()
-                        .all(|datagram| self.socket.send_to(datagram, client_address).is_ok());
-                    self.counters.add(SharedWorkerCounters::ANSWERED_INDEX, is_sent.into());
+                    self.send_response(&mut response, client_address);
                 }
                 Err(rejection) => {
                     self.counters.add(SharedWorkerCounters::REJECTED_INDEX, 1);
                     if std::mem::take(&mut is_first_rejection) {
-                        tracing::warn!(
-                            event = "request-rejected",
-                            worker = self.number,
-                            error = %rejection,
-                            "request rejected without a response; further rejections are only counted"
-                        );
+                        self.warn_of_rejection(&rejection);
                     }
                 }
             }
         }
+    }
+
+    /// Sends a response, and counts it if the network takes all its datagrams.
+    fn send_response(&self, response: &mut ResponseWriter, client_address: SocketAddr) {
+        // Sending blocks while the send buffer is full. Datagrams that the network rejects are lost.
+        let is_sent = response.finish_response().all(|datagram| self.socket.send_to(datagram, client_address).is_ok());
+        self.counters.add(SharedWorkerCounters::ANSWERED_INDEX, is_sent.into());
+    }
+
+    fn warn_of_rejection(&self, rejection: &Rejection) {
+        tracing::warn!(
+            event = "request-rejected",
+            worker = self.number,
+            error = %rejection,
+            "request rejected without a response; further rejections are only counted"
+        );
     }
 
     /// Executes a request, and sleeps until its service time is over.

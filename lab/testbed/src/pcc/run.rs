@@ -51,6 +51,18 @@ pub struct PccRun {
     pub servers: BTreeMap<String, u64>,
 }
 
+/// Warns if the client opened its connections too late for a measurement.
+fn warn_if_late(method: Method, lateness_us: Latency) {
+    if lateness_us.p99 > LATENESS_MAX_US {
+        tracing::warn!(
+            event = "machine-busy",
+            method = method.name,
+            p99_lateness_ms = lateness_us.p99 / 1_000,
+            "the client was late with one connection in a hundred: the machine is too busy"
+        );
+    }
+}
+
 impl PccRun {
     /// Runs a method. Calls `tick` once a second. Fails without root, when a process does not start or ends early, when
     /// the machine is too busy, or when interrupted.
@@ -60,33 +72,14 @@ impl PccRun {
         }
         let mut env = TestEnv::start(method, streams.seed)?;
         let mut cpu_meter = CpuMeter::new()?;
-        let warm_up_seconds = u64::from(streams.warm_up_seconds);
         let start_ns = now_ns() + START_DELAY.as_nanos() as u64;
         let stream_client = env.testbed.start_stream_client(streams, Some(start_ns))?;
         cpu_meter.start()?;
-        let mut pending_changes = timeline::CHANGES_BY_HALF_SECOND.iter().peekable();
-        for half_second in 0..2 * (warm_up_seconds + u64::from(streams.seconds)) {
-            interrupt::sleep_until(start_ns + half_second * 500_000_000)?;
-            while let Some((_, due_changes)) = pending_changes
-                .next_if(|(change_half_second, _)| change_half_second + 2 * warm_up_seconds == half_second)
-            {
-                env.apply_changes(due_changes)?;
-            }
-            if half_second % 2 == 0 {
-                tick();
-            }
-        }
+        env.apply_timeline(streams, start_ns, tick)?;
         let report = stream_client.wait_and_report(*TIMEOUT)?;
         cpu_meter.stop()?;
         let lateness_us = report.lateness_us;
-        if lateness_us.p99 > LATENESS_MAX_US {
-            tracing::warn!(
-                event = "machine-busy",
-                method = method.name,
-                p99_lateness_ms = lateness_us.p99 / 1_000,
-                "the client was late with one connection in a hundred: the machine is too busy"
-            );
-        }
+        warn_if_late(method, lateness_us);
         let status = env.fleet.query_status(&env.testbed)?;
         let load_balancers = status["load_balancers"].as_array().into_iter().flatten();
         let servers = status["servers"].as_array().into_iter().flatten();
@@ -173,6 +166,24 @@ impl TestEnv {
         fleet.set_pool(&testbed, pool)?;
         fleet.wait_until_ready(&testbed)?;
         Ok(Self { fleet, _stream_servers: stream_servers, seed, next_server_number, departed_server_count: 0, testbed })
+    }
+
+    /// Applies all changes of the timeline when they are due, and calls `tick` once a second until the end of the run.
+    fn apply_timeline(&mut self, streams: &StreamWorkload, start_ns: u64, tick: &dyn Fn()) -> anyhow::Result<()> {
+        let warm_up_seconds = u64::from(streams.warm_up_seconds);
+        let mut pending_changes = timeline::CHANGES_BY_HALF_SECOND.iter().peekable();
+        for half_second in 0..2 * (warm_up_seconds + u64::from(streams.seconds)) {
+            interrupt::sleep_until(start_ns + half_second * 500_000_000)?;
+            while let Some((_, due_changes)) = pending_changes
+                .next_if(|(change_half_second, _)| change_half_second + 2 * warm_up_seconds == half_second)
+            {
+                self.apply_changes(due_changes)?;
+            }
+            if half_second % 2 == 0 {
+                tick();
+            }
+        }
+        Ok(())
     }
 
     /// Applies all changes that are due at one time with a single new version of the controller's file.

@@ -38,6 +38,16 @@ pub struct PanelFrame<'a> {
     origin: (i32, i32),
 }
 
+/// Value of one bar, and its style.
+struct Bar {
+    value: f64,
+    /// Lowest and highest value, which the bar's whisker shows.
+    value_range: Option<(f64, f64)>,
+    series_index: usize,
+    /// Whether only the bar's outline is drawn.
+    is_open: bool,
+}
+
 impl<'a> PanelFrame<'a> {
     /// Computes the layout of a panel of `size` pixels, whose top left corner is at `origin`.
     pub fn new(
@@ -54,29 +64,19 @@ impl<'a> PanelFrame<'a> {
         let (top_y, bottom_y) = (origin.1 + TOP_MARGIN_PX, origin.1 + size.1 - BOTTOM_MARGIN_PX);
         let mark_heights = panel.mark.iter().map(|reference_line| reference_line.y);
         let y_values: Vec<f64> = panel_table.curves.iter().flat_map(axis_y_values).chain(mark_heights).collect();
-        let y_scale = AxisScale::new(&y_values, panel.y.range, panel.y.log, true, (bottom_y, top_y));
-        let y_scale = if panel.draw == PlotType::Bars && panel.y.range.is_none() {
-            y_scale.extended_by(BAR_HEADROOM_FRACTION)
-        } else {
-            y_scale
-        };
+        let mut y_scale = AxisScale::new(&y_values, panel.y.range, panel.y.log, true, (bottom_y, top_y));
+        if panel.draw == PlotType::Bars && panel.y.range.is_none() {
+            y_scale = y_scale.extended_by(BAR_HEADROOM_FRACTION);
+        }
         let widest_label =
             y_scale.ticks().iter().map(|(_, label)| style::text_width(label, SMALL_FONT_SIZE)).max().unwrap_or(0);
         let right_margin = if panel.mark.is_empty() { RIGHT_MARGIN_PX } else { MARK_RIGHT_MARGIN_PX };
         let (left_x, right_x) = (origin.0 + Y_LABEL_OFFSET_PX + 20 + widest_label, origin.0 + size.0 - right_margin);
-        let x_values: Vec<f64> = panel_table.curves.iter().flat_map(x_values).collect();
-        let is_x_logarithmic = panel.x.as_ref().is_some_and(|sweep| sweep.log);
-        let x_scale = match panel.draw {
-            PlotType::Lines => AxisScale::new(&x_values, None, is_x_logarithmic, false, (left_x, right_x)),
-            PlotType::Bars => {
-                AxisScale::new(&[], Some([0.0, bar_x_values(panel_table).len() as f64]), false, true, (left_x, right_x))
-            }
-        };
         Self {
             panel,
             panel_table,
             curve_styles: curve_styles.collect(),
-            x_scale,
+            x_scale: x_axis_scale(panel, panel_table, (left_x, right_x)),
             y_scale,
             data_area: (left_x, top_y, right_x, bottom_y),
             origin,
@@ -185,25 +185,18 @@ impl<'a> PanelFrame<'a> {
         for cell in cells {
             let x = self.x_scale.to_pixel(cell.x);
             if self.y_scale.is_visible(cell.spread.low) {
-                draw_whisker(
-                    area,
-                    x,
-                    self.y_scale.to_pixel(cell.spread.low),
-                    self.y_scale.to_pixel(cell.spread.high),
-                    colour,
-                )?;
+                self.draw_value_range(area, x, (cell.spread.low, cell.spread.high), colour)?;
             }
             if self.y_scale.is_visible(cell.spread.median) {
-                draw_marker(
-                    area,
-                    (x, self.y_scale.to_pixel(cell.spread.median)),
-                    series_shape(series_index),
-                    colour,
-                    is_open,
-                )?;
+                let position = (x, self.y_scale.to_pixel(cell.spread.median));
+                draw_marker(area, position, series_shape(series_index), colour, is_open)?;
             }
         }
         Ok(())
+    }
+
+    fn draw_value_range(&self, area: &SvgArea<'_>, x: i32, (low, high): (f64, f64), colour: RGBColor) -> DrawResult {
+        draw_whisker(area, x, self.y_scale.to_pixel(low), self.y_scale.to_pixel(high), colour)
     }
 
     fn draw_published(&self, area: &SvgArea<'_>, published_cells: &[PublishedCell], series_index: usize) -> DrawResult {
@@ -216,14 +209,8 @@ impl<'a> PanelFrame<'a> {
             return Ok(());
         }
         for cell in published_cells.iter().filter(|cell| self.y_scale.is_visible(cell.y)) {
-            if let Some((low, high)) = cell.spread {
-                draw_whisker(
-                    area,
-                    self.x_scale.to_pixel(cell.x),
-                    self.y_scale.to_pixel(low),
-                    self.y_scale.to_pixel(high),
-                    colour,
-                )?;
+            if let Some(value_range) = cell.spread {
+                self.draw_value_range(area, self.x_scale.to_pixel(cell.x), value_range, colour)?;
             }
             draw_marker(
                 area,
@@ -245,32 +232,17 @@ impl<'a> PanelFrame<'a> {
         let are_bars_labelled = bars_per_group * group_x_values.len() <= MAX_LABELLED_BARS;
         for (group_index, x) in group_x_values.iter().enumerate() {
             let mut bar_left = group_index as f64 + GROUP_GAP_FRACTION / 2.0;
-            for (curve, (style_index, is_open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
-                let own_cell = curve.cells.iter().find(|cell| cell.x == *x);
-                let value_range = own_cell.map(|cell| (cell.spread.low, cell.spread.high));
-                if let Some(cell) = own_cell {
-                    self.draw_bar(
-                        area,
-                        (bar_left, bar_left + bar_width),
-                        cell.spread.median,
-                        value_range,
-                        *style_index,
-                        *is_open,
-                        are_bars_labelled,
-                    )?;
+            for (curve, &(series_index, is_open)) in self.panel_table.curves.iter().zip(&self.curve_styles) {
+                if let Some(cell) = curve.cells.iter().find(|cell| cell.x == *x) {
+                    let value_range = Some((cell.spread.low, cell.spread.high));
+                    let bar = Bar { value: cell.spread.median, value_range, series_index, is_open };
+                    self.draw_bar(area, (bar_left, bar_left + bar_width), &bar, are_bars_labelled)?;
                 }
                 bar_left += bar_width;
                 if has_published {
                     if let Some(cell) = curve.published.iter().find(|cell| cell.x == *x) {
-                        self.draw_bar(
-                            area,
-                            (bar_left, bar_left + bar_width),
-                            cell.y,
-                            cell.spread,
-                            *style_index,
-                            true,
-                            are_bars_labelled,
-                        )?;
+                        let bar = Bar { value: cell.y, value_range: cell.spread, series_index, is_open: true };
+                        self.draw_bar(area, (bar_left, bar_left + bar_width), &bar, are_bars_labelled)?;
                     }
                     bar_left += bar_width;
                 }
@@ -279,35 +251,31 @@ impl<'a> PanelFrame<'a> {
         Ok(())
     }
 
-    #[expect(clippy::too_many_arguments, reason = "a bar is just that")]
     fn draw_bar(
         &self,
         area: &SvgArea<'_>,
         (bar_left, bar_right): (f64, f64),
-        bar_value: f64,
-        value_range: Option<(f64, f64)>,
-        series_index: usize,
-        is_open: bool,
+        bar: &Bar,
         is_labelled: bool,
     ) -> DrawResult {
         let (left_x, right_x) = (self.x_scale.to_pixel(bar_left) + 1, self.x_scale.to_pixel(bar_right) - 1);
-        let (base_y, top_y) = (self.y_scale.to_pixel(self.y_scale.min_value()), self.y_scale.to_pixel(bar_value));
+        let (base_y, top_y) = (self.y_scale.to_pixel(self.y_scale.min_value()), self.y_scale.to_pixel(bar.value));
         let corners = [(left_x, top_y), (right_x, base_y)];
-        if is_open {
-            area.draw(&Rectangle::new(corners, series_colour(series_index).stroke_width(2)))?;
+        if bar.is_open {
+            area.draw(&Rectangle::new(corners, series_colour(bar.series_index).stroke_width(2)))?;
         } else {
-            area.draw(&Rectangle::new(corners, series_colour(series_index).filled()))?;
+            area.draw(&Rectangle::new(corners, series_colour(bar.series_index).filled()))?;
         }
         let middle_x = (left_x + right_x) / 2;
         let mut label_y = top_y;
-        if let Some((low, high)) = value_range {
+        if let Some((low, high)) = bar.value_range {
             label_y = label_y.min(self.y_scale.to_pixel(high));
-            draw_whisker(area, middle_x, self.y_scale.to_pixel(low), self.y_scale.to_pixel(high), TEXT_COLOUR)?;
+            self.draw_value_range(area, middle_x, (low, high), TEXT_COLOUR)?;
         }
         if is_labelled {
             draw_text(
                 area,
-                &format_bar_value(bar_value),
+                &format_bar_value(bar.value),
                 (middle_x, label_y - 3),
                 SMALL_FONT_SIZE,
                 TEXT_COLOUR,
@@ -315,6 +283,20 @@ impl<'a> PanelFrame<'a> {
             )?;
         }
         Ok(())
+    }
+}
+
+/// Returns the scale of the horizontal axis between two pixel positions. With bars, each group has a width of 1.
+fn x_axis_scale(panel: &Panel, panel_table: &PanelTable, pixel_range: (i32, i32)) -> AxisScale {
+    match panel.draw {
+        PlotType::Lines => {
+            let x_values: Vec<f64> = panel_table.curves.iter().flat_map(x_values).collect();
+            let is_logarithmic = panel.x.as_ref().is_some_and(|sweep| sweep.log);
+            AxisScale::new(&x_values, None, is_logarithmic, false, pixel_range)
+        }
+        PlotType::Bars => {
+            AxisScale::new(&[], Some([0.0, bar_x_values(panel_table).len() as f64]), false, true, pixel_range)
+        }
     }
 }
 

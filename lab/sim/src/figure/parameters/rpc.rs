@@ -67,7 +67,6 @@ impl RpcParameters {
     /// Returns the run that measures a metric, and the query that selects its value. Returns `None` if the offered load
     /// exceeds the policy's capacity. Latency is unbounded there, so the point is not drawn.
     pub fn build_job(&self, measure: Metric, seed: u64) -> Result<Option<(Job, ValueQuery)>, ParameterError> {
-        let missing_error = |parameter| ParameterError::Missing { kind: SIMULATION_KIND, parameter };
         let is_peak_search = matches!(measure, Metric::PeakLoad | Metric::PeakThroughput);
         let config = Config {
             policy: self.policy.clone().ok_or(missing_error("policy"))?.0,
@@ -83,18 +82,7 @@ impl RpcParameters {
             window: self.window,
         };
         let job = match measure {
-            Metric::PeakLoad | Metric::PeakThroughput => {
-                let slo = self.slo.ok_or(missing_error("slo"))?;
-                let steps = self.steps.ok_or(missing_error("steps"))?;
-                Job::Peak(PeakConfig {
-                    config,
-                    slo,
-                    seeds: seed..=seed,
-                    steps,
-                    slo_metric: self.slo_of.unwrap_or_default().0,
-                    slo_unit: self.slo_unit.unwrap_or_default().0,
-                })
-            }
+            Metric::PeakLoad | Metric::PeakThroughput => Job::Peak(self.peak_config(config, seed)?),
             Metric::P99
             | Metric::ShortP99
             | Metric::LongP99
@@ -112,6 +100,22 @@ impl RpcParameters {
         };
         Ok(Some((job, ValueQuery { throughput_limit: self.dispatcher_limit, seed, ..ValueQuery::for_metric(measure) })))
     }
+
+    /// Returns the search for the peak load of simulations with this configuration.
+    fn peak_config(&self, config: Config, seed: u64) -> Result<PeakConfig, ParameterError> {
+        Ok(PeakConfig {
+            config,
+            slo: self.slo.ok_or(missing_error("slo"))?,
+            seeds: seed..=seed,
+            steps: self.steps.ok_or(missing_error("steps"))?,
+            slo_metric: self.slo_of.unwrap_or_default().0,
+            slo_unit: self.slo_unit.unwrap_or_default().0,
+        })
+    }
+}
+
+fn missing_error(parameter: &'static str) -> ParameterError {
+    ParameterError::Missing { kind: SIMULATION_KIND, parameter }
 }
 
 /// Returns the throughput of all cores at the given load (requests per short service time).

@@ -1,0 +1,114 @@
+//! The reports that the agent sends to the controller.
+
+use std::collections::HashMap;
+use std::time::{Duration, SystemTime};
+
+use coreward_dataplane::clock::monotonic_ns;
+use coreward_dataplane::server;
+use coreward_intf as intf;
+use coreward_model::load::CoreReadings;
+use coreward_wire::{AgentReport, ReportDetails, ReportedRss, reduce_oversized_report, v1};
+
+use super::Agent;
+use crate::report_state::SentReportState;
+use crate::steering::Steering;
+use crate::{connections, dispatch};
+
+/// Lifetime of a report, in report intervals.
+const REPORT_LIFETIME_IN_INTERVALS: u32 = 5;
+/// Minimum lifetime of a report, so that reports do not expire while a busy machine delays them.
+const MIN_REPORT_LIFETIME: Duration = Duration::from_millis(500);
+
+impl Agent {
+    /// Returns the next report without the parts that were already `report_state`, or `None` while the cores' load is
+    /// unknown.
+    pub fn report(&mut self, report_state: &SentReportState, extra_warnings: &[String]) -> Option<v1::Report> {
+        let measured_ns = self.read_core_busy_times()?;
+        self.report_sequence_number += 1;
+        // This does not wait for maintenance, because packets for a server are dropped until its MAC address is known.
+        self.daisy_chain.apply_mac_address_changes(&mut self.bpf_programs);
+        self.connection_counter.poll(self.applied_configuration.as_ref());
+        let rss_generation = self.rss_manager.change_count();
+        let changed_rss = (rss_generation != report_state.sent_rss_generation()).then(|| ReportedRss {
+            source: self.rss_manager.settings_source().to_owned(),
+            rss: self.rss_manager.known_rss().cloned(),
+        });
+        let counters = self.bpf_programs.counters();
+        let warnings = self.all_warnings(extra_warnings);
+        let needs_details = report_state.needs_details(self.applied_configuration.as_ref(), &warnings);
+        let report = AgentReport {
+            sent_at: SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default(),
+            time_to_live: (self.report_interval() * REPORT_LIFETIME_IN_INTERVALS).max(MIN_REPORT_LIFETIME),
+            readings: CoreReadings {
+                report_sequence: self.report_sequence_number,
+                measured_ns,
+                busy_ns: self.core_busy_ns.clone(),
+            },
+            open_connections: connections::open_connection_count(),
+            rss_generation,
+            rss: changed_rss,
+            rss_matched: counters[intf::SERVER_COUNTER_RSS_MATCHED as usize],
+            rss_mismatched: counters[intf::SERVER_COUNTER_RSS_MISMATCHED as usize],
+            configuration_generation: self.confirmed_generation(),
+            details: needs_details.then(|| self.report_details(&counters, warnings)),
+        };
+        Some(reduce_oversized_report(report.into()))
+    }
+
+    /// Reads the cores' busy times, and logs when they become unknown or known again. Returns the time of the reading in
+    /// ns, or `None` if they are unknown.
+    fn read_core_busy_times(&mut self) -> Option<u64> {
+        self.core_busy_ns.clear();
+        let measured_ns = monotonic_ns();
+        let load_read_error =
+            self.load_source.append_busy_times(&mut self.core_busy_ns).err().map(|error| format!("{error:#}"));
+        if load_read_error != self.load_read_error {
+            match &load_read_error {
+                Some(error_text) => tracing::warn!(
+                    event = "load-unknown",
+                    error = error_text,
+                    "the agent cannot read the load of its cores and sends no reports meanwhile"
+                ),
+                None => tracing::info!(
+                    event = "load-known",
+                    "the agent can read the load of its cores again and sends reports"
+                ),
+            }
+            self.load_read_error = load_read_error;
+        }
+        self.load_read_error.is_none().then_some(measured_ns)
+    }
+
+    fn report_details(&self, counters: &[u64; server::COUNTER_COUNT], warnings: Vec<String>) -> ReportDetails {
+        ReportDetails {
+            counters: [counters_by_name(counters, &self.steering), self.decapsulator.counters()].concat(),
+            warnings,
+            dispatch: self.dispatcher.as_ref().map(dispatch::service_reports).unwrap_or_default(),
+            connections: self.connection_counter.newest_counted_connections(),
+            refused: self.refused_updates.clone(),
+        }
+    }
+
+    /// Returns all warnings for `coreward status`, including `extra_warnings` warnings about the connection to the
+    /// controller.
+    pub(super) fn all_warnings(&self, extra_warnings: &[String]) -> Vec<String> {
+        let describe_refused_update = |refused_update: &v1::RefusedUpdate| {
+            format!(
+                "configuration {} cannot be used (service {:?}): {}",
+                refused_update.generation, refused_update.service, refused_update.reason
+            )
+        };
+        let refusal_warnings: Vec<String> = self.refused_updates.iter().map(describe_refused_update).collect();
+        [&self.warnings[..], extra_warnings, &refusal_warnings].concat()
+    }
+}
+
+pub(super) fn counters_by_name(counters: &[u64; server::COUNTER_COUNT], steering: &Steering) -> Vec<(String, u64)> {
+    let server_counters = server::COUNTER_NAMES.into_iter().zip(*counters);
+    // Values are sums over all services. If two programs used the same counter name, their values would be added up.
+    let mut value_by_name: HashMap<&str, u64> = HashMap::new();
+    server_counters
+        .chain(steering.counters())
+        .for_each(|(name, value)| *value_by_name.entry(name).or_default() += value);
+    value_by_name.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}

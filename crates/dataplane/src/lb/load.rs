@@ -1,0 +1,117 @@
+//! Loading of the program, with new maps or with those that an earlier process pinned.
+
+use std::collections::BTreeMap;
+use std::mem::offset_of;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use anyhow::Context as _;
+use coreward_intf as intf;
+use coreward_model::ServiceAddress;
+use coreward_model::cookie::CookieKey;
+
+use super::link::XdpLink;
+use super::program::{self, MapSizes, Maps};
+use super::services::{Service, read_services, required_features};
+use super::variant::ProgramVariant;
+use super::{Options, connections, placement, vlans};
+
+/// Program that an earlier process attached.
+struct PinnedProgram {
+    link: XdpLink,
+    /// Maps of the program, or `None` if they have another version's layout.
+    maps: Option<Maps>,
+}
+
+impl PinnedProgram {
+    /// Returns the program whose link and maps are pinned in `pins`. If there is no link, removes pinned maps.
+    fn find(pins: &Path) -> anyhow::Result<Option<Self>> {
+        let Some(link) = XdpLink::open_pinned(&pins.join("link"))? else {
+            remove_unused_maps(pins)?;
+            return Ok(None);
+        };
+        let maps = match Maps::take_over(pins) {
+            Ok(maps) => Some(maps),
+            Err(problem) => {
+                tracing::warn!(
+                    event = "upgrade-pending",
+                    pin_directory = %pins.display(),
+                    reason = format!("{problem:#}"),
+                    "the pinned program of another version forwards until the controller sends configuration and tables"
+                );
+                None
+            }
+        };
+        Ok(Some(Self { link, maps }))
+    }
+}
+
+/// Removes the pins that remained from an interrupted start or a removed link.
+fn remove_unused_maps(pins: &Path) -> anyhow::Result<()> {
+    if !program::has_pinned_map(pins) {
+        return Ok(());
+    }
+    tracing::warn!(
+        event = "pins-removed",
+        pin_directory = %pins.display(),
+        "the load balancer removes pinned maps that no attached program uses"
+    );
+    program::unpin_maps_and_directory(pins)?;
+    std::fs::create_dir_all(pins).with_context(|| pins.display().to_string())
+}
+
+/// Loaded program with its maps, services and links.
+pub(super) struct LoadedProgram {
+    pub maps: Maps,
+    pub variant: ProgramVariant,
+    pub program: OwnedFd,
+    pub services: BTreeMap<ServiceAddress, Service>,
+    /// Link of the program whose maps were taken over.
+    pub xdp_link: Option<XdpLink>,
+    /// Link of another version's program, which forwards until the upgrade.
+    pub pending_upgrade: Option<XdpLink>,
+}
+
+impl LoadedProgram {
+    /// Loads the program with the maps that are pinned in `pins`, or with new maps if there are none of this version.
+    pub fn load(options: &Options, map_sizes: MapSizes, pins: Option<&Path>) -> anyhow::Result<Self> {
+        let variant = ProgramVariant::new(options);
+        let hash_key = options.connection_hash_key;
+        let Some(pins) = pins else { return Self::create(variant, map_sizes, hash_key) };
+        match PinnedProgram::find(pins)? {
+            None => {
+                let created_program = Self::create(variant, map_sizes, hash_key)?;
+                created_program.maps.pin(pins)?;
+                Ok(created_program)
+            }
+            Some(PinnedProgram { link, maps: None }) => {
+                let counters_by_cpu = program::pinned_program_counts_by_cpu(pins)?;
+                let created_program = Self::create(ProgramVariant { counters_by_cpu, ..variant }, map_sizes, hash_key)?;
+                Ok(Self { pending_upgrade: Some(link), ..created_program })
+            }
+            Some(PinnedProgram { link, maps: Some(mut maps) }) => {
+                maps.resize_connection_table(pins, map_sizes)?;
+                Ok(Self { xdp_link: Some(link), ..Self::load_with_maps(maps, variant)? })
+            }
+        }
+    }
+
+    /// Loads the program with empty maps.
+    fn create(variant: ProgramVariant, map_sizes: MapSizes, hash_key: Option<CookieKey>) -> anyhow::Result<Self> {
+        let (maps, program) = Maps::create(&variant, map_sizes)?;
+        connections::initialise_connection_table(&maps, hash_key);
+        Ok(Self { maps, variant, program, services: BTreeMap::new(), xdp_link: None, pending_upgrade: None })
+    }
+
+    /// Loads the program with the services, tables and connections in an earlier process's maps.
+    fn load_with_maps(mut maps: Maps, mut variant: ProgramVariant) -> anyhow::Result<Self> {
+        connections::recover_lost_entries(&maps.connections)?;
+        let mut services = read_services(&maps);
+        placement::adopt_tables(&mut maps, &mut services);
+        variant.required_features = required_features(&services);
+        variant.vlan_settings.has_server_vlan = vlans::has_server_in_vlan(&maps);
+        variant.counters_by_cpu = maps.state.load(offset_of!(intf::lb_state, counters_by_cpu)) != 0;
+        let program = maps.load(&variant)?;
+        Ok(Self { maps, variant, program, services, xdp_link: None, pending_upgrade: None })
+    }
+}

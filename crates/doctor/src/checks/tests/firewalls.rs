@@ -1,0 +1,62 @@
+//! Tests of checks for netfilter chains that drop, track or redirect packets.
+
+use super::*;
+use crate::nat_rules::{MatchCondition, NatRule, NetfilterChain};
+
+fn new_chain(hook: &str, drops: bool, accepts: bool, tracks: bool) -> NetfilterChain {
+    NetfilterChain {
+        qualified_name: format!("ip filter {hook}"),
+        hook_name: hook.to_owned(),
+        drops_by_default: drops,
+        accepts_packets: accepts,
+        tracks_connections: tracks,
+        exempts_packets: false,
+        rules: vec![],
+    }
+}
+
+/// Returns the warnings and faults about `chain`, with a service that is stamped by the load balancer or by its server.
+fn problems_with_chain(role: Role, chain: NetfilterChain, by_lb: bool) -> Vec<(&'static str, Severity)> {
+    problems_after_change(role, |facts| {
+        facts.netfilter.chains = Ok(vec![chain]);
+        facts.services[0].is_stamped_by_lb = by_lb;
+    })
+}
+
+#[test]
+fn firewalls_are_reported_where_they_drop_packets() {
+    assert_eq!(problems_with_chain(Role::Server, new_chain("input", true, false, false), false), [("firewall", FAULT)]);
+    assert_eq!(
+        problems_with_chain(Role::Server, new_chain("input", true, true, false), false),
+        [("firewall", WARNING)]
+    );
+    assert_eq!(problems_with_chain(Role::Server, new_chain("forward", true, false, false), false), []);
+    assert_eq!(problems_with_chain(Role::Lb, new_chain("forward", true, false, false), true), [("firewall", FAULT)]);
+    let use_legacy_iptables = |facts: &mut Facts| facts.netfilter.legacy_tables = vec!["filter".to_owned()];
+    assert_eq!(problems_after_change(Role::Server, use_legacy_iptables), []);
+}
+
+#[test]
+fn connection_tracking_is_reported_unless_packets_are_exempt() {
+    assert_eq!(problems_with_chain(Role::Lb, new_chain("input", true, true, true), true), [("conntrack", FAULT)]);
+    assert_eq!(
+        problems_with_chain(Role::Server, new_chain("input", false, true, true), false),
+        [("conntrack", WARNING)]
+    );
+    let untracked_chain = NetfilterChain { exempts_packets: true, ..new_chain("prerouting", false, true, true) };
+    assert_eq!(problems_with_chain(Role::Server, untracked_chain, false), []);
+}
+
+#[test]
+fn rule_that_changes_the_vip_is_reported_at_servers() {
+    let chain_with_nat_rule = |conditions| {
+        let nat_rule = NatRule { conditions, changes_destination: true, jump_targets: vec![] };
+        NetfilterChain { rules: vec![nat_rule], ..new_chain("prerouting", false, true, false) }
+    };
+    assert_eq!(problems_with_chain(Role::Server, chain_with_nat_rule(vec![]), false), [("dnat", WARNING)]);
+    assert_eq!(
+        problems_with_chain(Role::Server, chain_with_nat_rule(vec![MatchCondition::Port(vec![8080..=8080])]), false),
+        []
+    );
+    assert_eq!(problems_with_chain(Role::Lb, chain_with_nat_rule(vec![]), false), []);
+}
