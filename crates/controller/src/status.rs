@@ -18,6 +18,7 @@ use super::agent::{Agent, ConnectionCount};
 use super::drains::to_counted_connections;
 use super::service::Service;
 use super::{Controller, Now};
+use coreward_fleet::config::OtherBalancer;
 use coreward_fleet::fleet::FleetServer;
 
 impl Controller {
@@ -235,48 +236,50 @@ impl Controller {
         if pool.eligible_servers().next().is_none() {
             warnings.push("no server takes new connections: they are dropped".to_owned());
         }
-        if let Some(other) = service.configuration().other_balancer {
-            warnings.push(match other.is_handed_over {
-                true => format!("new connections are sent to {} (migrate_to)", other.address),
-                false => format!(
-                    "what is of no connection known here is sent to {} (migrate_from): counter `to_other_balancer`",
-                    other.address
-                ),
-            });
-        }
+        warnings.extend(service.configuration().other_balancer.map(migration_warning));
         if service.configuration().is_lb_stamped() && self.load_balancers.connected_count() == 0 {
             warnings.push(
                 "timestamps by load balancers: none is connected, so the servers that they can stamp for are unknown"
                     .to_owned(),
             );
         }
+        warnings.extend(self.rss_key_warning(pool));
+        warnings.extend(self.bucket_count_warning(service.configuration().buckets.get() as usize, pool));
+        warnings
+    }
+
+    /// Returns a warning if the pool has more RSS keys than the data plane supports.
+    fn rss_key_warning(&self, pool: &Pool) -> Option<String> {
         // This is done at most once a second, because grouping ten thousand servers takes milliseconds.
-        if rss_key_count(pool) > intf::MAX_RSS_GROUPS as usize {
-            let rss_groups = self.rss_groups(pool);
-            let ungrouped_servers =
-                rss_groups.iter().flat_map(|group| &group.without_core_loads).filter(|server| server.rss.is_some());
-            let ungrouped_names = self.server_names(ungrouped_servers.map(|server| server.id));
-            warnings.push(format!(
-                "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives \
-                 all servers one key)",
-                intf::MAX_RSS_GROUPS,
-                ungrouped_names.join(", ")
-            ));
+        if rss_key_count(pool) <= intf::MAX_RSS_GROUPS as usize {
+            return None;
         }
-        let bucket_count = service.configuration().buckets.get() as usize;
+        let rss_groups = self.rss_groups(pool);
+        let ungrouped_servers =
+            rss_groups.iter().flat_map(|group| &group.without_core_loads).filter(|server| server.rss.is_some());
+        let ungrouped_names = self.server_names(ungrouped_servers.map(|server| server.id));
+        Some(format!(
+            "more than {} different RSS keys: the cores of {} count by their mean load (manage_rss = true gives all \
+             servers one key)",
+            intf::MAX_RSS_GROUPS,
+            ungrouped_names.join(", ")
+        ))
+    }
+
+    /// Returns a warning if indirection tables are longer than the number of buckets.
+    fn bucket_count_warning(&self, bucket_count: usize, pool: &Pool) -> Option<String> {
         let has_longer_table = |server: &&PoolServer| {
             server.rss.as_ref().is_some_and(|rss| rss.indirection_table.entry_count() > bucket_count)
         };
         let longer_table_names =
             self.server_names(pool.eligible_servers().filter(has_longer_table).map(|server| server.id));
-        if !longer_table_names.is_empty() {
-            warnings.push(format!(
+        (!longer_table_names.is_empty()).then(|| {
+            format!(
                 "{bucket_count} buckets are fewer than the indirection tables of {} have entries: a bucket reaches \
                  several of their cores, and the mean load of these counts (raise `buckets`)",
                 longer_table_names.join(", ")
-            ));
-        }
-        warnings
+            )
+        })
     }
 
     /// Returns a server's status, which includes the full RSS key only if `rss_keys` is set.
@@ -285,18 +288,6 @@ impl Controller {
         let agent = self.agent(id).unwrap_or(&empty_agent);
         let state_reason = self.state_reason(id, server, now);
         let newest_report = agent.newest_report.as_ref();
-        let rss_config = agent.rss_config();
-        let server_rss = agent.rss.reported_rss.as_ref().map(|rss| ServerRss {
-            source: rss.source.clone(),
-            key: rss_config.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
-            key_fingerprint: rss_config.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
-            input_transform: rss_config.map(|rss| rss.key.input_transform().name().to_owned()).unwrap_or_default(),
-            indirection_table: rss_config
-                .iter()
-                .flat_map(|rss| rss.indirection_table.queues())
-                .map(|q| (*q).into())
-                .collect(),
-        });
         Server {
             name: server.name.clone(),
             id: id.get().into(),
@@ -309,7 +300,7 @@ impl Controller {
             core_load: agent.loads(now).map(|loads| loads.to_vec()).unwrap_or_default(),
             report_age_ms: newest_report.map_or(0, |report| milliseconds_since(report.received_at, now)),
             open_connections: agent.open_connections(),
-            rss: server_rss,
+            rss: displayed_rss(agent, rss_keys),
             rss_matched: newest_report.map_or(0, |report| report.rss_match_count),
             rss_mismatched: newest_report.map_or(0, |report| report.rss_mismatch_count),
             warnings: self.server_warnings(server, agent, now),
@@ -325,9 +316,7 @@ impl Controller {
             drained: self.drain_of(id, now),
             rack: agent.session.as_ref().and_then(|session| session.rack_name.as_ref().map(ToString::to_string)),
             racks: self.fleet.allowed_racks_of(id).map(|racks| racks.iter().cloned().collect()),
-            connections: agent
-                .connection_count(now)
-                .map(|connection_count| to_counted_connections(connection_count, now)),
+            connections: agent.connection_count(now).map(|count| to_counted_connections(count, now)),
         }
     }
 
@@ -354,6 +343,34 @@ impl Controller {
         }
         warnings.extend(agent.newest_report.iter().flat_map(|report| report.details.warnings.iter().cloned()));
         warnings
+    }
+}
+
+/// Returns a server's RSS configuration as displayed. It includes the full key only if `rss_keys` is set.
+fn displayed_rss(agent: &Agent, rss_keys: bool) -> Option<ServerRss> {
+    let reported_rss = agent.rss.reported_rss.as_ref()?;
+    let rss_config = agent.rss_config();
+    Some(ServerRss {
+        source: reported_rss.source.clone(),
+        key: rss_config.filter(|_| rss_keys).map(|rss| rss.key.to_string()),
+        key_fingerprint: rss_config.map(|rss| rss.key.fingerprint()).unwrap_or_default(),
+        input_transform: rss_config.map(|rss| rss.key.input_transform().name().to_owned()).unwrap_or_default(),
+        indirection_table: rss_config
+            .iter()
+            .flat_map(|rss| rss.indirection_table.queues())
+            .map(|q| (*q).into())
+            .collect(),
+    })
+}
+
+/// Returns a warning about packets that are sent to another load balancer.
+fn migration_warning(other: OtherBalancer) -> String {
+    match other.is_handed_over {
+        true => format!("new connections are sent to {} (migrate_to)", other.address),
+        false => format!(
+            "what is of no connection known here is sent to {} (migrate_from): counter `to_other_balancer`",
+            other.address
+        ),
     }
 }
 

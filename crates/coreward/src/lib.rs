@@ -284,26 +284,12 @@ fn run(command: Command) -> anyhow::Result<()> {
         coreward_config::reject_foreign_secrets();
     }
     match command {
-        Command::Controller(args) => {
-            drop_capabilities::drop_other_capabilities(Component::Controller)?;
-            coreward_control_server::server::run(&args.config)
-        }
+        Command::Controller(args) => run_controller(&args),
         Command::Lb(args) => lb(args),
         Command::Agent(args) => run_agent_command(args),
-        Command::Rack(args) => {
-            drop_capabilities::drop_other_capabilities(Component::Rack)?;
-            coreward_rack::daemon::run(&args.config)
-        }
-        Command::Dispatch(args) => {
-            capabilities::require("coreward dispatch")?;
-            drop_capabilities::drop_other_capabilities(Component::Dispatch)?;
-            dispatch::run(&args)?.map_or(Ok(()), |text| print(&text))
-        }
-        Command::Orchestrate(args) => {
-            let prepared_daemon = orchestrate::prepare(&args)?;
-            drop_capabilities::drop_other_capabilities(Component::Orchestrate)?;
-            print(&orchestrate::run(prepared_daemon)?)
-        }
+        Command::Rack(args) => run_rack(&args),
+        Command::Dispatch(args) => run_dispatch(&args),
+        Command::Orchestrate(args) => run_orchestrate(&args),
         Command::Status(StatusArgs { query, rss_keys }) => {
             print(&show::status(&query.contact.build_client()?, rss_keys, query.format.into())?)
         }
@@ -321,23 +307,53 @@ fn run(command: Command) -> anyhow::Result<()> {
             print(&coreward_control_server::copy::copy_store(&from, &to, replace)?)
         }
         Command::Explain(args) => print(&explain_packet(&args)?),
-        Command::Connections(args) => {
-            capabilities::require("coreward connections")?;
-            print(&connections_command::run(&args)?)
-        }
-        Command::Capture(args) => {
-            capabilities::require("coreward capture")?;
-            coreward_lb::capture_command::run(&args)
-        }
-        Command::Keys(KeysArgs { command: KeysCommand::Show(query) }) => {
-            print(&show::keys(&query.contact.build_client()?, query.format.into())?)
-        }
-        Command::Keys(KeysArgs { command: KeysCommand::Rotate { query, force } }) => {
-            print(&show::rotate_keys(&query.contact.build_client()?, force, query.format.into())?)
-        }
+        Command::Connections(args) => print_connections(&args),
+        Command::Capture(args) => run_capture(&args),
+        Command::Keys(args) => show_or_rotate_keys(args),
         Command::Doctor(args) => run_doctor(&args),
         Command::CheckKernel => check_kernel(),
         Command::Shell(shell) => shell.run(Cli::command()),
+    }
+}
+
+fn run_controller(args: &ConfigArgs) -> anyhow::Result<()> {
+    drop_capabilities::drop_other_capabilities(Component::Controller)?;
+    coreward_control_server::server::run(&args.config)
+}
+
+fn run_rack(args: &ConfigArgs) -> anyhow::Result<()> {
+    drop_capabilities::drop_other_capabilities(Component::Rack)?;
+    coreward_rack::daemon::run(&args.config)
+}
+
+fn run_dispatch(args: &DispatchArgs) -> anyhow::Result<()> {
+    capabilities::require("coreward dispatch")?;
+    drop_capabilities::drop_other_capabilities(Component::Dispatch)?;
+    dispatch::run(args)?.map_or(Ok(()), |text| print(&text))
+}
+
+fn run_orchestrate(args: &OrchestrateArgs) -> anyhow::Result<()> {
+    let prepared_daemon = orchestrate::prepare(args)?;
+    drop_capabilities::drop_other_capabilities(Component::Orchestrate)?;
+    print(&orchestrate::run(prepared_daemon)?)
+}
+
+fn print_connections(args: &ConnectionsArgs) -> anyhow::Result<()> {
+    capabilities::require("coreward connections")?;
+    print(&connections_command::run(args)?)
+}
+
+fn run_capture(args: &CaptureArgs) -> anyhow::Result<()> {
+    capabilities::require("coreward capture")?;
+    coreward_lb::capture_command::run(args)
+}
+
+fn show_or_rotate_keys(args: KeysArgs) -> anyhow::Result<()> {
+    match args.command {
+        KeysCommand::Show(query) => print(&show::keys(&query.contact.build_client()?, query.format.into())?),
+        KeysCommand::Rotate { query, force } => {
+            print(&show::rotate_keys(&query.contact.build_client()?, force, query.format.into())?)
+        }
     }
 }
 

@@ -154,50 +154,39 @@ impl Candidate {
         start_time: Deadline,
         lease_duration: Duration,
     ) -> Result<CampaignOutcome, EtcdError> {
-        let leader_key = self.leader_key();
         // The lease is measured from before the first attempt, so that it never seems longer than it is.
         let lease_end = start_time + (lease_duration - lease_duration / LEASE_MARGIN_DIVISOR);
         let request = |mut client: Client| {
-            let key_is_free = Compare::create_revision(leader_key.clone(), CompareOp::Equal, 0);
-            let put_operation = TxnOp::put(
-                leader_key.clone(),
-                self.leader_record.clone(),
-                Some(PutOptions::new().with_lease(lease_id)),
-            );
-            let transaction = Txn::new()
-                .when([key_is_free])
-                .and_then([put_operation])
-                .or_else([TxnOp::get(leader_key.clone(), None)]);
+            let transaction = self.leader_transaction(lease_id);
             async move { client.txn(transaction).await }
         };
         let outcome = cluster.call_until(lease_end, request).await?;
         let revision = outcome.header().map_or(0, etcd_client::ResponseHeader::revision);
+        let become_leader =
+            |term| CampaignOutcome::Elected(self.new_leadership(cluster, lease_id, term, lease_duration, lease_end));
         if outcome.succeeded() {
-            return Ok(CampaignOutcome::Elected(self.new_leadership(
-                cluster,
-                lease_id,
-                revision,
-                lease_duration,
-                lease_end,
-            )));
+            return Ok(become_leader(revision));
         }
         for response in outcome.op_responses() {
             let TxnOpResponse::Get(get_response) = response else { continue };
             // An earlier attempt has succeeded, but its answer was lost.
             if let Some(own_entry) = get_response.kvs().iter().find(|leader| leader.lease() == lease_id) {
-                return Ok(CampaignOutcome::Elected(self.new_leadership(
-                    cluster,
-                    lease_id,
-                    own_entry.create_revision(),
-                    lease_duration,
-                    lease_end,
-                )));
+                return Ok(become_leader(own_entry.create_revision()));
             }
             if let Some(leader) = get_response.kvs().first() {
                 return Ok(CampaignOutcome::from_leader_key(leader));
             }
         }
         Ok(CampaignOutcome::NoLeader)
+    }
+
+    /// Returns the transaction that writes the leader's key if there is no leader, and otherwise reads it.
+    fn leader_transaction(&self, lease_id: i64) -> Txn {
+        let leader_key = self.leader_key();
+        let key_is_free = Compare::create_revision(leader_key.clone(), CompareOp::Equal, 0);
+        let put_options = PutOptions::new().with_lease(lease_id);
+        let put_operation = TxnOp::put(leader_key.clone(), self.leader_record.clone(), Some(put_options));
+        Txn::new().when([key_is_free]).and_then([put_operation]).or_else([TxnOp::get(leader_key, None)])
     }
 
     fn new_leadership(

@@ -177,9 +177,11 @@ impl fmt::Display for DecisionComment<'_> {
             Destination::Kernel => f.write_str("passed to the kernel"),
             Destination::Dropped => f.write_str("dropped"),
             Destination::Broadcast => f.write_str("to all servers"),
-            Destination::LoadBalancer(owner) => write!(f, "to the load balancer with owner number {owner}"),
+            Destination::LoadBalancer { owner_number } => {
+                write!(f, "to the load balancer with owner number {owner_number}")
+            }
             Destination::UnknownMac(mac) => write!(f, "to {mac}, which is no server's now"),
-            Destination::Server(mac, ids) => {
+            Destination::Server { mac, ids } => {
                 let candidate_ids: Vec<String> = ids.iter().map(ToString::to_string).collect();
                 write!(f, "to server {} ({mac})", candidate_ids.join(" or "))
             }

@@ -237,6 +237,46 @@ mod tests {
             }
         }
 
+        /// The server receives the oldest packet that is on its way, if there is one.
+        fn receive_at_server(&mut self) {
+            if let Some(tsecr) = self.packets_to_server.pop_front() {
+                assert_eq!(decode_cookie(&self.keys, &self.tuple, tsecr.value), server_cookie());
+                self.last_tsecr =
+                    self.paws_clamp.restore(decode_time_part(&TIME_KEY, &self.tuple, tsecr.value), self.now_ms);
+                self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.sent_at_ms) as i32 > 1 << 15;
+                let ms_ahead = self.last_tsecr.wrapping_sub(self.now_ms) as i32;
+                assert!(ms_ahead <= TSVAL_RESTORE_SLACK_MS as i32, "restored {ms_ahead} ms into the future");
+            }
+        }
+
+        /// The client receives the oldest packet that is on its way, if there is one.
+        fn receive_at_client(&mut self) {
+            let Some(sent_tsval) = self.packets_to_client.pop_front() else { return };
+            let ts_recent = self.client_ts_recent.unwrap_or(sent_tsval).value;
+            let tsval_step = sent_tsval.value.wrapping_sub(ts_recent) as i32;
+            // A packet of the same millisecond may have a key that came in between, and is lost. That happens
+            // once in 65,536 times that keys change during a silence of more than a minute.
+            let is_same_millisecond =
+                self.is_tsecr_wrapped && (sent_tsval.value ^ ts_recent) >> intf::COOKIE_TIME_SHIFT == 0;
+            assert!(tsval_step >= 0 || is_same_millisecond, "TSval {:#x} after {ts_recent:#x}", sent_tsval.value);
+            if tsval_step >= 0 {
+                self.client_ts_recent = Some(sent_tsval);
+            }
+        }
+
+        /// The controller keeps switches hours apart. The last switch is over, and TCP has given up connections of
+        /// clients that have sent nothing since.
+        fn switch_key(&mut self, delay_ms: u32) {
+            let is_after_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
+            let is_held_after_switch = self.paws_clamp.held_timestamp.is_none_or(|held_timestamp| {
+                held_timestamp.is_confirmed || is_after_switch(held_timestamp.clamped_time.original_tsval)
+            });
+            if is_after_switch(self.now_ms) && is_held_after_switch {
+                self.keys.current = self.keys.current.other();
+                self.switch_ms = self.now_ms.wrapping_add(delay_ms);
+            }
+        }
+
         fn apply_event(&mut self, event: Event) {
             match event {
                 Event::Packet { from_server: true, is_lost } => {
@@ -251,33 +291,8 @@ mod tests {
                 Event::Packet { from_server: false, is_lost } => {
                     self.packets_to_server.extend(self.client_ts_recent.filter(|_| !is_lost));
                 }
-                Event::Arrival { at_server: true } => {
-                    if let Some(tsecr) = self.packets_to_server.pop_front() {
-                        assert_eq!(decode_cookie(&self.keys, &self.tuple, tsecr.value), server_cookie());
-                        self.last_tsecr =
-                            self.paws_clamp.restore(decode_time_part(&TIME_KEY, &self.tuple, tsecr.value), self.now_ms);
-                        self.is_tsecr_wrapped = self.last_tsecr.wrapping_sub(tsecr.sent_at_ms) as i32 > 1 << 15;
-                        let ms_ahead = self.last_tsecr.wrapping_sub(self.now_ms) as i32;
-                        assert!(ms_ahead <= TSVAL_RESTORE_SLACK_MS as i32, "restored {ms_ahead} ms into the future");
-                    }
-                }
-                Event::Arrival { at_server: false } => {
-                    let Some(sent_tsval) = self.packets_to_client.pop_front() else { return };
-                    let ts_recent = self.client_ts_recent.unwrap_or(sent_tsval).value;
-                    let tsval_step = sent_tsval.value.wrapping_sub(ts_recent) as i32;
-                    // A packet of the same millisecond may have a key that came in between, and is lost. That happens
-                    // once in 65,536 times that keys change during a silence of more than a minute.
-                    let is_same_millisecond =
-                        self.is_tsecr_wrapped && (sent_tsval.value ^ ts_recent) >> intf::COOKIE_TIME_SHIFT == 0;
-                    assert!(
-                        tsval_step >= 0 || is_same_millisecond,
-                        "TSval {:#x} after {ts_recent:#x}",
-                        sent_tsval.value
-                    );
-                    if tsval_step >= 0 {
-                        self.client_ts_recent = Some(sent_tsval);
-                    }
-                }
+                Event::Arrival { at_server: true } => self.receive_at_server(),
+                Event::Arrival { at_server: false } => self.receive_at_client(),
                 Event::Silence { milliseconds } => {
                     while !self.packets_to_client.is_empty() || !self.packets_to_server.is_empty() {
                         self.apply_event(Event::Arrival { at_server: false });
@@ -286,18 +301,7 @@ mod tests {
                     self.now_ms = self.now_ms.wrapping_add(milliseconds);
                 }
                 Event::Pause { milliseconds } => self.now_ms = self.now_ms.wrapping_add(milliseconds),
-                // The controller keeps switches hours apart. The last switch is over, and TCP has given up connections
-                // of clients that have sent nothing since.
-                Event::Switch { delay_ms } => {
-                    let is_after_switch = |original: u32| original.wrapping_sub(self.switch_ms) as i32 >= 0;
-                    let is_held_after_switch = self.paws_clamp.held_timestamp.is_none_or(|held_timestamp| {
-                        held_timestamp.is_confirmed || is_after_switch(held_timestamp.clamped_time.original_tsval)
-                    });
-                    if is_after_switch(self.now_ms) && is_held_after_switch {
-                        self.keys.current = self.keys.current.other();
-                        self.switch_ms = self.now_ms.wrapping_add(delay_ms);
-                    }
-                }
+                Event::Switch { delay_ms } => self.switch_key(delay_ms),
             }
         }
     }

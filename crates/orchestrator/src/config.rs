@@ -175,6 +175,12 @@ string_enum!(
     ]
 );
 
+struct CheckedServices {
+    listeners: Vec<(SocketAddrV4, Classifier)>,
+    services: Vec<ServiceConfig>,
+    queues: Vec<QueueConfig>,
+}
+
 config_file!(Config, |table: UncheckedConfig, reader| table.check(reader));
 
 impl UncheckedConfig {
@@ -185,11 +191,40 @@ impl UncheckedConfig {
         }
         let group_configs = self.group_configs(reader);
         let af_xdp_interface = self.af_xdp_interface(reader);
+        let CheckedServices { listeners, services, queues } =
+            self.check_services(&group_configs, af_xdp_interface.is_some(), reader)?;
+        let scheduler_config = FirstEligibleOutConfig {
+            group_ranking: self.ranking.0,
+            groups: group_configs,
+            queues,
+            selection: self.scheduler.0,
+            capacity: self.waiting.0 as usize,
+        };
+        let engine_config = EngineConfig {
+            core_count: self.cores.0 as u16,
+            rank_bound: NonZeroU16::new(self.depth.0 as u16)?,
+            rank_rule: self.policy.0,
+            services,
+            scheduler: scheduler_config,
+            payload_bytes: self.payload.0 as u16,
+            stall_after: self.stall_after.0,
+        };
+        let (shared_memory_path, idle_sleep, metrics_address) = (self.memory.0, self.sleep.0, self.metrics);
+        Some(Config { shared_memory_path, listeners, af_xdp_interface, engine_config, idle_sleep, metrics_address })
+    }
+
+    /// Checks the services, and returns those without mistakes.
+    fn check_services(
+        &self,
+        group_configs: &[GroupConfig],
+        uses_af_xdp: bool,
+        reader: &mut Reader<'_>,
+    ) -> Option<CheckedServices> {
         let mut listeners: Vec<(SocketAddrV4, Classifier)> = Vec::new();
         let (mut services, mut queues) = (Vec::new(), Vec::new());
         for (service_number, spanned_service) in self.services.get_ref().iter().enumerate() {
             let service_table = spanned_service.get_ref();
-            let address = service_table.listen_address(af_xdp_interface.is_some());
+            let address = service_table.listen_address(uses_af_xdp);
             let Some(address) = reader.ok_or_report(address, spanned_service.span()) else { continue };
             let Some(lambda) = reader.ok_or_report(service_table.checked_lambda(), spanned_service.span()) else {
                 continue;
@@ -210,24 +245,7 @@ impl UncheckedConfig {
             let member = service_table.scheduling_parameters(group_configs.get(usize::from(group))?.ranking);
             queues.push(QueueConfig { group_index: group, parameters: member, drop_priority: priority });
         }
-        let scheduler_config = FirstEligibleOutConfig {
-            group_ranking: self.ranking.0,
-            groups: group_configs,
-            queues,
-            selection: self.scheduler.0,
-            capacity: self.waiting.0 as usize,
-        };
-        let engine_config = EngineConfig {
-            core_count: self.cores.0 as u16,
-            rank_bound: NonZeroU16::new(self.depth.0 as u16)?,
-            rank_rule: self.policy.0,
-            services,
-            scheduler: scheduler_config,
-            payload_bytes: self.payload.0 as u16,
-            stall_after: self.stall_after.0,
-        };
-        let (shared_memory_path, idle_sleep, metrics_address) = (self.memory.0, self.sleep.0, self.metrics);
-        Some(Config { shared_memory_path, listeners, af_xdp_interface, engine_config, idle_sleep, metrics_address })
+        Some(CheckedServices { listeners, services, queues })
     }
 
     fn af_xdp_interface(&self, reader: &mut Reader<'_>) -> Option<String> {

@@ -276,8 +276,7 @@ fn status_is_printed_as_json() {
     assert_eq!((&json["load_balancers"][0]["owner"], &json["load_balancers"][1]["alive"]), (&0.into(), &false.into()));
 }
 
-#[test]
-fn explanation_is_printed_as_text() {
+fn sample_explanation() -> Explanation {
     let server = |n: u32, core: Option<u32>| ExplainedServer {
         name: format!("s{n}"),
         id: n,
@@ -288,7 +287,7 @@ fn explanation_is_printed_as_text() {
         core_load: core.map(|_| 0.25),
         eligible: n != 3,
     };
-    let explanation = Explanation {
+    Explanation {
         service: "web".into(),
         policy: "crossrss".into(),
         table_generation: 5,
@@ -298,15 +297,10 @@ fn explanation_is_printed_as_text() {
         forwarding: "l2".into(),
         outer_source_port: None,
         cookie_share: None,
-    };
-    let request = Explain {
-        vip: "10.200.0.1:80".parse().unwrap(),
-        protocol: Protocol::Tcp,
-        client: "10.1.0.7:40312".parse().unwrap(),
-        packet: PacketKind::NewConnection,
-        tsecr: None,
-    };
-    let expected = "\
+    }
+}
+
+const SAMPLE_EXPLANATION_TEXT: &str = "\
 10.1.0.7:40312 -> 10.200.0.1:80/tcp (web, crossrss, table 5): s1
 
  server  id      hash  bucket  core  load now
@@ -316,12 +310,26 @@ fn explanation_is_printed_as_text() {
 
 bucket 111 of 128 goes to s1: because.
 ";
-    assert_eq!(explain::format_explanation(&explanation, &request), expected);
+
+#[test]
+fn explanation_is_printed_as_text() {
+    let explanation = sample_explanation();
+    let request = Explain {
+        vip: "10.200.0.1:80".parse().unwrap(),
+        protocol: Protocol::Tcp,
+        client: "10.1.0.7:40312".parse().unwrap(),
+        packet: PacketKind::NewConnection,
+        tsecr: None,
+    };
+    assert_eq!(explain::format_explanation(&explanation, &request), SAMPLE_EXPLANATION_TEXT);
     let explanation = Explanation { forwarding: "gue".into(), outer_source_port: Some(50_123), ..explanation };
     let outer_header_note = "Forwarded by gue from source port 50123: NICs hash the outer header, so packets may \
                              arrive at \
                  another core.\n";
-    assert_eq!(explain::format_explanation(&explanation, &request), expected.to_owned() + outer_header_note);
+    assert_eq!(
+        explain::format_explanation(&explanation, &request),
+        SAMPLE_EXPLANATION_TEXT.to_owned() + outer_header_note
+    );
     let explanation =
         Explanation { forwarding: "l2".into(), outer_source_port: None, cookie_share: Some(0.9995), ..explanation };
     let mut explanation_in_vlan = explanation.clone();
@@ -330,10 +338,10 @@ bucket 111 of 128 goes to s1: because.
         "Frames to s1 are in VLAN 20.\nLoad balancers decide 99.95 % of its established packets by the cookie.\n";
     assert_eq!(
         explain::format_explanation(&explanation_in_vlan, &request),
-        expected.to_owned() + vlan_and_cookie_notes
+        SAMPLE_EXPLANATION_TEXT.to_owned() + vlan_and_cookie_notes
     );
     let cookie_note = "Load balancers decide 99.95 % of its established packets by the cookie.\n";
-    assert_eq!(explain::format_explanation(&explanation, &request), expected.to_owned() + cookie_note);
+    assert_eq!(explain::format_explanation(&explanation, &request), SAMPLE_EXPLANATION_TEXT.to_owned() + cookie_note);
 }
 
 #[test]

@@ -193,7 +193,7 @@ async fn certificate_of_the_fleet_identifies_the_peer() {
 /// Both sides report the reason if the protocol has an alert for it.
 #[tokio::test]
 async fn foreign_certificates_are_rejected() {
-    let (fleet, other) = (TestFleet::new("prod"), TestFleet::new("test"));
+    let fleet = TestFleet::new("prod");
     // Signed by the same authority, but for another fleet.
     let foreign_fleet = TestFleet {
         directory: tempfile::tempdir().unwrap(),
@@ -205,7 +205,6 @@ async fn foreign_certificates_are_rejected() {
     let expired_validity = Validity { not_before: now - 2 * DAY, not_after: now - DAY };
     let future_validity = Validity { not_before: now + DAY, not_after: now + 2 * DAY };
     let issue_valid_for = |role, name, validity| Tls::load(fleet.write_bundle(role, name, validity)).unwrap();
-    let refusal_prefix = "the peer refuses our certificate: ";
     let cases = [
         (
             issue_valid_for(Role::Viewer, "v", Validity::from_now(DAY)),
@@ -229,16 +228,27 @@ async fn foreign_certificates_are_rejected() {
         ),
     ];
     for (tls, reason, expected_text) in cases {
-        let error = listener.connect(&tls).await.unwrap_err();
-        assert!(error.contains(expected_text), "{reason:?}: {error}");
-        if reason == FailureReason::OtherFleet {
-            // The client detected the mismatch first, and sent an alert.
-            listener.wait_for_failure(FailureReason::RefusedByPeer).await;
-        } else {
-            assert!(error.starts_with(refusal_prefix), "{error}");
-            listener.wait_for_failure(reason).await;
-        }
+        expect_refusal(&listener, &tls, reason, expected_text).await;
     }
+}
+
+/// The client detects the mismatch first if the controller belongs to another fleet.
+async fn expect_refusal(listener: &TestListener, tls: &Arc<Tls>, reason: FailureReason, expected_text: &str) {
+    let error = listener.connect(tls).await.unwrap_err();
+    assert!(error.contains(expected_text), "{reason:?}: {error}");
+    if reason == FailureReason::OtherFleet {
+        // The client has sent an alert.
+        listener.wait_for_failure(FailureReason::RefusedByPeer).await;
+    } else {
+        assert!(error.starts_with("the peer refuses our certificate: "), "{error}");
+        listener.wait_for_failure(reason).await;
+    }
+}
+
+#[tokio::test]
+async fn certificates_of_foreign_authorities_are_rejected() {
+    let (fleet, other) = (TestFleet::new("prod"), TestFleet::new("test"));
+    let listener = TestListener::start(Some(fleet.issue_tls(Role::Controller, "c1")), AcceptorLimits::default()).await;
     // The authorities differ, so each side would reject the other. The client is the first to reject.
     let error = listener.connect(&other.issue_tls(Role::Agent, "s1")).await.unwrap_err();
     assert_eq!(error, "its certificate is signed by no authority in `ca`");

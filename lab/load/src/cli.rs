@@ -232,6 +232,18 @@ fn check_sources(args: &LoadArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Returns the DNS query of each class of --mix. Fails when their numbers differ, or when service times are given.
+fn dns_queries(args: &LoadArgs) -> anyhow::Result<Vec<DnsQuery>> {
+    let class_count = build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len();
+    ensure!(args.service.is_none() && args.multiplier.is_none(), "--transport dns: expected --mix and --query only");
+    ensure!(
+        args.query.len() == class_count,
+        "{} of --query: expected one for each of {class_count} classes",
+        args.query.len()
+    );
+    Ok(args.query.clone())
+}
+
 fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
     check_sources(args)?;
     let flow_sources =
@@ -245,18 +257,8 @@ fn open_transport(args: &LoadArgs) -> anyhow::Result<Box<dyn Transport>> {
             args.seed,
         )?),
         TransportName::Dns => {
-            let (class_count, queries) =
-                (build_workload(args, RNG_STREAM_REQUESTS)?.request_types().len(), &args.query);
-            ensure!(
-                args.service.is_none() && args.multiplier.is_none(),
-                "--transport dns: expected --mix and --query only"
-            );
-            ensure!(
-                queries.len() == class_count,
-                "{} of --query: expected one for each of {class_count} classes",
-                queries.len()
-            );
-            Box::new(UdpTransport::open(args.target, &flow_sources, DatagramProtocol::Dns(queries.clone()), args.seed)?)
+            let protocol = DatagramProtocol::Dns(dns_queries(args)?);
+            Box::new(UdpTransport::open(args.target, &flow_sources, protocol, args.seed)?)
         }
         TransportName::Tcp => Box::new(ConnectionPool::open(PacedProtocol, args.target, flow_sources, args.seed)?),
         TransportName::Http => {

@@ -207,6 +207,26 @@ fn run_with_coreward(
         let _stop = SetOnDrop(&stop_flag);
         scope.spawn(|| write_random_loads(testbed, &stop_flag));
         let drain_thread = scope.spawn(|| drain_servers_in_turn(testbed, &mut fleet, &stop_flag, &pool_changes));
+        let outcome = measure_clients(testbed, &options)?;
+        stop_flag.store(true, Ordering::Relaxed);
+        join_thread(drain_thread)?;
+        Ok::<_, anyhow::Error>(outcome)
+    })?;
+    let counters_after = read_all_counters(testbed)?;
+    Ok(ConformanceOutcome {
+        tables: query_table_generation(&fleet, testbed)? - first_table_generation,
+        pool_changes: pool_changes.into_inner(),
+        load_balancer: query_load_balancer_counters(&fleet, testbed)?,
+        tcp: tcp_counter_growth(&counters_before, &counters_after),
+        tcp_without: tcp_without_coreward,
+        ..outcome
+    })
+}
+
+/// Runs wrk and the downloads with an idle and a busy connection at the same time. Returns an outcome with only their
+/// results.
+fn measure_clients(testbed: &Testbed, options: &ConformanceArgs) -> anyhow::Result<ConformanceOutcome> {
+    std::thread::scope(|scope| {
         let idle_duration = Duration::from_secs(options.idle_seconds.into());
         let idle_thread = scope.spawn(move || {
             testbed.client().run_within(|| Ok(measure_idle_connection(testbed.service_address(), idle_duration)))
@@ -218,9 +238,7 @@ fn run_with_coreward(
         let (downloads, failed_downloads) = run_downloads(testbed, options.downloads)?;
         let idle_result = join_thread(idle_thread)?.map_err(|error| format!("{error:#}"));
         let busy_result = join_thread(busy_thread)?.map_err(|error| format!("{error:#}"));
-        stop_flag.store(true, Ordering::Relaxed);
-        join_thread(drain_thread)?;
-        Ok::<_, anyhow::Error>(ConformanceOutcome {
+        Ok(ConformanceOutcome {
             wrk_requests,
             wrk_errors,
             downloads,
@@ -228,18 +246,11 @@ fn run_with_coreward(
             idle: idle_result,
             busy: busy_result,
             tables: 0,
-            pool_changes: pool_changes.load(Ordering::Relaxed),
+            pool_changes: 0,
             load_balancer: BTreeMap::new(),
             tcp: TcpCounters::default(),
-            tcp_without: tcp_without_coreward,
+            tcp_without: None,
         })
-    })?;
-    let counters_after = read_all_counters(testbed)?;
-    Ok(ConformanceOutcome {
-        tables: query_table_generation(&fleet, testbed)? - first_table_generation,
-        load_balancer: query_load_balancer_counters(&fleet, testbed)?,
-        tcp: tcp_counter_growth(&counters_before, &counters_after),
-        ..outcome
     })
 }
 

@@ -3,7 +3,7 @@
 //! replace systemd and copying over ssh.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -65,38 +65,9 @@ impl DocumentMachine {
         fs::create_dir_all(&pin_directory)?;
         fs::create_dir_all(machine_directory.join("etc/coreward"))?;
         fs::create_dir_all(machine_directory.join("var/lib/coreward"))?;
-        let command_directory = machine_directory.join("bin");
-        std::os::unix::fs::symlink(coreward_command()?, command_directory.join("coreward"))?;
-        let scp_script = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
-        for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &scp_script)] {
-            fs::write(command_directory.join(command), text)?;
-            fs::set_permissions(command_directory.join(command), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
-        }
+        install_commands(&machine_directory.join("bin"))?;
         let ready_file = machine_directory.join("ready");
-        let testbed_directory = testbed.directory();
-        let [machine_path, pin_path, command_path, testbed_path] =
-            [&machine_directory, &pin_directory, &command_directory, &testbed_directory]
-                .map(|path: &PathBuf| path.display());
-        let mount_script = format!(
-            "echo {name} > /proc/sys/kernel/hostname
-             mount --make-rprivate /
-             mount -t overlay overlay -o lowerdir=/etc,upperdir={machine_path}/etc,workdir={machine_path}/etc.work /etc
-             mount -t overlay overlay -o lowerdir=/var,upperdir={machine_path}/var,workdir={machine_path}/var.work /var
-             mount -t overlay overlay -o lowerdir={command_path}:/usr/bin /usr/bin
-             mount --bind {pin_path} /sys/fs/bpf
-             # What the packages do (packaging/debian/controller.postinst).
-             getent passwd coreward >/dev/null || {{
-                 echo coreward:x:{COREWARD_USER_ID}:{COREWARD_USER_ID}::/nonexistent:/usr/sbin/nologin >> /etc/passwd
-                 echo coreward:x:{COREWARD_USER_ID}: >> /etc/group
-             }}
-             chown coreward: /var/lib/coreward
-             # For scp.
-             mount --bind {testbed_path} {MACHINE_MOUNT_PATH}
-             echo $$ > {machine_path}/pid
-             touch {machine_path}/ready
-             mount -t tmpfs tmpfs /run
-             exec sleep {MACHINE_LIFETIME_SECONDS}"
-        );
+        let mount_script = mount_script(name, &machine_directory, &pin_directory, &testbed.directory());
         let log_path = testbed.directory().join(format!("machine-{name}.log"));
         let mut command = Command::new("unshare");
         command.args(["--mount", "--uts", "sh", "-eu", "-c", &mount_script]);
@@ -135,6 +106,43 @@ impl DocumentMachine {
         }
         Ok(output_text)
     }
+}
+
+/// Installs `coreward`, and the substitutes for systemctl and scp.
+fn install_commands(command_directory: &Path) -> anyhow::Result<()> {
+    std::os::unix::fs::symlink(coreward_command()?, command_directory.join("coreward"))?;
+    let scp_script = include_str!("scp.sh").replace("@MACHINES@", MACHINE_MOUNT_PATH);
+    for (command, text) in [("systemctl", include_str!("systemctl.sh")), ("scp", &scp_script)] {
+        fs::write(command_directory.join(command), text)?;
+        fs::set_permissions(command_directory.join(command), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    }
+    Ok(())
+}
+
+/// Returns the script that gives a machine its host name and its mounts, and then sleeps.
+fn mount_script(name: &str, machine_directory: &Path, pin_directory: &Path, testbed_directory: &Path) -> String {
+    let (machine_path, pin_path) = (machine_directory.display(), pin_directory.display());
+    let testbed_path = testbed_directory.display();
+    format!(
+        "echo {name} > /proc/sys/kernel/hostname
+         mount --make-rprivate /
+         mount -t overlay overlay -o lowerdir=/etc,upperdir={machine_path}/etc,workdir={machine_path}/etc.work /etc
+         mount -t overlay overlay -o lowerdir=/var,upperdir={machine_path}/var,workdir={machine_path}/var.work /var
+         mount -t overlay overlay -o lowerdir={machine_path}/bin:/usr/bin /usr/bin
+         mount --bind {pin_path} /sys/fs/bpf
+         # What the packages do (packaging/debian/controller.postinst).
+         getent passwd coreward >/dev/null || {{
+             echo coreward:x:{COREWARD_USER_ID}:{COREWARD_USER_ID}::/nonexistent:/usr/sbin/nologin >> /etc/passwd
+             echo coreward:x:{COREWARD_USER_ID}: >> /etc/group
+         }}
+         chown coreward: /var/lib/coreward
+         # For scp.
+         mount --bind {testbed_path} {MACHINE_MOUNT_PATH}
+         echo $$ > {machine_path}/pid
+         touch {machine_path}/ready
+         mount -t tmpfs tmpfs /run
+         exec sleep {MACHINE_LIFETIME_SECONDS}"
+    )
 }
 
 #[cfg(test)]

@@ -13,6 +13,8 @@
 //! client directly. With [`TestbedOptions::router_mtu`] a router in front of the client selects the load balancer (see
 //! [`crate::uplink`]).
 
+mod options;
+
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -21,95 +23,19 @@ use anyhow::{Context as _, bail};
 use coreward_model::rss::{IndirectionTable, RssConfig, RssKey, seeded_rng};
 
 use crate::addresses::{
-    AddressFamily, CONTROLLER_ADDRESS, ETHERNET_MTU, FIRST_VIP, HOST_DEVICE, IPV4_MTU_MIN, IPV6_MTU_MIN,
-    IPV6_VIP_PREFIX, Ipv4Prefix, ROUTED_CLIENTS_PREFIX, ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, SERVICE_ADDRESS,
-    ipv6_address, ipv6_prefix, load_balancer_address, load_balancer_name, rack_controller_address,
-    rack_controller_name, server_address,
+    AddressFamily, CONTROLLER_ADDRESS, FIRST_VIP, HOST_DEVICE, IPV6_VIP_PREFIX, Ipv4Prefix, ROUTED_CLIENTS_PREFIX,
+    ROUTER_ADDRESS, SEGMENT_PREFIX_LENGTH, SERVICE_ADDRESS, ipv6_address, ipv6_prefix, load_balancer_address,
+    load_balancer_name, rack_controller_address, rack_controller_name, server_address,
 };
 use crate::instance::Instance;
 use crate::namespace::{Namespace, run_ip_batch};
 use crate::process::{self, Process};
 use crate::rss_emulation;
-
-const CLIENT_ADDRESSES_MAX: u16 = 200;
-const SERVERS_MAX: u16 = 250;
-const LOAD_BALANCERS_MAX: u16 = 32;
-const RACKS_MAX: u16 = 32;
-const CORES_MAX: u16 = 64;
+use options::{LOAD_BALANCERS_MAX, SERVERS_MAX};
+pub use options::{TestbedOptions, Vlans};
 
 /// Stream number of [`seeded_rng`] for the initial RSS keys of emulated NICs.
 const RNG_STREAM_NIC_KEY: u64 = 3;
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TestbedOptions {
-    /// Name of this testbed, which is unique on the machine. It has 1 to 40 lower-case letters and digits, including
-    /// the prefix in the environment's `COREWARD_TESTBED_PREFIX`.
-    pub instance: String,
-    /// Number of servers at the start (0 to 250). More servers can be added later.
-    pub servers: u16,
-    /// Number of each server's cores, which is also the number of its receive queues (1 to 64).
-    pub cores: u16,
-    /// Whether each server has a ring of 256 packets per receive queue, like a NIC. Otherwise all hosts share one
-    /// backlog per CPU, which is too small for packets to many servers. With rings, agents see one more receive queue
-    /// than there are cores.
-    pub has_rings: bool,
-    /// Number of load balancers at the start (1 to 32), each of which is a next hop for the VIPs. More can be added
-    /// later.
-    pub load_balancers: u16,
-    /// Number of hosts for rack controllers (0 to 32).
-    pub racks: u16,
-    /// Number of client addresses (1 to 200). They count up from 10.1.0.7, or from 10.2.0.7 if the client is behind a
-    /// router.
-    pub client_addresses: u16,
-    /// MTU of the link from the router to the client behind it (68 to 1500), or `None` if the client is on the servers'
-    /// segment.
-    pub router_mtu: Option<u16>,
-    /// Whether servers reach the client through load balancer 1, whose kernel routes packets. Needs a router.
-    pub routes_answers_via_load_balancer: bool,
-    /// Whether the servers are behind a router of their own (see [`crate::server_router`]).
-    pub has_server_router: bool,
-    /// VLANs of clients and servers, or `None` if all frames are untagged. VLANs exclude routers and racks.
-    pub vlans: Option<Vlans>,
-    /// Number of VIPs on each server (1 to 250).
-    pub vip_count: u8,
-    /// Address family of the VIPs, and of packets between the client and the services.
-    pub family: AddressFamily,
-    /// Number of entries in each emulated NIC's indirection table (a power of two up to 2048).
-    pub indirection_entries: usize,
-    /// Seed of the initial RSS keys of emulated NICs.
-    pub seed: u64,
-}
-
-/// VLAN ids in a testbed, of which 0 means untagged.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Vlans {
-    /// VLAN id of clients' packets to the VIPs.
-    pub vip_vlan: u16,
-    /// VLAN ids of the servers (at least one). Server K has the id at index (K - 1) modulo their number.
-    pub server_vlans: Vec<u16>,
-}
-
-impl Default for TestbedOptions {
-    fn default() -> Self {
-        Self {
-            instance: "testbed".to_owned(),
-            servers: 4,
-            cores: 4,
-            has_rings: false,
-            load_balancers: 1,
-            racks: 0,
-            client_addresses: 4,
-            router_mtu: None,
-            routes_answers_via_load_balancer: false,
-            has_server_router: false,
-            vlans: None,
-            vip_count: 1,
-            family: AddressFamily::Ipv4,
-            indirection_entries: 128,
-            seed: 1,
-        }
-    }
-}
 
 /// Running testbed. Dropping it removes everything. After a SIGKILL, the next testbed with the same name does so.
 #[derive(Debug)]
@@ -162,31 +88,7 @@ impl Testbed {
     /// Creates a testbed, after removing the remains of a killed one with the same name. Fails without root, when a
     /// running process uses the name, or when a command fails.
     pub fn create(options: TestbedOptions) -> anyhow::Result<Self> {
-        for (value, min, max, name) in [
-            (options.servers, 0, SERVERS_MAX, "servers"),
-            (options.cores, 1, CORES_MAX, "cores"),
-            (options.load_balancers, 1, LOAD_BALANCERS_MAX, "load balancers"),
-            (options.racks, 0, RACKS_MAX, "racks"),
-            (options.client_addresses, 1, CLIENT_ADDRESSES_MAX, "client addresses"),
-            (u16::from(options.vip_count), 1, 250, "VIPs"),
-            (options.router_mtu.unwrap_or(ETHERNET_MTU), IPV4_MTU_MIN, ETHERNET_MTU, "bytes of MTU"),
-        ] {
-            if !(min..=max).contains(&value) {
-                bail!("{value} {name} in a testbed: expected {min} to {max}");
-            }
-        }
-        if options.routes_answers_via_load_balancer && options.router_mtu.is_none() {
-            bail!(
-                "answers by a load balancer without a router: expected `router_mtu`, so that there is something to \
-                 route"
-            );
-        }
-        if options.vlans.is_some() && (options.router_mtu.is_some() || options.has_server_router || options.racks > 0) {
-            bail!("VLANs with routers or racks: expected no `router_mtu`, `routed_servers` and `racks`");
-        }
-        if options.family == AddressFamily::Ipv6 && options.router_mtu.is_some_and(|mtu| mtu < IPV6_MTU_MIN) {
-            bail!("IPv6 by a router with `router_mtu` below {IPV6_MTU_MIN}: expected at least that");
-        }
+        options.check()?;
         if let Some(privilege_error) = missing_privilege() {
             bail!(privilege_error);
         }

@@ -113,6 +113,32 @@ fn managed_rss() -> RssConfig {
     RssConfig { key: RssKey::microsoft(), indirection_table }
 }
 
+fn expect_reports_in_order(reports: &[AgentReport], elapsed: Duration) {
+    // The first interval is 100 ms, and later ones are 50 ms.
+    let max_report_count = 2 + elapsed.as_millis() as usize / 50;
+    assert!((30..=max_report_count).contains(&reports.len()), "{} reports in {elapsed:?}", reports.len());
+    for (position, report) in reports.iter().enumerate() {
+        assert_eq!(report.readings.report_sequence, position as u64 + 1);
+        assert_eq!(report.readings.busy_ns, [5, 6, 7, 8]);
+        assert_eq!(report.time_to_live, Duration::from_millis(500));
+    }
+}
+
+fn expect_details_in_reports(reports: &[AgentReport], elapsed: Duration) {
+    // Details are sent at the beginning, once a second, and when warnings change.
+    let details: Vec<_> = reports.iter().filter_map(|report| report.details.as_ref()).collect();
+    let max_details_count = 8 + elapsed.as_secs() as usize;
+    assert!((3..=max_details_count).contains(&details.len()), "{} of {} have details", details.len(), reports.len());
+    let last_details = details.last().expect("not empty");
+    assert!(
+        last_details.warnings.iter().any(|warning| warning.contains("no process listens")),
+        "{:?}",
+        last_details.warnings
+    );
+    assert!(last_details.counters.iter().any(|(name, _)| name == "stamped"), "{:?}", last_details.counters);
+    assert!(last_details.counters.iter().any(|(name, _)| name == "steered"), "{:?}", last_details.counters);
+}
+
 #[test]
 fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
@@ -133,15 +159,8 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
             Some(Message::Registration(registration)) => assert_eq!(registration.server, "s1"),
             other => panic!("{other:?} instead of a registration"),
         }
-        // The first interval is 100 ms, and later ones are 50 ms.
         let reports = reports(&received_messages);
-        let max_report_count = 2 + elapsed.as_millis() as usize / 50;
-        assert!((30..=max_report_count).contains(&reports.len()), "{} reports in {elapsed:?}", reports.len());
-        for (position, report) in reports.iter().enumerate() {
-            assert_eq!(report.readings.report_sequence, position as u64 + 1);
-            assert_eq!(report.readings.busy_ns, [5, 6, 7, 8]);
-            assert_eq!(report.time_to_live, Duration::from_millis(500));
-        }
+        expect_reports_in_order(&reports, elapsed);
         // RSS is sent once per generation, with the settings at that time.
         let reported_rss: Vec<_> =
             reports.iter().filter_map(|report| Some((report.rss_generation, report.rss.clone()?))).collect();
@@ -153,23 +172,7 @@ fn agent_registers_reports_and_applies_configurations() -> anyhow::Result<()> {
         let (_, last_rss) = reported_rss.last().expect("not empty");
         assert_eq!((last_rss.source.as_str(), &last_rss.rss), ("testbed emulation", &Some(managed_rss())));
         assert_eq!(read_registers(&testbed.emulated_rss_path(1))?, managed_rss());
-        // Details are sent at the beginning, once a second, and when warnings change.
-        let details: Vec<_> = reports.iter().filter_map(|report| report.details.as_ref()).collect();
-        let max_details_count = 8 + elapsed.as_secs() as usize;
-        assert!(
-            (3..=max_details_count).contains(&details.len()),
-            "{} of {} have details",
-            details.len(),
-            reports.len()
-        );
-        let last_details = details.last().expect("not empty");
-        assert!(
-            last_details.warnings.iter().any(|warning| warning.contains("no process listens")),
-            "{:?}",
-            last_details.warnings
-        );
-        assert!(last_details.counters.iter().any(|(name, _)| name == "stamped"), "{:?}", last_details.counters);
-        assert!(last_details.counters.iter().any(|(name, _)| name == "steered"), "{:?}", last_details.counters);
+        expect_details_in_reports(&reports, elapsed);
 
         check_shutdown_and_restart(&testbed, agent, &original_rss)
     })

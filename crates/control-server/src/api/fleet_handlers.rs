@@ -114,7 +114,7 @@ impl Api {
     fn apply_problem(&self, error: &anyhow::Error) -> Problem {
         match error.downcast_ref::<ApplyError>() {
             Some(ApplyError::Invalid(mistakes)) => mistakes.into(),
-            Some(conflict @ (ApplyError::GenerationConflict(..) | ApplyError::ManagedByFile { .. })) => {
+            Some(conflict @ (ApplyError::GenerationConflict { .. } | ApplyError::ManagedByFile { .. })) => {
                 Problem::new(ProblemKind::Conflict, conflict.to_string())
             }
             None => self.problem_of_failed_change(error),

@@ -84,17 +84,12 @@ fn all_mistakes_are_reported_at_once() {
     assert_eq!(keys, ["listen", "tls.ca", "tls.certificate", "tls.key"], "{mistakes:?}");
 }
 
+const LISTEN_LINE: &str = "listen = \"127.0.0.1:7400\"\n";
+const ETCD_SECTION: &str = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
+
 #[test]
-fn store_and_etcd_are_mutually_exclusive() {
-    let listen_line = "listen = \"127.0.0.1:7400\"\n";
-    let etcd_section = "[etcd]\nendpoints = [\"http://10.1.0.5:2379\", \"http://10.1.0.6:2379\"]\n";
-    for nested in ["/coreward/parts", "/a/leader/b", "/manifest"] {
-        let error_text = parse_controller_config(&format!("{listen_line}{etcd_section}prefix = {nested:?}\n"))
-            .unwrap_err()
-            .to_string();
-        assert!(error_text.contains("no segment of leader, manifest, parts"), "{error_text}");
-    }
-    let StoreLocation::Etcd(config) = parse_controller_config(&format!("{listen_line}{etcd_section}")).unwrap().store
+fn etcd_section_is_parsed() {
+    let StoreLocation::Etcd(config) = parse_controller_config(&format!("{LISTEN_LINE}{ETCD_SECTION}")).unwrap().store
     else {
         panic!("in etcd")
     };
@@ -102,63 +97,91 @@ fn store_and_etcd_are_mutually_exclusive() {
     assert_eq!((config.key_prefix.as_str(), config.lease_duration), ("/coreward", Duration::from_secs(5)));
     assert_eq!((config.advertised_address, config.tls), ("127.0.0.1:7400".parse().unwrap(), None));
     assert_eq!(config.advertised_api_url, None, "it listens on its own host only");
-    let advertised_api_text = format!("{listen_line}{etcd_section}advertise_api = \"https://c1.example:443\"\n");
+    let advertised_api_text = format!("{LISTEN_LINE}{ETCD_SECTION}advertise_api = \"https://c1.example:443\"\n");
     let StoreLocation::Etcd(config) = parse_controller_config(&advertised_api_text).unwrap().store else {
         panic!("in etcd")
     };
     assert_eq!(config.advertised_api_url.as_deref(), Some("https://c1.example:443"));
     let tls_section =
         "[etcd]\nendpoints = [\"https://a:1\"]\ntls = { ca = \"ca.pem\", certificate = \"c.pem\", key = \"k.pem\" }\n";
-    let StoreLocation::Etcd(config) = parse_controller_config(&format!("{listen_line}{tls_section}")).unwrap().store
+    let StoreLocation::Etcd(config) = parse_controller_config(&format!("{LISTEN_LINE}{tls_section}")).unwrap().store
     else {
         panic!("in etcd")
     };
     assert_eq!(config.tls.unwrap().client_certificate_and_key_files.unwrap().1, Path::new("/etc/coreward/k.pem"));
+}
+
+/// Asserts that the error begins with the file's path and `message`.
+fn expect_mistake(text: &str, message: &str) {
+    let mistakes = parse_controller_config(text).unwrap_err();
+    let expected_start = format!("/etc/coreward/controller.toml:{message}");
+    assert!(mistakes.starts_with(&expected_start), "{mistakes}\nexpected: {expected_start}");
+}
+
+#[test]
+fn store_and_etcd_are_mutually_exclusive() {
     let cases = [
-        (listen_line.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
-        (format!("{CONTROLLER_TOML}{etcd_section}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),
+        (LISTEN_LINE.to_owned(), "1:1: neither `store` nor [etcd]: expected"),
+        (format!("{CONTROLLER_TOML}{ETCD_SECTION}"), "3:1: key `etcd`: both `store` and [etcd]: expected one of them"),
         (
-            format!("fleet = \"f.toml\"\n{listen_line}{etcd_section}"),
+            format!("fleet = \"f.toml\"\n{LISTEN_LINE}{ETCD_SECTION}"),
             "1:9: key `fleet`: several controllers may each have another file",
         ),
         (
-            format!("listen = \"0.0.0.0:7400\"\nallow_plaintext = true\n{etcd_section}"),
+            format!("listen = \"0.0.0.0:7400\"\nallow_plaintext = true\n{ETCD_SECTION}"),
             "3:1: key `etcd`: others cannot reach 0.0.0.0:7400: expected `advertise`",
         ),
+    ];
+    for (text, message) in cases {
+        expect_mistake(&text, message);
+    }
+}
+
+#[test]
+fn etcd_prefix_with_a_reserved_segment_is_rejected() {
+    for nested in ["/coreward/parts", "/a/leader/b", "/manifest"] {
+        let error_text = parse_controller_config(&format!("{LISTEN_LINE}{ETCD_SECTION}prefix = {nested:?}\n"))
+            .unwrap_err()
+            .to_string();
+        assert!(error_text.contains("no segment of leader, manifest, parts"), "{error_text}");
+    }
+}
+
+#[test]
+fn invalid_values_of_etcd_are_rejected() {
+    let cases = [
         (
-            format!("{listen_line}{etcd_section}lease = \"2500ms\"\n"),
+            format!("{LISTEN_LINE}{ETCD_SECTION}lease = \"2500ms\"\n"),
             "4:9: key `etcd.lease`: a lease in parts of a second",
         ),
         (
-            format!("{listen_line}{etcd_section}lease = \"1s\"\n"),
+            format!("{LISTEN_LINE}{ETCD_SECTION}lease = \"1s\"\n"),
             "4:9: key `etcd.lease`: \"1s\": expected a time with its unit, from",
         ),
         (
-            format!("{listen_line}{etcd_section}prefix = \"/a/\"\n"),
+            format!("{LISTEN_LINE}{ETCD_SECTION}prefix = \"/a/\"\n"),
             "4:10: key `etcd.prefix`: \"/a/\": expected what all keys",
         ),
         (
-            format!("{listen_line}[etcd]\nendpoints = [\"10.1.0.5:2379\"]\n"),
+            format!("{LISTEN_LINE}[etcd]\nendpoints = [\"10.1.0.5:2379\"]\n"),
             "3:14: key `etcd.endpoints`: \"10.1.0.5:2379\": expected a member of etcd",
         ),
         (
-            format!("{listen_line}[etcd]\nendpoints = [\"https://a:1\"]\n"),
+            format!("{LISTEN_LINE}[etcd]\nendpoints = [\"https://a:1\"]\n"),
             "3:14: key `etcd.endpoints`: https://a:1: expected [etcd.tls] with `ca`",
         ),
         (
-            format!("{listen_line}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
+            format!("{LISTEN_LINE}[etcd]\nendpoints = [\"http://a:1\", \"http://a:1\"]\n"),
             "3:28: key `etcd.endpoints`: http://a:1 is named twice",
         ),
         (
-            format!("{listen_line}{etcd_section}advertise_api = \"http://c1:7401\"\n"),
+            format!("{LISTEN_LINE}{ETCD_SECTION}advertise_api = \"http://c1:7401\"\n"),
             "4:17: key `etcd.advertise_api`: \"http://c1:7401\": expected where an API is, as \"https://",
         ),
-        (format!("{listen_line}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
+        (format!("{LISTEN_LINE}[etcd]\nendpoints = []\n"), "2:1: key `etcd`: no endpoints: expected at least one"),
     ];
     for (text, message) in cases {
-        let mistakes = parse_controller_config(&text).unwrap_err();
-        let expected_start = format!("/etc/coreward/controller.toml:{message}");
-        assert!(mistakes.starts_with(&expected_start), "{mistakes}\nexpected: {expected_start}");
+        expect_mistake(&text, message);
     }
 }
 

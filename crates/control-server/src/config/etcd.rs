@@ -200,20 +200,7 @@ fn check_etcd(
     if endpoints.is_empty() && !reader.has_diagnostics() {
         reader.report(etcd_span.clone(), "no endpoints: expected at least one member of etcd");
     }
-    let mut checked_endpoints: Vec<String> = Vec::new();
-    for endpoint in &endpoints {
-        let Endpoint(text) = endpoint.get_ref();
-        if checked_endpoints.contains(text) {
-            reader.report(endpoint.span(), format!("{text} is named twice: expected each member once"));
-        }
-        let is_encrypted = text.starts_with("https://");
-        if is_encrypted != tls.is_some() {
-            let expected_form =
-                if is_encrypted { "[etcd.tls] with `ca`" } else { "https:// where there is [etcd.tls]" };
-            reader.report(endpoint.span(), format!("{text}: expected {expected_form}"));
-        }
-        checked_endpoints.push(text.clone());
-    }
+    let checked_endpoints = check_endpoints(&endpoints, tls.is_some(), reader);
     let BoundedDuration(time) = *lease.get_ref();
     if time.subsec_nanos() != 0 {
         reader.report(lease.span(), "a lease in parts of a second: expected whole seconds");
@@ -225,22 +212,7 @@ fn check_etcd(
         );
         reader.report(etcd_span, message);
     }
-    let tls = tls.and_then(|tls| {
-        let tls_span = tls.span();
-        let EtcdTlsFile { ca, certificate, key } = tls.into_inner();
-        let client_certificate_and_key = match (certificate, key) {
-            (None, None) => None,
-            (Some(certificate), Some(key)) => Some((reader.resolve_path(&certificate), reader.resolve_path(&key))),
-            _ => {
-                reader.report(tls_span, "only one of `certificate` and `key`: expected both, or neither");
-                return None;
-            }
-        };
-        Some(EtcdTlsConfig {
-            ca_file: reader.resolve_path(&ca),
-            client_certificate_and_key_files: client_certificate_and_key,
-        })
-    });
+    let tls = tls.and_then(|tls| check_etcd_tls(tls, reader));
     let advertised_address = advertised_address.filter(|_| !reader.has_diagnostics())?;
     let advertised_api_url = advertise_api
         .map(|ApiAddress(url)| url)
@@ -253,6 +225,39 @@ fn check_etcd(
         advertised_api_url,
         tls,
     })
+}
+
+/// Returns the URLs of etcd's members. Reports duplicates, and URLs that do not fit `has_tls`.
+fn check_endpoints(endpoints: &[Spanned<Endpoint>], has_tls: bool, reader: &mut Reader<'_>) -> Vec<String> {
+    let mut checked_endpoints: Vec<String> = Vec::new();
+    for endpoint in endpoints {
+        let Endpoint(text) = endpoint.get_ref();
+        if checked_endpoints.contains(text) {
+            reader.report(endpoint.span(), format!("{text} is named twice: expected each member once"));
+        }
+        let is_encrypted = text.starts_with("https://");
+        if is_encrypted != has_tls {
+            let expected_form =
+                if is_encrypted { "[etcd.tls] with `ca`" } else { "https:// where there is [etcd.tls]" };
+            reader.report(endpoint.span(), format!("{text}: expected {expected_form}"));
+        }
+        checked_endpoints.push(text.clone());
+    }
+    checked_endpoints
+}
+
+fn check_etcd_tls(tls: Spanned<EtcdTlsFile>, reader: &mut Reader<'_>) -> Option<EtcdTlsConfig> {
+    let tls_span = tls.span();
+    let EtcdTlsFile { ca, certificate, key } = tls.into_inner();
+    let client_certificate_and_key_files = match (certificate, key) {
+        (None, None) => None,
+        (Some(certificate), Some(key)) => Some((reader.resolve_path(&certificate), reader.resolve_path(&key))),
+        _ => {
+            reader.report(tls_span, "only one of `certificate` and `key`: expected both, or neither");
+            return None;
+        }
+    };
+    Some(EtcdTlsConfig { ca_file: reader.resolve_path(&ca), client_certificate_and_key_files })
 }
 
 /// Returns the URL at which other hosts reach an API that listens at `api` on the machine with the address `advertise`.

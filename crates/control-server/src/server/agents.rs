@@ -7,6 +7,8 @@ use std::time::Duration;
 use coreward_rpc::invalid_argument;
 use coreward_tls::Role;
 use coreward_wire::sanitize::sanitize;
+use coreward_wire::v1::agent_message::Message;
+use coreward_wire::v1::agent_update::Update;
 use coreward_wire::{AgentReport, SocketAnswer, v1};
 use tokio::sync::mpsc;
 use tokio_stream::{Stream, StreamExt as _};
@@ -135,7 +137,7 @@ async fn register_agent(
     let first_message = tokio::time::timeout(coreward_listener::REGISTRATION_TIMEOUT, messages.next()).await;
     let message = first_message.map_err(|_| Status::deadline_exceeded("no registration received"))?.transpose()?;
     let first_message = message.and_then(|message| message.message);
-    let Some(v1::agent_message::Message::Registration(registration)) = first_message else {
+    let Some(Message::Registration(registration)) = first_message else {
         return Err(Status::invalid_argument("an agent's first message: expected a registration"));
     };
     let (server, version) = (sanitize(registration.server), sanitize(registration.version));
@@ -151,7 +153,6 @@ async fn serve_stream(
     messages: &mut impl AgentMessageStream,
     updates: &AgentUpdateSender,
 ) -> Result<(), Status> {
-    use v1::agent_update::Update;
     let mut configurations = controller_state.subscribe_agent_configuration();
     configurations.mark_changed();
     let mut queries = controller_state.socket_query_relay.register_agent(session.number());
@@ -162,18 +163,7 @@ async fn serve_stream(
     loop {
         tokio::select! {
             message = next_message(controller_state, session, messages, &mut refusal_log) => match message? {
-                Some(v1::agent_message::Message::Report(report)) => {
-                    record_report(controller_state, session, report, &mut refusal_log)?;
-                }
-                Some(v1::agent_message::Message::SocketAnswer(answer)) => {
-                    let answer = SocketAnswer::try_from(answer).map_err(invalid_argument)?;
-                    if !controller_state.socket_query_relay.relay_answer(session.number(), answer) {
-                        controller_state.lock_controller().count_unsolicited_message(session, controller_state.now());
-                    }
-                }
-                Some(v1::agent_message::Message::Registration(_)) => {
-                    return Err(Status::invalid_argument("a second registration: expected reports"));
-                }
+                Some(message) => process_message(controller_state, session, message, &mut refusal_log)?,
                 None => return Ok(()),
             },
             changed = configurations.changed() => {
@@ -196,6 +186,26 @@ async fn serve_stream(
     }
 }
 
+/// Processes a message other than the registration. Fails if the agent's stream must end.
+fn process_message(
+    controller_state: &ControllerState,
+    session: &Session,
+    message: Message,
+    refusal_log: &mut RefusalLog,
+) -> Result<(), Status> {
+    match message {
+        Message::Report(report) => record_report(controller_state, session, report, refusal_log),
+        Message::SocketAnswer(answer) => {
+            let answer = SocketAnswer::try_from(answer).map_err(invalid_argument)?;
+            if !controller_state.socket_query_relay.relay_answer(session.number(), answer) {
+                controller_state.lock_controller().count_unsolicited_message(session, controller_state.now());
+            }
+            Ok(())
+        }
+        Message::Registration(_) => Err(Status::invalid_argument("a second registration: expected reports")),
+    }
+}
+
 /// Returns the agent's next message. While the agent exceeds its message rate, nothing is read or decoded. Its messages
 /// then wait in its connection, where HTTP/2's flow control stops the agent.
 async fn next_message(
@@ -203,7 +213,7 @@ async fn next_message(
     session: &Session,
     messages: &mut impl AgentMessageStream,
     refusal_log: &mut RefusalLog,
-) -> Result<Option<v1::agent_message::Message>, Status> {
+) -> Result<Option<Message>, Status> {
     loop {
         let wait_time = controller_state.lock_controller().time_until_next_message(session, controller_state.now());
         if wait_time.is_zero() {

@@ -200,12 +200,7 @@ impl ControllerServer {
             move || election.metrics(),
         )?;
         // A permanent leader starts its term before the first request, which a script may send at once.
-        let leadership_mode = match self.store {
-            OpenedStore::Embedded(manager) => {
-                LeadershipMode::Permanent(Box::new(Term::start(*manager, &self.election, None)))
-            }
-            OpenedStore::Etcd(cluster, etcd) => LeadershipMode::Elected(cluster, etcd),
-        };
+        let leadership_mode = LeadershipMode::start(self.store, &self.election);
         let api_acceptor = self.election.security.api_acceptor(self.config.api_listen_address);
         let HangupSignals { for_files: mut files, for_tokens: tokens } = self.hangup_signals;
         let _api_server =
@@ -219,25 +214,7 @@ impl ControllerServer {
         let grpc_server = server_builder()
             .add_service(sized_control_service(ControlService { election: self.election.clone() }))
             .serve_with_incoming(load_balancer_runtime.split_off_load_balancers(incoming_connections));
-        let leadership_task = async {
-            match leadership_mode {
-                LeadershipMode::Permanent(term) => term.lead(&mut files).await,
-                LeadershipMode::Elected(cluster, etcd) => {
-                    let cluster_and_config = (&cluster, &etcd);
-                    let leadership_loop = lead_or_follow_loop(
-                        &self.config_path,
-                        self.config,
-                        &self.election,
-                        cluster_and_config,
-                        &mut files,
-                    );
-                    tokio::select! {
-                        outcome = leadership_loop => outcome,
-                        never = leader_election::reload_changed_certificates(&cluster, &etcd) => match never {},
-                    }
-                }
-            }
-        };
+        let leadership_task = leadership_mode.lead(&self.config_path, self.config, &self.election, &mut files);
         tokio::select! {
             outcome = grpc_server => outcome.context("the controller's socket failed"),
             outcome = load_balancer_runtime.wait_for_end() => outcome,
@@ -254,6 +231,35 @@ enum LeadershipMode {
     Permanent(Box<Term>),
     /// The controller leads after it has won an election in etcd.
     Elected(Arc<Cluster>, EtcdConfig),
+}
+
+impl LeadershipMode {
+    fn start(store: OpenedStore, election: &LeaderElection) -> Self {
+        match store {
+            OpenedStore::Embedded(manager) => Self::Permanent(Box::new(Term::start(*manager, election, None))),
+            OpenedStore::Etcd(cluster, etcd) => Self::Elected(cluster, etcd),
+        }
+    }
+
+    /// Leads, or takes part in elections, until an error occurs.
+    async fn lead(
+        self,
+        config_path: &Path,
+        config: ControllerConfig,
+        election: &Arc<LeaderElection>,
+        hangup: &mut Signal,
+    ) -> anyhow::Result<()> {
+        match self {
+            Self::Permanent(term) => term.lead(hangup).await,
+            Self::Elected(cluster, etcd) => {
+                let cluster_and_config = (&cluster, &etcd);
+                tokio::select! {
+                    outcome = lead_or_follow_loop(config_path, config, election, cluster_and_config, hangup) => outcome,
+                    never = leader_election::reload_changed_certificates(&cluster, &etcd) => match never {},
+                }
+            }
+        }
+    }
 }
 
 /// Reads the controller's file and opens its store. Must not be called from asynchronous code.

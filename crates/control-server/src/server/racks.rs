@@ -94,28 +94,15 @@ async fn process_messages(
     messages: &mut Streaming<v1::RackMessage>,
     updates: &UpdateSender,
 ) {
-    let mut agent_senders: HashMap<u64, AgentMessageSender> = HashMap::new();
+    let mut rack_agents = RackAgents { controller_state, name, session, updates, message_senders: HashMap::new() };
     let mut last_logged_refusal = None;
     while let Ok(Some(message)) = messages.message().await {
         let now = controller_state.now();
         controller_state.lock_controller().record_rack_message(session, now);
-        for v1::FromAgent { stream, message } in message.agents {
-            match message {
-                None => drop(agent_senders.remove(&stream)),
-                Some(message) => {
-                    if agent_senders.len() >= MAX_AGENTS_PER_RACK && !agent_senders.contains_key(&stream) {
-                        agent_senders.retain(|_, sender| !sender.is_closed());
-                    }
-                    if agent_senders.len() >= MAX_AGENTS_PER_RACK && !agent_senders.contains_key(&stream) {
-                        let _ = updates.send(Err(too_many_agents_status(name, stream))).await;
-                        return;
-                    }
-                    let relay = RackRelay { rack_session: session, rack_name: name.into(), stream_number: stream };
-                    let agent_sender =
-                        agent_senders.entry(stream).or_insert_with(|| start(controller_state, relay, updates.clone()));
-                    // If the agent's task has ended, the rack already has the reason.
-                    let _ = agent_sender.send(Ok(message)).await;
-                }
+        for agent_message in message.agents {
+            if let Err(status) = rack_agents.relay_message(agent_message).await {
+                let _ = updates.send(Err(status)).await;
+                return;
             }
         }
         if message.summaries.is_empty() {
@@ -135,6 +122,44 @@ async fn process_messages(
             );
         }
         last_logged_refusal = outcome.err();
+    }
+}
+
+/// Agents behind one rack, each of which is served by its own task.
+struct RackAgents<'a> {
+    controller_state: &'a Arc<ControllerState>,
+    name: &'a str,
+    session: u64,
+    updates: &'a UpdateSender,
+    /// Queue to each agent's task, by the number of the agent's stream.
+    message_senders: HashMap<u64, AgentMessageSender>,
+}
+
+impl RackAgents<'_> {
+    /// Passes a message to the agent's task, which is started if there is none. Ends the task if there is no message.
+    /// Fails if the rack has too many agents.
+    async fn relay_message(&mut self, v1::FromAgent { stream, message }: v1::FromAgent) -> Result<(), Status> {
+        let Some(message) = message else {
+            self.message_senders.remove(&stream);
+            return Ok(());
+        };
+        if !self.has_room_for(stream) {
+            self.message_senders.retain(|_, sender| !sender.is_closed());
+        }
+        if !self.has_room_for(stream) {
+            return Err(too_many_agents_status(self.name, stream));
+        }
+        let relay = RackRelay { rack_session: self.session, rack_name: self.name.into(), stream_number: stream };
+        let (controller_state, updates) = (self.controller_state, self.updates);
+        let agent_sender =
+            self.message_senders.entry(stream).or_insert_with(|| start(controller_state, relay, updates.clone()));
+        // If the agent's task has ended, the rack already has the reason.
+        let _ = agent_sender.send(Ok(message)).await;
+        Ok(())
+    }
+
+    fn has_room_for(&self, stream: u64) -> bool {
+        self.message_senders.len() < MAX_AGENTS_PER_RACK || self.message_senders.contains_key(&stream)
     }
 }
 

@@ -156,8 +156,10 @@ pub enum ApplyError {
         controller.display()
     )]
     ManagedByFile { file: PathBuf, controller: PathBuf },
-    #[error("generation {0} is in force, not {1}, with which this was compared: expected a comparison with it")]
-    GenerationConflict(u64, u64),
+    #[error(
+        "generation {in_force} is in force, not {compared}, with which this was compared: expected a comparison with it"
+    )]
+    GenerationConflict { in_force: u64, compared: u64 },
     #[error(transparent)]
     Invalid(#[from] Diagnostics),
 }
@@ -186,24 +188,7 @@ impl StateManager {
         let has_predecessor = stored_records.is_some();
         let clock = RecordClock::from(stored_records.as_ref().and_then(|records| records.last_write_at));
         let (fleet, records, is_file_refused) =
-            match (merge_at_start(fleet_config, stored_records.as_ref(), clock.now()), &stored_records) {
-                (Ok((fleet, records)), _) => (fleet, records, false),
-                // A mistake made in the file while a controller ran does not prevent the next start.
-                (Err(error), Some(last_records))
-                    if !last_records.document.text.is_empty() && config.fleet_file.is_some() =>
-                {
-                    tracing::warn!(
-                        event = "fleet-file-rejected",
-                        file = %config.fleet_file.as_deref().unwrap_or(path).display(),
-                        generation = last_records.document.generation,
-                        error = format!("{error:#}"),
-                        "the controller rejects the fleet's file: the last valid generation stays in force"
-                    );
-                    let (fleet, records) = merge_at_start(Ok(None), Some(last_records), clock.now())?;
-                    (fleet, records, true)
-                }
-                (Err(error), _) => return Err(error),
-            };
+            merge_or_keep_last(fleet_config, config.fleet_file.as_deref(), stored_records.as_ref(), clock.now())?;
         revoked.set(config.revoked_certificates.iter().copied());
         let state_counters = Arc::new(StateCounters::default());
         state_counters.is_file_refused.store(is_file_refused, Ordering::Relaxed);
@@ -218,7 +203,13 @@ impl StateManager {
             revoked_certificates: revoked,
             state_counters,
         };
-        match (manager.save(&manager.records.clone()), stored_records) {
+        manager.save_first_records(stored_records)?;
+        Ok(manager)
+    }
+
+    /// Writes the records for the first time since the start.
+    fn save_first_records(&mut self, stored_records: Option<Records>) -> anyhow::Result<()> {
+        match (self.save(&self.records.clone()), stored_records) {
             (Ok(()), _) => {}
             // If the disk is full, a controller continues from the records, but without changes.
             (Err(error), Some(last_records)) if !matches!(error, StoreError::Etcd(_)) => {
@@ -227,14 +218,14 @@ impl StateManager {
                     %error,
                     "the controller cannot write to its store: it leads with the stored state and rejects changes"
                 );
-                if last_records.document.text != manager.records.document.text {
-                    manager.fleet = parse_stored_document(&last_records.document)?;
+                if last_records.document.text != self.records.document.text {
+                    self.fleet = parse_stored_document(&last_records.document)?;
                 }
-                manager.records = last_records;
+                self.records = last_records;
             }
             (Err(error), _) => return Err(error.into()),
         }
-        Ok(manager)
+        Ok(())
     }
 
     pub fn config_path(&self) -> &Path {
@@ -287,26 +278,9 @@ impl StateManager {
     pub fn apply_change(&mut self, change: RecordChange, author: &Author) -> anyhow::Result<Option<Fleet>> {
         let now = self.clock.now();
         match change {
-            RecordChange::Reload => {
-                let reload_result = self.reload_files(author);
-                let reload_counter = if reload_result.is_ok() {
-                    &self.state_counters.reload_count
-                } else {
-                    &self.state_counters.failed_reload_count
-                };
-                reload_counter.fetch_add(1, Ordering::Relaxed);
-                self.state_counters.is_file_refused.store(reload_result.is_err(), Ordering::Relaxed);
-                reload_result.map(Some)
-            }
+            RecordChange::Reload => self.reload_and_count(author).map(Some),
             RecordChange::ApplyDocument(request) => self.apply_document(*request, author),
-            RecordChange::RetireExpiredIds => {
-                let max_connection_lifetime = self.fleet.max_connection_lifetime;
-                self.change_records(|records| {
-                    // After a crash, the clock has lost at most the time between two writes.
-                    records.last_write_at = Some(whole_seconds(now));
-                    records.remove_expired(max_connection_lifetime, now)
-                })
-            }
+            RecordChange::RetireExpiredIds => self.retire_expired_ids(),
             RecordChange::RegisterLoadBalancer { name, address } => {
                 self.change_records(|records| records.register_load_balancer(&name, address))
             }
@@ -330,25 +304,43 @@ impl StateManager {
                 anyhow::ensure!(is_known, ForgetError::Unknown(name));
                 self.apply_audited(author, ("forget", &name), |records| records.forget_load_balancer(&name))
             }
-            RecordChange::TakeKeyStep(step) => self.apply_audited(author, ("rotate-keys", ""), |records| {
-                let next_generation = records.generation + 1;
-                match step {
-                    KeyStep::Announce { is_forced } => {
-                        records.key_ring.announce_next_key(is_forced, next_generation, &mut system_rng())
-                    }
-                    KeyStep::Switch => records.key_ring.switch_to_next_key(now, next_generation),
-                }
-                true
-            }),
-            RecordChange::StoreBucketHistories(histories) => self.change_records(|records| {
-                for (name, history) in histories {
-                    if let Some(service) = records.services.get_mut(&name) {
-                        service.bucket_history = history;
-                    }
-                }
-                false
-            }),
+            RecordChange::TakeKeyStep(step) => self.take_key_step(step, author),
+            RecordChange::StoreBucketHistories(histories) => self.store_bucket_histories(histories),
         }
+    }
+
+    fn retire_expired_ids(&mut self) -> anyhow::Result<Option<Fleet>> {
+        let (now, max_connection_lifetime) = (self.clock.now(), self.fleet.max_connection_lifetime);
+        self.change_records(|records| {
+            // After a crash, the clock has lost at most the time between two writes.
+            records.last_write_at = Some(whole_seconds(now));
+            records.remove_expired(max_connection_lifetime, now)
+        })
+    }
+
+    fn take_key_step(&mut self, step: KeyStep, author: &Author) -> anyhow::Result<Option<Fleet>> {
+        let now = self.clock.now();
+        self.apply_audited(author, ("rotate-keys", ""), |records| {
+            let next_generation = records.generation + 1;
+            match step {
+                KeyStep::Announce { is_forced } => {
+                    records.key_ring.announce_next_key(is_forced, next_generation, &mut system_rng())
+                }
+                KeyStep::Switch => records.key_ring.switch_to_next_key(now, next_generation),
+            }
+            true
+        })
+    }
+
+    fn store_bucket_histories(&mut self, histories: Vec<(String, BucketHistory)>) -> anyhow::Result<Option<Fleet>> {
+        self.change_records(|records| {
+            for (name, history) in histories {
+                if let Some(service) = records.services.get_mut(&name) {
+                    service.bucket_history = history;
+                }
+            }
+            false
+        })
     }
 
     /// Makes a change that concerns one subject, and adds an audit entry if the records change.
@@ -404,9 +396,9 @@ impl StateManager {
         if let Some(file) = self.config.fleet_file.clone().filter(|_| !request.dry_run) {
             return Err(ApplyError::ManagedByFile { file, controller: self.config_path.clone() }.into());
         }
-        let generation_in_force = self.records.document.generation;
-        if request.generation != generation_in_force {
-            return Err(ApplyError::GenerationConflict(generation_in_force, request.generation).into());
+        let (in_force, compared) = (self.records.document.generation, request.generation);
+        if compared != in_force {
+            return Err(ApplyError::GenerationConflict { in_force, compared }.into());
         }
         let fleet = request.fleet.map_err(ApplyError::Invalid)?;
         let mut records = self.records.clone();
@@ -420,6 +412,18 @@ impl StateManager {
         self.save(&records).context("the fleet is not on record, and not in force")?;
         (self.fleet, self.records) = (fleet, records);
         Ok(Some(self.fleet()))
+    }
+
+    /// Reloads the files, and counts whether this succeeds.
+    fn reload_and_count(&mut self, author: &Author) -> anyhow::Result<Fleet> {
+        let reload_result = self.reload_files(author);
+        let reload_counter = match reload_result {
+            Ok(_) => &self.state_counters.reload_count,
+            Err(_) => &self.state_counters.failed_reload_count,
+        };
+        reload_counter.fetch_add(1, Ordering::Relaxed);
+        self.state_counters.is_file_refused.store(reload_result.is_err(), Ordering::Relaxed);
+        reload_result
     }
 
     fn reload_files(&mut self, author: &Author) -> anyhow::Result<Fleet> {
@@ -472,6 +476,32 @@ fn merge_at_start(
     load_balancer_names.iter().for_each(|name| records.record_disconnect(name, now));
     records.last_write_at = Some(whole_seconds(now));
     Ok((fleet, records))
+}
+
+/// Merges like [`merge_at_start`]. If the fleet's file at `file_path` has a mistake, the stored document stays in force.
+/// Returns the fleet, the records, and whether the file was rejected.
+fn merge_or_keep_last(
+    file: Result<Option<FleetConfig>, Diagnostics>,
+    file_path: Option<&Path>,
+    stored_records: Option<&Records>,
+    now: Duration,
+) -> anyhow::Result<(FleetConfig, Records, bool)> {
+    let error = match merge_at_start(file, stored_records, now) {
+        Ok((fleet, records)) => return Ok((fleet, records, false)),
+        Err(error) => error,
+    };
+    // A mistake made in the file while a controller ran does not prevent the next start.
+    let records_with_document = stored_records.filter(|records| !records.document.text.is_empty());
+    let (Some(file_path), Some(last_records)) = (file_path, records_with_document) else { return Err(error) };
+    tracing::warn!(
+        event = "fleet-file-rejected",
+        file = %file_path.display(),
+        generation = last_records.document.generation,
+        error = format!("{error:#}"),
+        "the controller rejects the fleet's file: the last valid generation stays in force"
+    );
+    let (fleet, records) = merge_at_start(Ok(None), Some(last_records), now)?;
+    Ok((fleet, records, true))
 }
 
 /// Adds an audit entry about a new fleet document to the records.

@@ -42,7 +42,8 @@ impl TestEnv {
         std::fs::read_to_string(self.token_file(role)).unwrap().trim().to_owned()
     }
 
-    /// Repeats the request while it is over the limit of refusals. Each burst of refusals is short enough for the limit.
+    /// Repeats the request while it is over the limit of refusals. Each burst of refusals is short enough for the
+    /// limit.
     async fn send_request_within_limit(&self, method: &str, path: &str, token: Option<&str>) -> (StatusCode, Value) {
         loop {
             let (status, problem) = self.send_request(method, path, token, Some("{}")).await;

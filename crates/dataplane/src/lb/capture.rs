@@ -58,10 +58,18 @@ pub enum Destination {
     Kernel,
     /// No destination, because the program dropped the packet.
     Dropped,
-    /// Server with this MAC address. There are several ids if several servers share the address.
-    Server(MacAddress, Vec<ServerId>),
-    /// Another load balancer, which has this owner number.
-    LoadBalancer(u8),
+    /// Server of the service.
+    Server {
+        /// MAC address that the program wrote into the frame.
+        mac: MacAddress,
+        /// Ids of all servers that share the address.
+        ids: Vec<ServerId>,
+    },
+    /// Another load balancer.
+    LoadBalancer {
+        /// Its number as owner of connection table entries.
+        owner_number: u8,
+    },
     /// All servers of the service, because the packet was broadcast.
     Broadcast,
     /// Destination with this MAC address, which belongs to no current server of the service.
@@ -90,11 +98,17 @@ struct AttachedCapture {
     _perf_buffer_map: MapHandle,
 }
 
+/// Record of a packet's arrival or of the decision about it.
+struct CaptureRecord {
+    header: intf::captured_packet,
+    frame: Vec<u8>,
+}
+
 #[derive(Default)]
 struct CaptureRecords {
     /// Packets whose arrival was recorded but not yet the decision about them, by CPU.
-    undecided_packets_by_cpu: HashMap<i32, (intf::captured_packet, Vec<u8>)>,
-    complete_records: Vec<(intf::captured_packet, Vec<u8>, intf::captured_packet, Vec<u8>)>,
+    arrivals_by_cpu: HashMap<i32, CaptureRecord>,
+    arrivals_with_decisions: Vec<(CaptureRecord, CaptureRecord)>,
     lost_record_count: u64,
 }
 
@@ -156,16 +170,15 @@ impl Capture {
             Err(error) if error.kind() == libbpf_rs::ErrorKind::Interrupted => {}
             poll_result => poll_result.context("reading what was captured")?,
         }
-        let complete_records = std::mem::take(&mut self.records.borrow_mut().complete_records);
-        for (arrival_record, arrived_bytes, decision_record, sent_bytes) in complete_records {
-            let destination = self.classify_destination(decision_record.action, &sent_bytes);
+        let arrivals_with_decisions = std::mem::take(&mut self.records.borrow_mut().arrivals_with_decisions);
+        for (arrival, decision) in arrivals_with_decisions {
             sink(CapturedPacket {
-                arrival_time: Duration::from_nanos(arrival_record.time_ns),
-                frame_length: arrival_record.length,
-                outcome: COUNTER_NAMES.get(decision_record.outcome as usize).copied().unwrap_or("unknown"),
-                destination,
-                frame_in: arrived_bytes,
-                frame_out: sent_bytes,
+                arrival_time: Duration::from_nanos(arrival.header.time_ns),
+                frame_length: arrival.header.length,
+                outcome: COUNTER_NAMES.get(decision.header.outcome as usize).copied().unwrap_or("unknown"),
+                destination: self.classify_destination(decision.header.action, &decision.frame),
+                frame_in: arrival.frame,
+                frame_out: decision.frame,
             });
         }
         Ok(())
@@ -190,10 +203,10 @@ impl Capture {
             self.update_servers_by_mac();
         }
         if let Some(ids) = self.servers_by_mac.get(&mac) {
-            return Destination::Server(mac, ids.clone());
+            return Destination::Server { mac, ids: ids.clone() };
         }
         match self.load_balancer_with_mac(mac) {
-            Some(owner) => Destination::LoadBalancer(owner),
+            Some(owner_number) => Destination::LoadBalancer { owner_number },
             None => Destination::UnknownMac(mac),
         }
     }
@@ -273,14 +286,15 @@ impl Drop for Capture {
 impl CaptureRecords {
     /// Stores a record from the perf buffer. It consists of a `struct captured_packet` and bytes of the packet.
     fn add_record(&mut self, cpu: i32, data: &[u8]) {
-        let Ok((record, frame_bytes)) = intf::captured_packet::read_from_prefix(data) else { return };
-        let captured_bytes = frame_bytes[..frame_bytes.len().min(record.captured_length as usize)].to_vec();
-        if record.action == intf::CAPTURE_ARRIVED {
-            self.undecided_packets_by_cpu.insert(cpu, (record, captured_bytes));
-        } else if let Some((arrival_record, arrived_bytes)) = self.undecided_packets_by_cpu.remove(&cpu)
-            && arrival_record.sequence == record.sequence
+        let Ok((header, frame_bytes)) = intf::captured_packet::read_from_prefix(data) else { return };
+        let frame = frame_bytes[..frame_bytes.len().min(header.captured_length as usize)].to_vec();
+        let record = CaptureRecord { header, frame };
+        if header.action == intf::CAPTURE_ARRIVED {
+            self.arrivals_by_cpu.insert(cpu, record);
+        } else if let Some(arrival) = self.arrivals_by_cpu.remove(&cpu)
+            && arrival.header.sequence == header.sequence
         {
-            self.complete_records.push((arrival_record, arrived_bytes, record, captured_bytes));
+            self.arrivals_with_decisions.push((arrival, record));
         }
     }
 }

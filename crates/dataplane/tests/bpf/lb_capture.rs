@@ -119,7 +119,7 @@ fn capture_has_every_unchanged_packet_and_its_decision() {
     let captured_packets = collect_packets(&mut capture, 4);
     let decisions: Vec<_> =
         captured_packets.iter().map(|packet| (packet.outcome, packet.destination.clone())).collect();
-    let expected_server = Destination::Server(SERVER_MAC, vec![id(7)]);
+    let expected_server = Destination::Server { mac: SERVER_MAC, ids: vec![id(7)] };
     assert_eq!(
         decisions,
         [

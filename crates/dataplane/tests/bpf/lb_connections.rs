@@ -354,6 +354,37 @@ fn connections_without_an_owner_number_are_stateless() {
     assert!(ids.len() > 1);
 }
 
+/// Opens a connection that gets no table entry, and asserts that a stateless cookie leads to its server.
+fn expect_stateless_cookie(balancer: &Balancer, client: (Ipv4Addr, u16)) {
+    let (server, cookie_index) = balancer.send_syn(client);
+    assert_eq!(cookie_index, None);
+    let tsecr = cookie::stamp_tsval(
+        &balancer.fleet_keys,
+        &support::FOREIGN_TIME_KEY,
+        &tuple_to_vip(client),
+        Cookie::Server(server),
+        5,
+    );
+    let frame = TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
+    balancer.expect_sent_to(0, &frame, server, "established");
+}
+
+/// Frees the entries of a flood, each of which has had a single packet. Returns their number.
+fn free_half_open_connections(balancer: &mut Balancer) -> usize {
+    let mut freed_count = 0;
+    for _ in 0..2 {
+        let due_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 1024);
+        assert!(
+            due_connections
+                .iter()
+                .all(|(connection, reason)| *reason == ExpiryReason::HalfOpen && connection.packet_count == 1)
+        );
+        let connections_to_free: Vec<_> = due_connections.into_iter().map(|(connection, _)| connection).collect();
+        freed_count += balancer.lb.free_connections(&connections_to_free).unwrap();
+    }
+    freed_count
+}
+
 #[test]
 fn syn_flood_fills_the_table_and_keeps_established_connections() {
     skip_if!(missing_bpf_rights());
@@ -382,34 +413,13 @@ fn syn_flood_fills_the_table_and_keeps_established_connections() {
     }
     // A genuine connection during the flood gets a stateless cookie and works.
     let late_client = random_client(&mut rng);
-    let (server, cookie_index) = balancer.send_syn(late_client);
-    assert_eq!(cookie_index, None);
-    let tsecr = cookie::stamp_tsval(
-        &balancer.fleet_keys,
-        &support::FOREIGN_TIME_KEY,
-        &tuple_to_vip(late_client),
-        Cookie::Server(server),
-        5,
-    );
-    let frame =
-        TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(late_client, VIP) }.frame();
-    balancer.expect_sent_to(0, &frame, server, "established");
+    expect_stateless_cookie(&balancer, late_client);
 
     // After ten seconds, the flood's entries may be freed without querying an agent.
     balancer.lb.tick(Duration::from_millis(9_900));
     assert_eq!(balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 2048), []);
     balancer.lb.tick(Duration::from_secs(10));
-    let mut freed_count = 0;
-    for _ in 0..2 {
-        let due_connections = balancer.lb.scan_expired_connections(&ConnectionTimeouts::default(), 1024);
-        assert!(
-            due_connections
-                .iter()
-                .all(|(connection, reason)| *reason == ExpiryReason::HalfOpen && connection.packet_count == 1)
-        );
-        let connections_to_free: Vec<_> = due_connections.into_iter().map(|(connection, _)| connection).collect();
-        freed_count += balancer.lb.free_connections(&connections_to_free).unwrap();
-    }
+    let freed_count = free_half_open_connections(&mut balancer);
     assert_eq!((freed_count, balancer.lb.scan_used_entry_count()), (2048 - 700, 700));
     genuine_connections.iter().for_each(|connection| balancer.expect_found_by_index(connection));
     balancer.open_connection_with_entry(random_client(&mut rng));

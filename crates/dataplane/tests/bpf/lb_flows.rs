@@ -50,20 +50,46 @@ fn reply_frame(client: (Ipv4Addr, u16), server: MacAddress, flags: u8, tsval: u3
     frame
 }
 
+fn tested_modes() -> [ServiceMode; 4] {
+    [
+        ServiceMode::default(),
+        ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() },
+        ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
+        ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() },
+    ]
+}
+
+/// Asserts that an established connection stays at its server, and that a new one with the same ports avoids the
+/// servers that refuse it.
+fn expect_flows_at_servers(
+    balancer: &Balancer,
+    mode: ServiceMode,
+    [syn, ack]: &[Vec<u8>; 2],
+    previous_destination: MacAddress,
+    refusing_macs: &[MacAddress],
+) {
+    // With LB-side stamping, only servers' replies make flow table entries, and this test sends no replies.
+    let uses_flow_table = mode.timestamps != TimestampOrigin::LoadBalancer;
+    assert!(
+        !uses_flow_table || balancer.forwarded_to(ack) == previous_destination,
+        "{mode:?}: what is established stays"
+    );
+    let opened_destination = balancer.forwarded_to(syn);
+    assert!(!refusing_macs.contains(&opened_destination), "{mode:?}");
+    assert!(
+        !uses_flow_table || balancer.forwarded_to(ack) == opened_destination,
+        "{mode:?}: the new connection's packets follow"
+    );
+    assert_eq!(balancer.forwarded_to(syn), opened_destination, "{mode:?}: and so does the SYN sent again");
+}
+
 /// A server drains. In half of the cases, a new table also lacks that server and a down server. Established connections
 /// stay at their servers, and new connections with the same ports go to another server.
 #[test]
 fn syn_avoids_a_server_that_takes_no_new_connections() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(111, 0);
-    let lb_stamping_mode = ServiceMode { timestamps: TimestampOrigin::LoadBalancer, ..ServiceMode::default() };
-    let tested_modes = [
-        ServiceMode::default(),
-        ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() },
-        ServiceMode { consistency: Consistency::Stateful, ..ServiceMode::default() },
-        lb_stamping_mode,
-    ];
-    for (mode, has_new_table) in tested_modes.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+    for (mode, has_new_table) in tested_modes().into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
         let mut balancer = Balancer::with_model(&[(service_address(WEB_VIP), mode)], Options::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 6, &mut rng);
         // Random tables are drawn until every server has a bucket.
@@ -75,12 +101,11 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
             .map(|_| random_client(&mut rng))
             .map(|client| [SYN, ACK].map(|flags| TcpPacket { flags, ..TcpPacket::new(client, WEB_VIP) }.frame()))
             .collect();
-        let destination_of = |balancer: &Balancer, frame: &[u8]| balancer.forwarded_to(frame);
         let destinations_before: Vec<_> = flows_with_frames
             .iter()
             .map(|[syn, ack]| {
                 balancer.run(syn);
-                destination_of(&balancer, ack)
+                balancer.forwarded_to(ack)
             })
             .collect();
         drain_server(&mut balancer, server_ids[0]);
@@ -91,20 +116,8 @@ fn syn_avoids_a_server_that_takes_no_new_connections() {
             refusing_macs.push(balancer.server_macs[&(0, server_ids[1])]);
         }
         assert!(refusing_macs.iter().all(|mac| destinations_before.contains(mac)));
-        for ([syn, ack], previous_destination) in flows_with_frames.iter().zip(destinations_before) {
-            // With LB-side stamping, only servers' replies make flow table entries, and this test sends no replies.
-            let uses_flow_table = mode != lb_stamping_mode;
-            assert!(
-                !uses_flow_table || destination_of(&balancer, ack) == previous_destination,
-                "{mode:?}: what is established stays"
-            );
-            let opened_destination = destination_of(&balancer, syn);
-            assert!(!refusing_macs.contains(&opened_destination), "{mode:?}");
-            assert!(
-                !uses_flow_table || destination_of(&balancer, ack) == opened_destination,
-                "{mode:?}: the new connection's packets follow"
-            );
-            assert_eq!(destination_of(&balancer, syn), opened_destination, "{mode:?}: and so does the SYN sent again");
+        for (frames, previous_destination) in flows_with_frames.iter().zip(destinations_before) {
+            expect_flows_at_servers(&balancer, mode, frames, previous_destination, &refusing_macs);
         }
     }
 }
@@ -325,11 +338,31 @@ fn udp_flow_expires() {
     balancer.run_expecting_counter(&frame, Some(0), "new_connection");
 }
 
+/// Number of entries in the flow table of the services that get floods.
+const FLOODED_ENTRY_COUNT: u32 = 1 << 15;
+
+/// Returns clients of the DNS service whose flows get entries. Each service keeps two entries of a set of eight
+/// whatever other services send, so at most two flows per set are used.
+fn clients_with_free_entries(balancer: &Balancer, rng: &mut impl Rng) -> Vec<(Ipv4Addr, u16)> {
+    let (hash_key, dns_index) = (balancer.lb.connection_hash_key(), balancer.service_indexes[0].as_u16());
+    let mut flows_by_set: HashMap<u64, u32> = HashMap::new();
+    let mut has_free_entry = |client: (Ipv4Addr, u16)| {
+        let connection_hash = ConnectionHash::new(&hash_key, dns_index, client.into());
+        let flows_in_set = flows_by_set
+            .entry(
+                (u64::from(connection_hash.low_half()) * u64::from(FLOODED_ENTRY_COUNT / intf::FLOW_SET_ENTRIES)) >> 32,
+            )
+            .or_default();
+        *flows_in_set += 1;
+        *flows_in_set <= 2
+    };
+    std::iter::repeat_with(|| random_client(rng)).filter(|client| has_free_entry(*client)).take(1000).collect()
+}
+
 /// Four services in turn get floods that would fill the table ten times, while a fifth service has 1,000 flows.
 #[test]
 fn flood_on_one_service_moves_no_udp_flow_of_another() {
     skip_if!(missing_bpf_rights());
-    const ENTRY_COUNT: u32 = 1 << 15;
     let mut rng = seeded_rng(115, 0);
     let timestamps_off_mode = ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() };
     let hash_table_mode = ServiceMode { consistency: Consistency::HashTable, ..ServiceMode::default() };
@@ -341,39 +374,23 @@ fn flood_on_one_service_moves_no_udp_flow_of_another() {
         (service_address(flooded_vips[2]), hash_table_mode),
         udp_service(flooded_vips[3]),
     ];
-    let options = Options { flow_table_entry_count: ENTRY_COUNT, ..Options::default() };
+    let options = Options { flow_table_entry_count: FLOODED_ENTRY_COUNT, ..Options::default() };
     let mut balancer = Balancer::with_model(&services, options, &mut rng);
     for position in 0..services.len() {
         let server_ids = balancer.replace_servers(position, 5, &mut rng);
         balancer.install_table(position, &random_table(PlacementRule::RoundRobin, 1, 1, &server_ids, &mut rng));
     }
-    // Each service keeps two entries of a set of eight whatever other services send, so at most two flows per set are
-    // used.
-    let (hash_key, dns_index) = (balancer.lb.connection_hash_key(), balancer.service_indexes[0].as_u16());
-    let mut flows_by_set: HashMap<u64, u32> = HashMap::new();
-    let mut has_free_entry = |client: (Ipv4Addr, u16)| {
-        let connection_hash = ConnectionHash::new(&hash_key, dns_index, client.into());
-        let flows_in_set = flows_by_set
-            .entry((u64::from(connection_hash.low_half()) * u64::from(ENTRY_COUNT / intf::FLOW_SET_ENTRIES)) >> 32)
-            .or_default();
-        *flows_in_set += 1;
-        *flows_in_set <= 2
-    };
-    let clients: Vec<_> = std::iter::repeat_with(|| random_client(&mut rng))
-        .filter(|client| has_free_entry(*client))
-        .take(1000)
-        .collect();
+    let clients = clients_with_free_entries(&balancer, &mut rng);
     let flow_frames: Vec<_> = clients.into_iter().map(|client| UdpDatagram::new(client, DNS_VIP).frame()).collect();
     let destinations_before: Vec<_> = flow_frames.iter().map(|frame| balancer.forwarded_to(frame)).collect();
     let mut output_buffer = vec![0; 2048];
     for (vip, (address, _)) in flooded_vips.iter().zip(&services[1..]) {
-        for _ in 0..ENTRY_COUNT * 10 / 4 {
+        let flags = if *vip == flooded_vips[2] { SYN } else { ACK };
+        for _ in 0..FLOODED_ENTRY_COUNT * 10 / 4 {
+            let client = random_client(&mut rng);
             let frame = match address.protocol {
-                Protocol::Udp => UdpDatagram::new(random_client(&mut rng), *vip).frame(),
-                Protocol::Tcp if *vip == flooded_vips[2] => {
-                    TcpPacket { flags: SYN, ..TcpPacket::new(random_client(&mut rng), *vip) }.frame()
-                }
-                Protocol::Tcp => TcpPacket { flags: ACK, ..TcpPacket::new(random_client(&mut rng), *vip) }.frame(),
+                Protocol::Udp => UdpDatagram::new(client, *vip).frame(),
+                Protocol::Tcp => TcpPacket { flags, ..TcpPacket::new(client, *vip) }.frame(),
             };
             let (xdp_action, _) = test_run::run_into(balancer.lb.program(), &frame, &mut output_buffer).unwrap();
             assert_eq!(xdp_action, XDP_TX);

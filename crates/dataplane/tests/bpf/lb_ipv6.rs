@@ -351,6 +351,18 @@ fn ipv6_prefix_holds_at_most_a_quarter_of_the_table() {
     assert_eq!(balancer.lb.scan_used_entry_count(), 1025);
 }
 
+/// Returns a packet whose cookie names `server`.
+fn ack_frame_with_cookie(balancer: &Balancer, client: (Ipv6Addr, u16), server: ServerId) -> Vec<u8> {
+    let tsecr = cookie::stamp_tsval(
+        &balancer.fleet_keys,
+        &support::FOREIGN_TIME_KEY,
+        &tuple_to_vip(client),
+        Cookie::Server(server),
+        5,
+    );
+    client_frame(client, ACK, aligned_timestamp_option(1, tsecr))
+}
+
 /// Unknown packets go to the other load balancer, with a flow label that keeps servers from forwarding them. Packets to
 /// a server have the other load balancer in the flow label.
 #[test]
@@ -366,11 +378,8 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
         let mut balancer = Balancer::with_model(&[(service_address(VIP), mode)], Options::default(), &mut rng);
         let server_ids = balancer.replace_servers(0, 5, &mut rng);
         let other_mac = MacAddress([2, 0, 0, 0, 0, 0x77]);
-        balancer.lb.set_server(
-            balancer.service_indexes[0],
-            other_load_balancer,
-            Server { mac: Some(other_mac), is_eligible: false },
-        );
+        let other_server = Server { mac: Some(other_mac), is_eligible: false };
+        balancer.lb.set_server(balancer.service_indexes[0], other_load_balancer, other_server);
         balancer.server_macs.insert((0, other_load_balancer), other_mac);
         let table = random_table(PlacementRule::Table, 1, 1, &server_ids, &mut rng);
         let mut placement_state = PlacementState::for_table(&table);
@@ -379,46 +388,18 @@ fn migrating_ipv6_service_forwards_unknown_packets() {
             let client = random_client(&mut rng);
             let chosen_server =
                 table.select_server(&mut placement_state, &tuple_to_vip(client)).expect("there are members");
-            let frame_with_cookie = |server| {
-                let cookie = Cookie::Server(server);
-                aligned_timestamp_option(
-                    1,
-                    cookie::stamp_tsval(
-                        &balancer.fleet_keys,
-                        &support::FOREIGN_TIME_KEY,
-                        &tuple_to_vip(client),
-                        cookie,
-                        5,
-                    ),
-                )
-            };
+            let syn = syn_frame(client);
             if migration == ServiceMigration::AdoptedFrom(other_load_balancer) {
-                balancer.expect_sent_to(0, &syn_frame(client), chosen_server, "new_connection");
+                balancer.expect_sent_to(0, &syn, chosen_server, "new_connection");
             } else {
-                balancer.expect_sent_with(
-                    0,
-                    &syn_frame(client),
-                    other_load_balancer,
-                    names_no_server,
-                    "to_other_balancer",
-                );
+                balancer.expect_sent_with(0, &syn, other_load_balancer, names_no_server, "to_other_balancer");
             }
             let names_other_load_balancer = ExpectedIdentification::PreviousServer(Some(other_load_balancer));
-            balancer.expect_sent_with(
-                0,
-                &client_frame(client, ACK, frame_with_cookie(chosen_server)),
-                chosen_server,
-                names_other_load_balancer,
-                "established",
-            );
+            let known_frame = ack_frame_with_cookie(&balancer, client, chosen_server);
+            balancer.expect_sent_with(0, &known_frame, chosen_server, names_other_load_balancer, "established");
             let unknown_server = (0..).map(id).find(|id| !server_ids.contains(id)).expect("five of 16,384 are known");
-            balancer.expect_sent_with(
-                0,
-                &client_frame(client, ACK, frame_with_cookie(unknown_server)),
-                other_load_balancer,
-                names_no_server,
-                "to_other_balancer",
-            );
+            let unknown_frame = ack_frame_with_cookie(&balancer, client, unknown_server);
+            balancer.expect_sent_with(0, &unknown_frame, other_load_balancer, names_no_server, "to_other_balancer");
         }
     }
 }

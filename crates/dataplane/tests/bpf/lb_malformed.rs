@@ -5,7 +5,6 @@ use coreward_model::cookie::{self, Cookie};
 use coreward_model::placement::PlacementRule;
 use coreward_model::rss::{seeded_rng, uniform_below};
 use coreward_model::{FourTuple, ServerId};
-use rand::Rng as _;
 
 use crate::support::balancer::{
     Balancer, CLIENT, ExpectedIdentification, VIP, XDP_DROP, XDP_PASS, XDP_TX, previous_server, random_table,

@@ -187,6 +187,22 @@ fn beamer_syn_avoids_the_server_of_its_bucket_that_takes_no_new_connections() {
     }
 }
 
+/// Returns a TSecr whose cookie names `server`.
+fn tsecr_with_cookie(balancer: &Balancer, tuple: &FourTuple, server: ServerId) -> u32 {
+    cookie::stamp_tsval(&balancer.fleet_keys, &support::FOREIGN_TIME_KEY, tuple, Cookie::Server(server), 5)
+}
+
+/// Asserts that `frame` is sent to `server` with its previous server in the IP identification.
+fn expect_sent_with_previous(
+    balancer: &Balancer,
+    frame: &[u8],
+    server: ServerId,
+    previous_id: Option<ServerId>,
+    counter: &str,
+) {
+    balancer.expect_sent_with(0, frame, server, ExpectedIdentification::PreviousServer(previous_id), counter);
+}
+
 #[test]
 fn with_timestamps_off_connections_use_the_flow_table() {
     skip_if!(missing_bpf_rights());
@@ -200,32 +216,14 @@ fn with_timestamps_off_connections_use_the_flow_table() {
         let previous_id = previous_server(&table, &tuple_to_vip(client));
         for (flags, name) in [(SYN, "bucket_hash"), (ACK, "bucket_hash"), (ACK, "flow_table")] {
             let frame = client_frame(client, flags, uniform_below(&mut rng, 3));
-            balancer.expect_sent_with(
-                0,
-                &frame,
-                chosen_server,
-                ExpectedIdentification::PreviousServer(previous_id),
-                name,
-            );
+            expect_sent_with_previous(&balancer, &frame, chosen_server, previous_id, name);
         }
         // With `timestamps = "off"` the program ignores cookies.
         let other_server = ids[uniform_below(&mut rng, ids.len() as u32) as usize];
-        let tsecr = cookie::stamp_tsval(
-            &balancer.fleet_keys,
-            &support::FOREIGN_TIME_KEY,
-            &tuple_to_vip(client),
-            Cookie::Server(other_server),
-            5,
-        );
+        let tsecr = tsecr_with_cookie(&balancer, &tuple_to_vip(client), other_server);
         let frame =
             TcpPacket { tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client, VIP) }.frame();
-        balancer.expect_sent_with(
-            0,
-            &frame,
-            chosen_server,
-            ExpectedIdentification::PreviousServer(previous_id),
-            "flow_table",
-        );
+        expect_sent_with_previous(&balancer, &frame, chosen_server, previous_id, "flow_table");
         connections.push((client, chosen_server, previous_id));
     }
     // With another pool, connections in the flow table keep their server and their previous server.
@@ -233,13 +231,7 @@ fn with_timestamps_off_connections_use_the_flow_table() {
     balancer.install_table(0, &next_table);
     for (client, chosen_server, previous_id) in connections {
         let fin_frame = client_frame(client, ACK | FIN, 1);
-        balancer.expect_sent_with(
-            0,
-            &fin_frame,
-            chosen_server,
-            ExpectedIdentification::PreviousServer(previous_id),
-            "flow_table",
-        );
+        expect_sent_with_previous(&balancer, &fin_frame, chosen_server, previous_id, "flow_table");
     }
     // Without a flow table entry, a connection's server is unknown, so its resets are broadcast.
     let names_no_server = ExpectedIdentification::PreviousServer(None);
@@ -323,6 +315,13 @@ fn flow_table_of_an_invalid_size_is_rejected() {
     }
 }
 
+/// Returns the counts of opened connections, closed connections, packets and bytes.
+fn traffic_counts(balancer: &Balancer, server: ServerId) -> [u64; 4] {
+    let ServerTraffic { opened_connection_count, closed_connection_count, packet_count, frame_bytes } =
+        balancer.lb.server_traffic(server);
+    [opened_connection_count, closed_connection_count, packet_count, frame_bytes]
+}
+
 #[test]
 fn traffic_is_counted_by_server() {
     skip_if!(missing_bpf_rights());
@@ -330,13 +329,7 @@ fn traffic_is_counted_by_server() {
     let (mut balancer, ids, table) = balancer_with_table(ServiceMode::default(), PlacementRule::Table, &mut rng);
     let client_address = random_client(&mut rng);
     let server = table.select_server(&mut PlacementState::for_table(&table), &tuple_to_vip(client_address)).unwrap();
-    let tsecr = cookie::stamp_tsval(
-        &balancer.fleet_keys,
-        &support::FOREIGN_TIME_KEY,
-        &tuple_to_vip(client_address),
-        Cookie::Server(server),
-        5,
-    );
+    let tsecr = tsecr_with_cookie(&balancer, &tuple_to_vip(client_address), server);
     let frame_with_cookie = |flags| {
         TcpPacket { flags, tcp_options: aligned_timestamp_option(1, tsecr), ..TcpPacket::new(client_address, VIP) }
             .frame()
@@ -350,26 +343,13 @@ fn traffic_is_counted_by_server() {
     for frame in &frames {
         balancer.forwarded_to(frame);
     }
-    let server_traffic = balancer.lb.server_traffic(server);
-    assert_eq!(
-        server_traffic,
-        ServerTraffic { opened_connection_count: 1, closed_connection_count: 2, packet_count: 0, frame_bytes: 0 }
-    );
+    assert_eq!(traffic_counts(&balancer, server), [1, 2, 0, 0]);
     balancer.lb.set_traffic_counting(true).unwrap();
     for frame in &frames {
         balancer.forwarded_to(frame);
     }
-    let sent_bytes = frames.iter().map(|frame| frame.len() as u64).sum();
-    let server_traffic = balancer.lb.server_traffic(server);
-    assert_eq!(
-        server_traffic,
-        ServerTraffic {
-            opened_connection_count: 2,
-            closed_connection_count: 4,
-            packet_count: 4,
-            frame_bytes: sent_bytes
-        }
-    );
+    let sent_bytes: u64 = frames.iter().map(|frame| frame.len() as u64).sum();
+    assert_eq!(traffic_counts(&balancer, server), [2, 4, 4, sent_bytes]);
     // Broadcast and dropped packets count for no server.
     balancer.run(&client_frame(random_client(&mut rng), RST, 0));
     balancer.lb.set_server(balancer.service_indexes[0], server, Server { mac: None, is_eligible: true });
@@ -410,12 +390,51 @@ fn forged_packets_do_not_move_counts() {
     }
 }
 
+fn vip_of_service(position: usize) -> (Ipv4Addr, u16) {
+    (VIP.0, 80 + position as u16)
+}
+
+/// Asserts that a SYN and two later packets of `client` are sent as the service's mode requires.
+fn expect_decision_of_mode(
+    balancer: &Balancer,
+    position: usize,
+    mode: ServiceMode,
+    table: &PlacementTable,
+    client: (Ipv4Addr, u16),
+) {
+    let tuple = FourTuple::ipv4(client, vip_of_service(position));
+    let chosen_by_rule = table.select_server(&mut PlacementState::for_table(table), &tuple).unwrap();
+    let chosen_by_bucket = table.consistent_server(&tuple).unwrap();
+    let tsecr = tsecr_with_cookie(balancer, &tuple, chosen_by_rule);
+    let syn_packet = TcpPacket {
+        flags: SYN,
+        tcp_options: aligned_timestamp_option(1, 0),
+        ..TcpPacket::new(client, vip_of_service(position))
+    };
+    let ack_packet = TcpPacket { flags: ACK, tcp_options: aligned_timestamp_option(2, tsecr), ..syn_packet.clone() };
+    let names_previous = ExpectedIdentification::PreviousServer(previous_server(table, &tuple));
+    let identification_unchanged = ExpectedIdentification::Unchanged;
+    let (server, identification, counter_names) = match (mode.timestamps, mode.consistency) {
+        (TimestampOrigin::Off, _) => (chosen_by_bucket, names_previous, ["bucket_hash", "bucket_hash", "flow_table"]),
+        (_, Consistency::Beamer) => (chosen_by_bucket, names_previous, ["bucket_hash"; 3]),
+        (_, Consistency::None) => {
+            (chosen_by_rule, identification_unchanged, ["new_connection", "per_packet", "per_packet"])
+        }
+        (_, Consistency::HashTable) => {
+            (chosen_by_rule, identification_unchanged, ["new_connection", "flow_table", "flow_table"])
+        }
+        _ => (chosen_by_rule, identification_unchanged, ["new_connection", "established", "established"]),
+    };
+    for (frame, name) in [&syn_packet, &ack_packet, &ack_packet].into_iter().zip(counter_names) {
+        balancer.expect_sent_with(position, &frame.frame(), server, identification, name);
+    }
+}
+
 /// The program compiled for all modes treats each service like a program compiled for that service's mode alone.
 #[test]
 fn services_of_different_modes_coexist_and_change() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(48, 0);
-    let vip_of_service = |position: usize| (VIP.0, 80 + position as u16);
     let mut modes: Vec<ServiceMode> = Consistency::ALL.into_iter().map(mode_with_consistency).collect();
     modes.push(ServiceMode { timestamps: TimestampOrigin::Off, ..ServiceMode::default() });
     let services_with_modes = |modes: &[ServiceMode]| -> Vec<(ServiceAddress, ServiceMode)> {
@@ -432,42 +451,7 @@ fn services_of_different_modes_coexist_and_change() {
         for (position, mode) in modes.iter().enumerate() {
             for _ in 0..20 {
                 let client = random_client(&mut rng);
-                let tuple = FourTuple::ipv4(client, vip_of_service(position));
-                let table = &tables[position];
-                let chosen_by_rule = table.select_server(&mut PlacementState::for_table(table), &tuple).unwrap();
-                let chosen_by_bucket = table.consistent_server(&tuple).unwrap();
-                let tsecr = cookie::stamp_tsval(
-                    &balancer.fleet_keys,
-                    &support::FOREIGN_TIME_KEY,
-                    &tuple,
-                    Cookie::Server(chosen_by_rule),
-                    5,
-                );
-                let syn_packet = TcpPacket {
-                    flags: SYN,
-                    tcp_options: aligned_timestamp_option(1, 0),
-                    ..TcpPacket::new(client, vip_of_service(position))
-                };
-                let ack_packet =
-                    TcpPacket { flags: ACK, tcp_options: aligned_timestamp_option(2, tsecr), ..syn_packet.clone() };
-                let names_previous = ExpectedIdentification::PreviousServer(previous_server(table, &tuple));
-                let identification_unchanged = ExpectedIdentification::Unchanged;
-                let (server, identification, counter_names) = match (mode.timestamps, mode.consistency) {
-                    (TimestampOrigin::Off, _) => {
-                        (chosen_by_bucket, names_previous, ["bucket_hash", "bucket_hash", "flow_table"])
-                    }
-                    (_, Consistency::Beamer) => (chosen_by_bucket, names_previous, ["bucket_hash"; 3]),
-                    (_, Consistency::None) => {
-                        (chosen_by_rule, identification_unchanged, ["new_connection", "per_packet", "per_packet"])
-                    }
-                    (_, Consistency::HashTable) => {
-                        (chosen_by_rule, identification_unchanged, ["new_connection", "flow_table", "flow_table"])
-                    }
-                    _ => (chosen_by_rule, identification_unchanged, ["new_connection", "established", "established"]),
-                };
-                for (frame, name) in [&syn_packet, &ack_packet, &ack_packet].into_iter().zip(counter_names) {
-                    balancer.expect_sent_with(position, &frame.frame(), server, identification, name);
-                }
+                expect_decision_of_mode(&balancer, position, *mode, &tables[position], client);
             }
         }
         // Each service gets the mode of the next service. Indexes, servers and tables stay.

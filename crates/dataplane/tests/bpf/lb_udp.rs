@@ -204,7 +204,7 @@ fn later_fragments_follow_the_first_one() {
     skip_if!(missing_bpf_rights());
     let mut rng = seeded_rng(65, 0);
     for consistency in [Consistency::HashTable, Consistency::None] {
-        let (mut balancer, _, table) = balancer_with_table(consistency, PlacementRule::Table, &mut rng);
+        let (balancer, _, table) = balancer_with_table(consistency, PlacementRule::Table, &mut rng);
         let first_counter = if consistency == Consistency::None { "per_packet" } else { "new_connection" };
         let mut placement_state = PlacementState::for_table(&table);
         for round in 0..50u16 {
@@ -234,7 +234,18 @@ fn later_fragments_follow_the_first_one() {
                 );
             }
         }
-        // Later fragments have no server if the first fragment was dropped, or if its server was removed.
+    }
+}
+
+/// Later fragments have no server if the first fragment was dropped, or if its server was removed.
+#[test]
+fn later_fragments_without_a_server_are_dropped_or_pass() {
+    skip_if!(missing_bpf_rights());
+    let mut rng = seeded_rng(65, 0);
+    for consistency in [Consistency::HashTable, Consistency::None] {
+        let (mut balancer, _, table) = balancer_with_table(consistency, PlacementRule::Table, &mut rng);
+        let first_counter = if consistency == Consistency::None { "per_packet" } else { "new_connection" };
+        let mut placement_state = PlacementState::for_table(&table);
         let datagram = UdpDatagram { identification: 7, ..UdpDatagram::new(random_client(&mut rng), VIP) };
         let fragments_in_order = fragment_frames(&datagram, 3);
         let mut damaged_fragment = fragments_in_order[0].clone();

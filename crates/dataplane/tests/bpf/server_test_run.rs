@@ -289,6 +289,8 @@ fn expect_foreign_egress_packets_unchanged(server: &TestServer, family: Family) 
 
 fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family) {
     let (client, vip) = (fixed_client(family), vip_of_family(family));
+    let expect_unchanged =
+        |packet: &TcpPacket, counters: &[&str]| expect_unchanged(server, Direction::Ingress, packet, counters);
     let tuple = tuple_to_vip(client);
     let other_id = ServerId::try_from(u64::from(server.id.get() ^ 1)).unwrap();
     let stamp = |cookie| server.expected_tsval(&tuple, cookie, tsval_clock_ms());
@@ -299,34 +301,14 @@ fn expect_foreign_ingress_packets_unchanged(server: &TestServer, family: Family)
         packet
     };
     let other_cookie_counters = ["ingress_other_cookie", "ingress_established"];
-    expect_unchanged(
-        server,
-        Direction::Ingress,
-        &ingress_packet(stamp(Cookie::Server(other_id)), ACK),
-        &other_cookie_counters,
-    );
-    expect_unchanged(
-        server,
-        Direction::Ingress,
-        &ingress_packet(stamp(Cookie::TableIndex(server.id.get())), ACK),
-        &other_cookie_counters,
-    );
-    expect_unchanged(
-        server,
-        Direction::Ingress,
-        &ingress_packet(0, ACK),
-        &["ingress_without_tsecr", "ingress_established"],
-    );
+    expect_unchanged(&ingress_packet(stamp(Cookie::Server(other_id)), ACK), &other_cookie_counters);
+    expect_unchanged(&ingress_packet(stamp(Cookie::TableIndex(server.id.get())), ACK), &other_cookie_counters);
+    expect_unchanged(&ingress_packet(0, ACK), &["ingress_without_tsecr", "ingress_established"]);
     // Test runs record no receive queue, so the prediction cannot be compared.
-    expect_unchanged(
-        server,
-        Direction::Ingress,
-        &ingress_packet(0, SYN),
-        &["ingress_without_tsecr", "rss_unpredicted"],
-    );
+    expect_unchanged(&ingress_packet(0, SYN), &["ingress_without_tsecr", "rss_unpredicted"]);
     let mut packet_to_other_host = ingress_packet(stamp(Cookie::Server(server.id)), ACK);
     packet_to_other_host.destination_mac = [2, 0, 0, 0, 0, 1];
-    expect_unchanged(server, Direction::Ingress, &packet_to_other_host, &[]);
+    expect_unchanged(&packet_to_other_host, &[]);
 }
 
 #[test]
@@ -406,10 +388,8 @@ fn malformed_packets_pass_unchanged_or_are_dropped_and_counted() {
         let family = Family::BOTH[round / 2 % 2];
         let (client, vip) = (fixed_client(family), vip_of_family(family));
         let tsecr = server.expected_tsval(&tuple_to_vip(client), Cookie::Server(server.id), tsval_clock_ms());
-        let mut packet = match direction {
-            Direction::Egress => TcpPacket::between(vip, client),
-            Direction::Ingress => TcpPacket::between(client, vip),
-        };
+        let (source, destination) = if direction == Direction::Egress { (vip, client) } else { (client, vip) };
+        let mut packet = TcpPacket::between(source, destination);
         packet.tcp_options = options_ending_in_timestamp(&mut rng, timestamp_option(tsval_clock_ms(), tsecr));
         add_skippable_headers(&mut packet, &mut rng);
         let mut frame = packet.frame();

@@ -45,36 +45,9 @@ pub fn check_interface(facts: &Facts) -> Vec<Finding> {
 pub fn check_xdp(facts: &Facts) -> Vec<Finding> {
     with_device(facts, |device| {
         let interface_name = facts.interface();
-        let attached_program_ids = [device.xdp.native_program_id, device.xdp.generic_program_id];
-        let foreign_program_ids: Vec<u32> =
-            attached_program_ids.into_iter().flatten().filter(|id| Some(*id) != device.own_program_id).collect();
-        let mut findings = Vec::new();
-        for id in foreign_program_ids {
-            let consequence = "a device has one XDP program: the kernel rejects coreward's";
-            findings.push(
-                Finding::fault(format!("{interface_name} has another XDP program (id {id})"), consequence)
-                    .with_remedy_step(format!("bpftool prog show id {id}  # shows its name and processes"))
-                    .with_remedy_step(format!("ip link set dev {interface_name} xdp off")),
-            );
-        }
-        if let Some(problem) = queue_limit_problem(device) {
-            let consequence = "each queue needs another one to send frames";
-            let max_queues_with_xdp = device.channels.map_or(1, |channels| channels.max_receive_queues / 2).max(1);
-            let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
-            findings.push(
-                Finding::fault_if(requires_native_xdp, problem, consequence)
-                    .with_remedy_step(format!("ethtool -L {interface_name} combined {max_queues_with_xdp}")),
-            );
-        }
-        if device.xdp.supports_native == Some(false) && facts.settings.xdp_mode != XdpMode::Generic {
-            let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
-            let consequence = "the program runs after the driver (generic XDP), several times slower; with `xdp_mode = \
-                       \"native\"` the daemon does not start";
-            findings.push(
-                Finding::fault_if(requires_native_xdp, format!("the driver {} has no XDP", device.driver), consequence)
-                    .with_remedy_step("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to accept that"),
-            );
-        }
+        let mut findings = foreign_program_findings(device, interface_name);
+        findings.extend(queue_limit_finding(facts, device));
+        findings.extend(missing_native_xdp_finding(facts, device));
         if findings.is_empty() {
             findings.push(match (device.own_program_id, device.xdp.supports_native) {
                 (Some(id), _) => Finding::ok(format!("coreward's own program (id {id}) is at {interface_name}")),
@@ -87,6 +60,41 @@ pub fn check_xdp(facts: &Facts) -> Vec<Finding> {
         }
         findings
     })
+}
+
+fn foreign_program_findings(device: &Device, interface_name: &str) -> Vec<Finding> {
+    let attached_program_ids = [device.xdp.native_program_id, device.xdp.generic_program_id];
+    let foreign_program_ids =
+        attached_program_ids.into_iter().flatten().filter(|id| Some(*id) != device.own_program_id);
+    let to_finding = |id: u32| {
+        let consequence = "a device has one XDP program: the kernel rejects coreward's";
+        Finding::fault(format!("{interface_name} has another XDP program (id {id})"), consequence)
+            .with_remedy_step(format!("bpftool prog show id {id}  # shows its name and processes"))
+            .with_remedy_step(format!("ip link set dev {interface_name} xdp off"))
+    };
+    foreign_program_ids.map(to_finding).collect()
+}
+
+fn queue_limit_finding(facts: &Facts, device: &Device) -> Option<Finding> {
+    let problem = queue_limit_problem(device)?;
+    let consequence = "each queue needs another one to send frames";
+    let max_queues_with_xdp = device.channels.map_or(1, |channels| channels.max_receive_queues / 2).max(1);
+    let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
+    let remedy_step = format!("ethtool -L {} combined {max_queues_with_xdp}", facts.interface());
+    Some(Finding::fault_if(requires_native_xdp, problem, consequence).with_remedy_step(remedy_step))
+}
+
+fn missing_native_xdp_finding(facts: &Facts, device: &Device) -> Option<Finding> {
+    if device.xdp.supports_native != Some(false) || facts.settings.xdp_mode == XdpMode::Generic {
+        return None;
+    }
+    let requires_native_xdp = facts.settings.xdp_mode == XdpMode::Native;
+    let consequence = "the program runs after the driver (generic XDP), several times slower; with `xdp_mode = \
+                       \"native\"` the daemon does not start";
+    Some(
+        Finding::fault_if(requires_native_xdp, format!("the driver {} has no XDP", device.driver), consequence)
+            .with_remedy_step("a NIC whose driver has XDP, or `xdp_mode = \"generic\"` to accept that"),
+    )
 }
 
 pub fn check_xdp_send(facts: &Facts) -> Vec<Finding> {

@@ -20,7 +20,7 @@ use nix::net::if_::InterfaceFlags;
 use nix::sys::resource::{Resource, getrlimit};
 
 use crate::facts::{
-    Address, BpfFileSystem, Clock, Facts, IPV6_FORWARDING_SYSCTL, Kernel, Role, Settings, device_sysctl_path,
+    Address, BpfFileSystem, Clock, Facts, IPV6_FORWARDING_SYSCTL, Kernel, Role, Service, Settings, device_sysctl_path,
     disable_ipv6_sysctl_path,
 };
 pub use settings::CliOptions;
@@ -32,26 +32,16 @@ const DEFAULT_PIN_DIRECTORY: &str = "/sys/fs/bpf/coreward";
 pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
     let options = options.gather_settings()?;
     let (role, settings) = (options.role, options.settings);
-    let fleet_facts = controller::query_controllers(
-        role,
-        &settings.controllers,
-        options.tls_files.as_ref(),
-        options.machine_name.as_deref(),
-    );
-    let mut services = options.services;
-    services.extend(fleet_facts.services);
-    if role == Role::Server {
-        services.iter_mut().for_each(|service| service.sockets = Some(sockets::gather_sockets(&service.address)));
-    }
+    let (tls_files, machine_name) = (options.tls_files.as_ref(), options.machine_name.as_deref());
+    let fleet_facts = controller::query_controllers(role, &settings.controllers, tls_files, machine_name);
     let missing_capabilities = capabilities::missing_capabilities()?;
+    let pin_directory = settings.pin_directory.as_deref().unwrap_or(Path::new(DEFAULT_PIN_DIRECTORY));
     Ok(Facts {
         role,
         kernel: gather_kernel(role, missing_capabilities.is_empty()),
         open_files_limit: getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard),
         sysctl_values: read_sysctls(settings.interface.as_deref()),
-        bpf_file_system: find_bpf_file_system(
-            settings.pin_directory.as_deref().unwrap_or(Path::new(DEFAULT_PIN_DIRECTORY)),
-        ),
+        bpf_file_system: find_bpf_file_system(pin_directory),
         pins_problem: if missing_capabilities.is_empty() { pin_takeover_problem(role, &settings) } else { None },
         device: settings
             .interface
@@ -65,20 +55,26 @@ pub fn gather(options: &CliOptions) -> anyhow::Result<Facts> {
         clock: gather_clock(),
         netfilter: netfilter::gather_netfilter(),
         controller_answer: fleet_facts.controller_answer,
-        services,
+        services: gather_services(role, options.services, fleet_facts.services),
         servers_by_name: fleet_facts.servers_by_name,
         future_report_count: fleet_facts.future_report_count,
         announcement: settings.announcement_table.map(announcement::gather_announcement),
         controller_facts: options.controller_facts,
         polling_threads: if role == Role::Server { polling::find_polling_threads() } else { Vec::new() },
-        certificates: certificates::gather_certificates(
-            role,
-            options.tls_files.as_ref(),
-            options.machine_name.as_deref(),
-        )?,
+        certificates: certificates::gather_certificates(role, tls_files, machine_name)?,
         settings,
         missing_capabilities,
     })
+}
+
+/// Returns all services to check. On a server, they include its sockets.
+fn gather_services(role: Role, additional_services: Vec<Service>, fleet_services: Vec<Service>) -> Vec<Service> {
+    let mut services = additional_services;
+    services.extend(fleet_services);
+    if role == Role::Server {
+        services.iter_mut().for_each(|service| service.sockets = Some(sockets::gather_sockets(&service.address)));
+    }
+    services
 }
 
 fn gather_kernel(role: Role, has_capabilities: bool) -> Kernel {

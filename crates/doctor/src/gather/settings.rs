@@ -125,54 +125,59 @@ fn default_settings(role: Role) -> GatheredSettings {
 }
 
 fn read_file(role: Role, file: &Path) -> anyhow::Result<GatheredSettings> {
-    let gathered_settings = default_settings(role);
-    Ok(match role {
-        Role::Lb => {
-            let config = LbConfig::load(file)?;
-            let settings = Settings {
-                interface: Some(config.interface),
-                pin_directory: Some(config.pin_directory),
-                controllers: config.controllers.addresses().to_vec(),
-                xdp_mode: config.xdp_mode,
-                announcement_table: config.announce.map(|announce| announce.table),
-                ..gathered_settings.settings
-            };
-            GatheredSettings { settings, machine_name: Some(config.name), tls_files: config.tls, ..gathered_settings }
-        }
-        Role::Server => {
-            let config = agent::Config::load(file)?;
-            let rss_device: Box<dyn RssDevice> = match &config.rss {
-                agent::Rss::Ethtool {} => Box::new(EthtoolRss::new(&config.interface)),
-                agent::Rss::Testbed { path, entries } => {
-                    Box::new(TestbedRss::new(path.clone(), &config.interface, *entries))
-                }
-            };
-            let settings = Settings {
-                interface: Some(config.interface),
-                pin_directory: Some(config.pin_directory),
-                controllers: config.controllers.addresses().to_vec(),
-                manage_timestamps: config.manage_timestamps,
-                is_load_cpu_time: matches!(config.load, agent::Load::Cpu {}),
-                steer: config.steer,
-                ..gathered_settings.settings
-            };
-            GatheredSettings {
-                settings,
-                machine_name: Some(config.server),
-                tls_files: config.tls,
-                rss_device: Some(rss_device),
-                ..gathered_settings
-            }
-        }
-        Role::Controller => {
-            let config = ControllerConfig::load(file)?;
-            let controller_facts = gather_controller_facts(&config, gather_store_facts(&config.store));
-            GatheredSettings {
-                controller_facts: Some(controller_facts),
-                tls_files: config.credential_files,
-                ..gathered_settings
-            }
-        }
+    match role {
+        Role::Lb => read_lb_file(file),
+        Role::Server => read_agent_file(file),
+        Role::Controller => read_controller_file(file),
+    }
+}
+
+fn read_lb_file(file: &Path) -> anyhow::Result<GatheredSettings> {
+    let gathered_settings = default_settings(Role::Lb);
+    let config = LbConfig::load(file)?;
+    let settings = Settings {
+        interface: Some(config.interface),
+        pin_directory: Some(config.pin_directory),
+        controllers: config.controllers.addresses().to_vec(),
+        xdp_mode: config.xdp_mode,
+        announcement_table: config.announce.map(|announce| announce.table),
+        ..gathered_settings.settings
+    };
+    Ok(GatheredSettings { settings, machine_name: Some(config.name), tls_files: config.tls, ..gathered_settings })
+}
+
+fn read_agent_file(file: &Path) -> anyhow::Result<GatheredSettings> {
+    let gathered_settings = default_settings(Role::Server);
+    let config = agent::Config::load(file)?;
+    let rss_device: Box<dyn RssDevice> = match &config.rss {
+        agent::Rss::Ethtool {} => Box::new(EthtoolRss::new(&config.interface)),
+        agent::Rss::Testbed { path, entries } => Box::new(TestbedRss::new(path.clone(), &config.interface, *entries)),
+    };
+    let settings = Settings {
+        interface: Some(config.interface),
+        pin_directory: Some(config.pin_directory),
+        controllers: config.controllers.addresses().to_vec(),
+        manage_timestamps: config.manage_timestamps,
+        is_load_cpu_time: matches!(config.load, agent::Load::Cpu {}),
+        steer: config.steer,
+        ..gathered_settings.settings
+    };
+    Ok(GatheredSettings {
+        settings,
+        machine_name: Some(config.server),
+        tls_files: config.tls,
+        rss_device: Some(rss_device),
+        ..gathered_settings
+    })
+}
+
+fn read_controller_file(file: &Path) -> anyhow::Result<GatheredSettings> {
+    let config = ControllerConfig::load(file)?;
+    let controller_facts = gather_controller_facts(&config, gather_store_facts(&config.store));
+    Ok(GatheredSettings {
+        controller_facts: Some(controller_facts),
+        tls_files: config.credential_files,
+        ..default_settings(Role::Controller)
     })
 }
 

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use coreward_config::{BoundedDuration, Reader, Span, Spanned, format_time};
 use coreward_intf as intf;
-use coreward_model::ServerId;
 use coreward_model::consistency::TimestampOrigin;
 use coreward_model::lb_stamping;
 use coreward_model::placement::BucketCount;
+use coreward_model::{ServerId, ServiceAddress};
 use coreward_wire::ServiceIndex;
 
 use super::file::{FleetFile, Server};
@@ -146,47 +146,59 @@ impl ServiceChecker<'_> {
         let mut vips = UniqueValues::new("VIP");
         let mut services = Vec::with_capacity(entries.len());
         for entry in entries {
-            let service_entry = entry.get_ref();
-            let name = service_entry.name.value.as_ref().map(|name| &name.0);
-            names.insert(name, &service_entry.name.span, reader);
-            let server_positions = self.server_positions(service_entry, &positions_by_name, reader);
-            let Some(protocol) = service_entry.protocol.value else { continue };
-            let service_mode = service::service_mode(service_entry, protocol, reader);
-            let service_address = service_entry.vip.value.map(|vip| vip.with_protocol(protocol));
-            vips.insert(service_address, &service_entry.vip.span, reader);
-            if let Some(address) = service_address {
-                self.reject_server_at_vip(address.vip_and_port.ip(), &service_entry.vip.span, reader);
-            }
-            let is_of_other_family = |position: &usize| {
-                service_address
-                    .is_some_and(|vip| vip.vip_and_port.is_ipv4() != self.servers[*position].address.is_ipv4())
-            };
-            let mixes_families = server_positions.iter().any(is_of_other_family);
-            let check_health =
-                |table| health::parse_health_check(table, protocol, service_mode, mixes_families, reader);
-            let health_check = service_entry.health.as_ref().and_then(check_health);
-            let (Some(name), Some(address), Some(policy)) = (name, service_address, service_entry.policy.value) else {
-                continue;
-            };
-            if service_mode.timestamps == TimestampOrigin::LoadBalancer {
-                check_ids_fit(name, server_positions.iter().map(|position| &self.servers[*position]), reader);
-            }
-            services.push(ServiceConfig {
-                name: name.clone(),
-                address,
-                mode: service_mode,
-                other_balancer: transfer::other_balancer(service_entry, address, service_mode, reader),
-                policy: policy.0,
-                slow_start: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
-                buckets: service_entry.buckets.unwrap_or(self.buckets),
-                health_check,
-                when_all_down: service_entry.when_all_down,
-                server_positions,
-                span: entry.span(),
-            });
+            let name_entry = &entry.get_ref().name;
+            names.insert(name_entry.value.as_ref().map(|name| &name.0), &name_entry.span, reader);
+            services.extend(self.check_service(entry, &positions_by_name, &mut vips, reader));
         }
         transfer::check_uniform_stamping(&services, self.servers, entries, reader);
         services
+    }
+
+    /// Checks a service, except its name. Returns `None` if a required value is missing or invalid.
+    fn check_service(
+        &self,
+        entry: &Spanned<Service>,
+        positions_by_name: &HashMap<&str, usize>,
+        vips: &mut UniqueValues<ServiceAddress>,
+        reader: &mut Reader<'_>,
+    ) -> Option<ServiceConfig> {
+        let service_entry = entry.get_ref();
+        let server_positions = self.server_positions(service_entry, positions_by_name, reader);
+        let protocol = service_entry.protocol.value?;
+        let service_mode = service::service_mode(service_entry, protocol, reader);
+        let service_address = service_entry.vip.value.map(|vip| vip.with_protocol(protocol));
+        vips.insert(service_address, &service_entry.vip.span, reader);
+        if let Some(address) = service_address {
+            self.reject_server_at_vip(address.vip_and_port.ip(), &service_entry.vip.span, reader);
+        }
+        let mixes_families = self.mixes_families(service_address, &server_positions);
+        let check_health = |table| health::parse_health_check(table, protocol, service_mode, mixes_families, reader);
+        let health_check = service_entry.health.as_ref().and_then(check_health);
+        let (name, address) = (&service_entry.name.value.as_ref()?.0, service_address?);
+        let policy = service_entry.policy.value?;
+        if service_mode.timestamps == TimestampOrigin::LoadBalancer {
+            check_ids_fit(name, server_positions.iter().map(|position| &self.servers[*position]), reader);
+        }
+        Some(ServiceConfig {
+            name: name.clone(),
+            address,
+            mode: service_mode,
+            other_balancer: transfer::other_balancer(service_entry, address, service_mode, reader),
+            policy: policy.0,
+            slow_start: service_entry.slow_start.map_or(Duration::ZERO, |BoundedDuration(time)| time),
+            buckets: service_entry.buckets.unwrap_or(self.buckets),
+            health_check,
+            when_all_down: service_entry.when_all_down,
+            server_positions,
+            span: entry.span(),
+        })
+    }
+
+    /// Returns whether a server's address has another family than the VIP.
+    fn mixes_families(&self, service_address: Option<ServiceAddress>, server_positions: &[usize]) -> bool {
+        let Some(service_address) = service_address else { return false };
+        let is_vip_ipv4 = service_address.vip_and_port.is_ipv4();
+        server_positions.iter().any(|position| self.servers[*position].address.is_ipv4() != is_vip_ipv4)
     }
 
     /// Rejects a server whose address is a VIP. As every server has the VIP on its loopback, it would be unreachable.

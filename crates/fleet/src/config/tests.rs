@@ -104,273 +104,277 @@ fn defaults_are_as_documented() {
     assert!(config.services[0].server_positions.is_empty());
 }
 
+/// A text of the valid document, its replacement, and the message.
+const INVALID_VALUES: [(&str, &str, &str); 22] = [
+    (
+        "load_ewma_alpha = 0.25",
+        "load_ewma_alpha = 0",
+        "fleet.toml:4:19: key `load_ewma_alpha`: alpha 0: expected a number above 0, at most 1",
+    ),
+    (
+        "load_ewma_alpha = 0.25",
+        "load_ewma_alpah = 0.25",
+        "fleet.toml:4:1: key `load_ewma_alpah`: is not known: expected one of `report_interval`, `table_updates`, \
+         `table_lifetime`, `load_ewma_alpha`, `buckets`, `max_connection_lifetime`, `key_rotation`, `racks`, \
+         `load_balancers`, `server`, `service` (nearest: `load_ewma_alpha`)",
+    ),
+    (
+        "\"50ms\"",
+        "\"5ms\"",
+        "fleet.toml:3:19: key `report_interval`: \"5ms\": expected a time with its unit, from \"10ms\" to \"1s\"",
+    ),
+    (
+        "load_ewma_alpha = 0.25",
+        "listen = \"10.0.0.1:1\"",
+        "fleet.toml:4:1: key `listen`: is not known here: expected it in the controller's own file",
+    ),
+    (
+        "buckets = 256",
+        "buckets = 100",
+        "fleet.toml:5:11: key `buckets`: 100 buckets: expected a power of two from 1 to 2048",
+    ),
+    (
+        "buckets = 64",
+        "buckets = 4096",
+        "fleet.toml:25:11: key `service.buckets`: 4096 buckets: expected a power of two from 1 to 2048",
+    ),
+    (
+        "buckets = 256",
+        "rss_key = \"6d:5a\"",
+        "fleet.toml:5:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"` in the controller's \
+         own file, with the key in FILE",
+    ),
+    (
+        "id = 7",
+        "id = 16384",
+        "fleet.toml:10:6: key `server.id`: server id 16384 is out of range: expected 0 to 16383, the 14 bits that \
+         a cookie holds",
+    ),
+    (
+        "id = 7",
+        "state = \"off\"",
+        "fleet.toml:10:9: key `server.state`: state \"off\" is not known: expected \"active\" or \"draining\"",
+    ),
+    (
+        "10.2.0.11",
+        "10.2.0.256",
+        "fleet.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an address that one host \
+         can have, as \"10.2.0.11\" or \"2001:db8::11\"",
+    ),
+    ("\"s1\"", "\"s 1\"", "fleet.toml:8:8: key `server.name`: name \"s 1\": expected 1 to 64 bytes without blanks"),
+    (
+        "10.200.0.1:80",
+        "2001:db8::1:80",
+        "fleet.toml:19:7: key `service.vip`: VIP \"2001:db8::1:80\": expected an address that one host can have \
+         and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "policy = \"pow3\"",
+        "fleet.toml:24:10: key `service.policy`: policy \"pow3\" is not known: expected \"hash\", \
+         \"consistent-hash\", \"maglev\", \"bounded-load\", \"rr\", \"wrr\", \"awrr\", \"pow2\", \
+         \"pow2:connections\", \"pow2:packets\", \"pow2:bytes\", \"least\", \"least:packets\", \"least:bytes\", \
+         \"least:cpu\", \"crossrss\" or \"crossrss-plus\" (nearest: `pow2`)",
+    ),
+    (
+        "policy = \"pow2\"",
+        "protocol = \"sctp\"",
+        "fleet.toml:24:12: key `service.protocol`: protocol \"sctp\" is not known: expected \"tcp\" or \"udp\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "consistency = \"statefull\"",
+        "fleet.toml:24:15: key `service.consistency`: consistency \"statefull\" is not known: expected \
+         \"stateless\", \"stateful\", \"none\", \"hash-table\" or \"beamer\" (nearest: `stateful`)",
+    ),
+    (
+        "policy = \"pow2\"",
+        "timestamps = \"client\"",
+        "fleet.toml:24:14: key `service.timestamps`: who stamps, \"client\" is not known: expected \"server\", \
+         \"lb\" or \"off\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "protocol = \"udp\"\nudp = \"datagram\"",
+        "fleet.toml:25:7: key `service.udp`: udp \"datagram\" is not known: expected \"flow\" or \"packet\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "slow_start = \"3601s\"",
+        "fleet.toml:24:14: key `service.slow_start`: \"3601s\": expected a time with its unit, from \"0s\" to \
+         \"1h\"",
+    ),
+    (
+        "id = 7",
+        "weight = 101",
+        "fleet.toml:10:10: key `server.weight`: weight 101: expected 0 (no new connections) to 100",
+    ),
+    (
+        "id = 7",
+        "capacity = 0.0",
+        "fleet.toml:10:12: key `server.capacity`: capacity 0: expected a number above 0, at most 1000000: cores of \
+         the usual speed",
+    ),
+    (
+        "buckets = 256",
+        "key_rotation = \"0s\"",
+        "fleet.toml:5:16: key `key_rotation`: \"0s\": expected a time with its unit, from \"1h\" to \"8760h\"",
+    ),
+    (
+        "address = \"10.2.0.12\"",
+        "",
+        "fleet.toml:12:1: key `server.address`: is missing: expected an address that one host can have, as \
+         \"10.2.0.11\" or \"2001:db8::11\"",
+    ),
+];
+
 #[test]
 fn each_invalid_value_is_reported_with_its_key() {
-    let cases = [
-        (
-            "load_ewma_alpha = 0.25",
-            "load_ewma_alpha = 0",
-            "fleet.toml:4:19: key `load_ewma_alpha`: alpha 0: expected a number above 0, at most 1",
-        ),
-        (
-            "load_ewma_alpha = 0.25",
-            "load_ewma_alpah = 0.25",
-            "fleet.toml:4:1: key `load_ewma_alpah`: is not known: expected one of `report_interval`, `table_updates`, \
-             `table_lifetime`, `load_ewma_alpha`, `buckets`, `max_connection_lifetime`, `key_rotation`, `racks`, \
-             `load_balancers`, `server`, `service` (nearest: `load_ewma_alpha`)",
-        ),
-        (
-            "\"50ms\"",
-            "\"5ms\"",
-            "fleet.toml:3:19: key `report_interval`: \"5ms\": expected a time with its unit, from \"10ms\" to \"1s\"",
-        ),
-        (
-            "load_ewma_alpha = 0.25",
-            "listen = \"10.0.0.1:1\"",
-            "fleet.toml:4:1: key `listen`: is not known here: expected it in the controller's own file",
-        ),
-        (
-            "buckets = 256",
-            "buckets = 100",
-            "fleet.toml:5:11: key `buckets`: 100 buckets: expected a power of two from 1 to 2048",
-        ),
-        (
-            "buckets = 64",
-            "buckets = 4096",
-            "fleet.toml:25:11: key `service.buckets`: 4096 buckets: expected a power of two from 1 to 2048",
-        ),
-        (
-            "buckets = 256",
-            "rss_key = \"6d:5a\"",
-            "fleet.toml:5:1: key `rss_key`: is not known here: expected `rss_key_file = \"FILE\"` in the controller's \
-             own file, with the key in FILE",
-        ),
-        (
-            "id = 7",
-            "id = 16384",
-            "fleet.toml:10:6: key `server.id`: server id 16384 is out of range: expected 0 to 16383, the 14 bits that \
-             a cookie holds",
-        ),
-        (
-            "id = 7",
-            "state = \"off\"",
-            "fleet.toml:10:9: key `server.state`: state \"off\" is not known: expected \"active\" or \"draining\"",
-        ),
-        (
-            "10.2.0.11",
-            "10.2.0.256",
-            "fleet.toml:9:11: key `server.address`: server address \"10.2.0.256\": expected an address that one host \
-             can have, as \"10.2.0.11\" or \"2001:db8::11\"",
-        ),
-        ("\"s1\"", "\"s 1\"", "fleet.toml:8:8: key `server.name`: name \"s 1\": expected 1 to 64 bytes without blanks"),
-        (
-            "10.200.0.1:80",
-            "2001:db8::1:80",
-            "fleet.toml:19:7: key `service.vip`: VIP \"2001:db8::1:80\": expected an address that one host can have \
-             and a port from 1 on, as \"10.200.0.1:80\" or \"[2001:db8::1]:80\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "policy = \"pow3\"",
-            "fleet.toml:24:10: key `service.policy`: policy \"pow3\" is not known: expected \"hash\", \
-             \"consistent-hash\", \"maglev\", \"bounded-load\", \"rr\", \"wrr\", \"awrr\", \"pow2\", \
-             \"pow2:connections\", \"pow2:packets\", \"pow2:bytes\", \"least\", \"least:packets\", \"least:bytes\", \
-             \"least:cpu\", \"crossrss\" or \"crossrss-plus\" (nearest: `pow2`)",
-        ),
-        (
-            "policy = \"pow2\"",
-            "protocol = \"sctp\"",
-            "fleet.toml:24:12: key `service.protocol`: protocol \"sctp\" is not known: expected \"tcp\" or \"udp\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "consistency = \"statefull\"",
-            "fleet.toml:24:15: key `service.consistency`: consistency \"statefull\" is not known: expected \
-             \"stateless\", \"stateful\", \"none\", \"hash-table\" or \"beamer\" (nearest: `stateful`)",
-        ),
-        (
-            "policy = \"pow2\"",
-            "timestamps = \"client\"",
-            "fleet.toml:24:14: key `service.timestamps`: who stamps, \"client\" is not known: expected \"server\", \
-             \"lb\" or \"off\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "protocol = \"udp\"\nudp = \"datagram\"",
-            "fleet.toml:25:7: key `service.udp`: udp \"datagram\" is not known: expected \"flow\" or \"packet\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "slow_start = \"3601s\"",
-            "fleet.toml:24:14: key `service.slow_start`: \"3601s\": expected a time with its unit, from \"0s\" to \
-             \"1h\"",
-        ),
-        (
-            "id = 7",
-            "weight = 101",
-            "fleet.toml:10:10: key `server.weight`: weight 101: expected 0 (no new connections) to 100",
-        ),
-        (
-            "id = 7",
-            "capacity = 0.0",
-            "fleet.toml:10:12: key `server.capacity`: capacity 0: expected a number above 0, at most 1000000: cores of \
-             the usual speed",
-        ),
-        (
-            "buckets = 256",
-            "key_rotation = \"0s\"",
-            "fleet.toml:5:16: key `key_rotation`: \"0s\": expected a time with its unit, from \"1h\" to \"8760h\"",
-        ),
-        (
-            "address = \"10.2.0.12\"",
-            "",
-            "fleet.toml:12:1: key `server.address`: is missing: expected an address that one host can have, as \
-             \"10.2.0.11\" or \"2001:db8::11\"",
-        ),
-    ];
-    for (old_text, new_text, message) in cases {
+    for (old_text, new_text, message) in INVALID_VALUES {
         assert_eq!(error_after_replacement(old_text, new_text), message);
     }
 }
 
+/// A text of the valid document, its replacement, and the message.
+const CONTRADICTING_VALUES: [(&str, &str, &str); 22] = [
+    (
+        "\"s2\"",
+        "\"s1\"",
+        "fleet.toml:13:8: key `server.name`: server name s1 is used twice (first in line 8): expected each \
+         once\nfleet.toml:26:12: key \
+         `service.servers`: server \"s2\" does not exist: expected the name of a [[server]]",
+    ),
+    (
+        "10.2.0.12",
+        "10.2.0.11",
+        "fleet.toml:14:11: key `server.address`: server address 10.2.0.11 is used twice (first in line 9): \
+         expected each once",
+    ),
+    (
+        "state = \"draining\"",
+        "id = 7",
+        "fleet.toml:15:6: key `server.id`: server id 7 is used twice (first in line 10): expected each once",
+    ),
+    (
+        "10.200.0.1:443",
+        "10.200.0.1:80",
+        "fleet.toml:23:7: key `service.vip`: VIP 10.200.0.1:80/tcp is used twice (first in line 19): expected each \
+         once",
+    ),
+    (
+        "\"api\"",
+        "\"web\"",
+        "fleet.toml:22:8: key `service.name`: service name web is used twice (first in line 18): expected each \
+         once",
+    ),
+    (
+        "[\"s2\"]",
+        "[\"s2\", \"s3\"]",
+        "fleet.toml:26:18: key `service.servers`: server \"s3\" does not exist: expected the name of a [[server]]",
+    ),
+    (
+        "[\"s2\"]",
+        "[\"s2\", \"s2\"]",
+        "fleet.toml:26:18: key `service.servers`: server of this service s2 is used twice (first in line 26): \
+         expected each once",
+    ),
+    (
+        "buckets = 256",
+        "max_connection_lifetime = \"7201s\"\nkey_rotation = \"2h\"",
+        "fleet.toml:6:16: key `key_rotation`: a key rotation every 2h, but a cookie may live 7201s \
+         (`max_connection_lifetime`): expected no less than that",
+    ),
+    (
+        "policy = \"pow2\"",
+        "udp = \"flow\"",
+        "fleet.toml:24:7: key `service.udp`: a TCP service has no `udp`: expected it with `protocol = \"udp\"` \
+         only",
+    ),
+    (
+        "policy = \"pow2\"",
+        "protocol = \"udp\"\nconsistency = \"none\"",
+        "fleet.toml:25:15: key `service.consistency`: a UDP service has no `consistency`, as datagrams carry no \
+         cookie: expected `udp = \"flow\"` or `udp = \"packet\"`",
+    ),
+    (
+        "policy = \"pow2\"",
+        "protocol = \"udp\"\ntimestamps = \"off\"",
+        "fleet.toml:25:14: key `service.timestamps`: a UDP service has no `timestamps`, as datagrams carry no \
+         cookie: expected `udp = \"flow\"` or `udp = \"packet\"`",
+    ),
+    (
+        "policy = \"pow2\"",
+        "consistency = \"beamer\"\ntimestamps = \"server\"",
+        "fleet.toml:25:14: key `service.timestamps`: timestamps by \"server\" with consistency \"beamer\", which \
+         uses no cookie: expected \"off\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "consistency = \"beamer\"\ntimestamps = \"lb\"",
+        "fleet.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"beamer\", which uses \
+         no cookie: expected \"off\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "forwarding = \"gue\"\ntimestamps = \"lb\"",
+        "fleet.toml:24:14: key `service.forwarding`: forwarding \"gue\" with timestamps by \"lb\", whose servers' \
+         answers must pass the load balancer: expected \"l2\", or timestamps by \"server\" or \"off\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "forwarding = \"vxlan\"",
+        "fleet.toml:24:14: key `service.forwarding`: forwarding \"vxlan\" is not known: expected \"l2\", \"ipip\" \
+         or \"gue\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "forwarding = \"ipip\"\nhealth = { at = \"vip\" }",
+        "fleet.toml:25:17: key `service.health.at`: checks at the VIP of a service with forwarding \"ipip\", where \
+         routers would send them to a load balancer: expected \"server\"",
+    ),
+    (
+        "policy = \"pow2\"",
+        "consistency = \"stateful\"\ntimestamps = \"lb\"",
+        "fleet.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"stateful\": expected \
+         \"server\", who stamps the index",
+    ),
+    (
+        "id = 7",
+        "id = 2048\n[[service]]\nname = \"old\"\nvip = \"10.200.0.2:80\"\ntimestamps = \"lb\"",
+        "fleet.toml:10:6: key `server.id`: server id 2048 in service \"old\", whose timestamps are by \"lb\": \
+         expected 0 to 2047, the bits that its cookies hold, or none to have one drawn",
+    ),
+    (
+        "policy = \"pow2\"",
+        "consistency = \"stateful\"\ntimestamps = \"off\"",
+        "fleet.toml:25:14: key `service.timestamps`: timestamps by \"off\" with consistency \"stateful\": expected \
+         \"server\", who stamps the index",
+    ),
+    (
+        "policy = \"pow2\"",
+        "policy = \"pow2\"\nconsistency = \"none\"",
+        "fleet.toml:25:15: key `service.consistency`: consistency \"none\" with policy \"pow2\", which would send \
+         a connection's packets to several servers: expected a policy whose choice depends on the pool alone: \
+         hash, consistent-hash, maglev",
+    ),
+    (
+        "policy = \"pow2\"",
+        "consistency = \"none\"",
+        "fleet.toml:24:15: key `service.consistency`: consistency \"none\" with policy \"crossrss-plus\", which \
+         would send a connection's packets to several servers: expected a policy whose choice depends on the pool \
+         alone: hash, consistent-hash, maglev",
+    ),
+    (
+        "10.200.0.1:80",
+        "10.2.0.12:80",
+        "fleet.toml:19:7: key `service.vip`: VIP 10.2.0.12 is also the address of server \"s2\": expected an \
+         address of its own",
+    ),
+];
+
 #[test]
 fn contradicting_values_are_reported_with_their_keys() {
-    let cases = [
-        (
-            "\"s2\"",
-            "\"s1\"",
-            "fleet.toml:13:8: key `server.name`: server name s1 is used twice (first in line 8): expected each \
-             once\nfleet.toml:26:12: key \
-             `service.servers`: server \"s2\" does not exist: expected the name of a [[server]]",
-        ),
-        (
-            "10.2.0.12",
-            "10.2.0.11",
-            "fleet.toml:14:11: key `server.address`: server address 10.2.0.11 is used twice (first in line 9): \
-             expected each once",
-        ),
-        (
-            "state = \"draining\"",
-            "id = 7",
-            "fleet.toml:15:6: key `server.id`: server id 7 is used twice (first in line 10): expected each once",
-        ),
-        (
-            "10.200.0.1:443",
-            "10.200.0.1:80",
-            "fleet.toml:23:7: key `service.vip`: VIP 10.200.0.1:80/tcp is used twice (first in line 19): expected each \
-             once",
-        ),
-        (
-            "\"api\"",
-            "\"web\"",
-            "fleet.toml:22:8: key `service.name`: service name web is used twice (first in line 18): expected each \
-             once",
-        ),
-        (
-            "[\"s2\"]",
-            "[\"s2\", \"s3\"]",
-            "fleet.toml:26:18: key `service.servers`: server \"s3\" does not exist: expected the name of a [[server]]",
-        ),
-        (
-            "[\"s2\"]",
-            "[\"s2\", \"s2\"]",
-            "fleet.toml:26:18: key `service.servers`: server of this service s2 is used twice (first in line 26): \
-             expected each once",
-        ),
-        (
-            "buckets = 256",
-            "max_connection_lifetime = \"7201s\"\nkey_rotation = \"2h\"",
-            "fleet.toml:6:16: key `key_rotation`: a key rotation every 2h, but a cookie may live 7201s \
-             (`max_connection_lifetime`): expected no less than that",
-        ),
-        (
-            "policy = \"pow2\"",
-            "udp = \"flow\"",
-            "fleet.toml:24:7: key `service.udp`: a TCP service has no `udp`: expected it with `protocol = \"udp\"` \
-             only",
-        ),
-        (
-            "policy = \"pow2\"",
-            "protocol = \"udp\"\nconsistency = \"none\"",
-            "fleet.toml:25:15: key `service.consistency`: a UDP service has no `consistency`, as datagrams carry no \
-             cookie: expected `udp = \"flow\"` or `udp = \"packet\"`",
-        ),
-        (
-            "policy = \"pow2\"",
-            "protocol = \"udp\"\ntimestamps = \"off\"",
-            "fleet.toml:25:14: key `service.timestamps`: a UDP service has no `timestamps`, as datagrams carry no \
-             cookie: expected `udp = \"flow\"` or `udp = \"packet\"`",
-        ),
-        (
-            "policy = \"pow2\"",
-            "consistency = \"beamer\"\ntimestamps = \"server\"",
-            "fleet.toml:25:14: key `service.timestamps`: timestamps by \"server\" with consistency \"beamer\", which \
-             uses no cookie: expected \"off\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "consistency = \"beamer\"\ntimestamps = \"lb\"",
-            "fleet.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"beamer\", which uses \
-             no cookie: expected \"off\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "forwarding = \"gue\"\ntimestamps = \"lb\"",
-            "fleet.toml:24:14: key `service.forwarding`: forwarding \"gue\" with timestamps by \"lb\", whose servers' \
-             answers must pass the load balancer: expected \"l2\", or timestamps by \"server\" or \"off\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "forwarding = \"vxlan\"",
-            "fleet.toml:24:14: key `service.forwarding`: forwarding \"vxlan\" is not known: expected \"l2\", \"ipip\" \
-             or \"gue\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "forwarding = \"ipip\"\nhealth = { at = \"vip\" }",
-            "fleet.toml:25:17: key `service.health.at`: checks at the VIP of a service with forwarding \"ipip\", where \
-             routers would send them to a load balancer: expected \"server\"",
-        ),
-        (
-            "policy = \"pow2\"",
-            "consistency = \"stateful\"\ntimestamps = \"lb\"",
-            "fleet.toml:25:14: key `service.timestamps`: timestamps by \"lb\" with consistency \"stateful\": expected \
-             \"server\", who stamps the index",
-        ),
-        (
-            "id = 7",
-            "id = 2048\n[[service]]\nname = \"old\"\nvip = \"10.200.0.2:80\"\ntimestamps = \"lb\"",
-            "fleet.toml:10:6: key `server.id`: server id 2048 in service \"old\", whose timestamps are by \"lb\": \
-             expected 0 to 2047, the bits that its cookies hold, or none to have one drawn",
-        ),
-        (
-            "policy = \"pow2\"",
-            "consistency = \"stateful\"\ntimestamps = \"off\"",
-            "fleet.toml:25:14: key `service.timestamps`: timestamps by \"off\" with consistency \"stateful\": expected \
-             \"server\", who stamps the index",
-        ),
-        (
-            "policy = \"pow2\"",
-            "policy = \"pow2\"\nconsistency = \"none\"",
-            "fleet.toml:25:15: key `service.consistency`: consistency \"none\" with policy \"pow2\", which would send \
-             a connection's packets to several servers: expected a policy whose choice depends on the pool alone: \
-             hash, consistent-hash, maglev",
-        ),
-        (
-            "policy = \"pow2\"",
-            "consistency = \"none\"",
-            "fleet.toml:24:15: key `service.consistency`: consistency \"none\" with policy \"crossrss-plus\", which \
-             would send a connection's packets to several servers: expected a policy whose choice depends on the pool \
-             alone: hash, consistent-hash, maglev",
-        ),
-        (
-            "10.200.0.1:80",
-            "10.2.0.12:80",
-            "fleet.toml:19:7: key `service.vip`: VIP 10.2.0.12 is also the address of server \"s2\": expected an \
-             address of its own",
-        ),
-    ];
-    for (old_text, new_text, message) in cases {
+    for (old_text, new_text, message) in CONTRADICTING_VALUES {
         assert_eq!(error_after_replacement(old_text, new_text), message);
     }
 }

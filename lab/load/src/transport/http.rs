@@ -82,7 +82,7 @@ impl ExpectedPart {
             Self::ChunkSize => parse_chunk_size(bytes),
             Self::Trailer => {
                 let line_end = bytes.windows(2).position(|byte_pair| byte_pair == b"\r\n");
-                let part_after = |line_end| if line_end == 0 { Self::BodyBytes(0) } else { Self::Trailer };
+                let part_after = |line_end: usize| if line_end == 0 { Self::BodyBytes(0) } else { Self::Trailer };
                 Ok(line_end.map(|line_end| (line_end + 2, part_after(line_end))))
             }
         }
@@ -153,7 +153,7 @@ fn parse_head(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart, Reply)>, Malf
     )))
 }
 
-/// Returns the length of a chunk's first line, and the part that follows it. Returns `None` when the line is incomplete.
+/// Returns the length of a chunk's first line, and the part that follows it, or `None` when the line is incomplete.
 fn parse_chunk_size(bytes: &[u8]) -> Result<Option<(usize, ExpectedPart)>, MalformedResponse> {
     match httparse::parse_chunk_size(bytes).map_err(|_| MalformedResponse)? {
         httparse::Status::Partial => Ok(None),

@@ -298,49 +298,50 @@ proptest! {
     }
 }
 
+/// Balancer that checks whether the named policy, `least` or `pow2`, uses current connection counts.
+struct CheckedCheetah(Cheetah, &'static str);
+
+impl Balancer for CheckedCheetah {
+    fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
+        let placement = self.0.place_connection(identity, cluster);
+        let (server_connections, min_connections) = (
+            cluster.open_connections(placement.server),
+            cluster.members().iter().map(|member| cluster.open_connections(*member)).min(),
+        );
+        if self.1 == "least" {
+            assert_eq!(Some(server_connections), min_connections);
+        } else {
+            let compared_servers: [ServerId; 2] = self.0.compared_servers(identity);
+            assert!(compared_servers.contains(&server_id(placement.server)));
+            assert_eq!(
+                Some(server_connections),
+                compared_servers.iter().map(|server| cluster.open_connections(server.get())).min()
+            );
+        }
+        placement
+    }
+
+    fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
+        self.0.connection_opened(connection, cluster);
+    }
+
+    fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
+        self.0.connection_closed(connection, cluster);
+    }
+
+    fn servers_changed(&mut self, cluster: &Cluster) {
+        self.0.servers_changed(cluster);
+        assert!(!self.0.uses_reports());
+    }
+
+    fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
+        self.0.first_break_time(connection, cluster)
+    }
+}
+
 /// Checks that the policies use current connection counts if the configuration makes them available.
 #[test]
 fn least_and_pow2_use_current_counts() {
-    struct CheckedCheetah(Cheetah, &'static str);
-
-    impl Balancer for CheckedCheetah {
-        fn place_connection(&mut self, identity: u64, cluster: &Cluster) -> PlacedConnection {
-            let placement = self.0.place_connection(identity, cluster);
-            let (server_connections, min_connections) = (
-                cluster.open_connections(placement.server),
-                cluster.members().iter().map(|member| cluster.open_connections(*member)).min(),
-            );
-            if self.1 == "least" {
-                assert_eq!(Some(server_connections), min_connections);
-            } else {
-                let compared_servers: [ServerId; 2] = self.0.compared_servers(identity);
-                assert!(compared_servers.contains(&server_id(placement.server)));
-                assert_eq!(
-                    Some(server_connections),
-                    compared_servers.iter().map(|server| cluster.open_connections(server.get())).min()
-                );
-            }
-            placement
-        }
-
-        fn connection_opened(&mut self, connection: &Connection, cluster: &Cluster) {
-            self.0.connection_opened(connection, cluster);
-        }
-
-        fn connection_closed(&mut self, connection: &Connection, cluster: &Cluster) {
-            self.0.connection_closed(connection, cluster);
-        }
-
-        fn servers_changed(&mut self, cluster: &Cluster) {
-            self.0.servers_changed(cluster);
-            assert!(!self.0.uses_reports());
-        }
-
-        fn first_break_time(&self, connection: &Connection, cluster: &Cluster) -> Option<Nanoseconds> {
-            self.0.first_break_time(connection, cluster)
-        }
-    }
-
     let config =
         Config { arrivals: ArrivalProcess::OpenLoop { mean_open_connections: 2_000.0 }, ..churning_cluster(40, 2) };
     for policy in ["least", "pow2"] {

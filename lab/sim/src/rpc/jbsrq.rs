@@ -151,9 +151,8 @@ impl JbsrqOptions {
             "quantum" => self.quantum = parse_interval()?,
             "interval" => self.monitor_interval = parse_interval()?,
             "switch" => {
-                let switch_cost = parse_time(value, 0.0);
-                self.switch_cost =
-                    switch_cost.ok_or_else(|| invalid_option("a time from 0 to 1000000 service times"))?;
+                let cost = parse_time(value, 0.0);
+                self.switch_cost = cost.ok_or_else(|| invalid_option("a time from 0 to 1000000 service times"))?;
             }
             "assignment" => {
                 self.assignment = value.parse().map_err(|error: UnknownAssignmentMode| error.to_string())?

@@ -131,12 +131,12 @@ impl Policy {
 }
 
 fn parse_options<T: FromStr<Err: fmt::Display>>(options: Option<&str>) -> Result<T, String> {
-    options.unwrap_or_default().parse().map_err(|detail: T::Err| format!(": {detail}"))
+    options.unwrap_or_default().parse::<T>().map_err(|detail| format!(": {detail}"))
 }
 
 /// Parses a time from 0 to [`MAX_PARAMETER_TIME`].
 fn parse_time(text: &str) -> Option<f64> {
-    text.parse().ok().filter(|time| (0.0..=MAX_PARAMETER_TIME).contains(time))
+    text.parse().ok().filter(|time: &f64| (0.0..=MAX_PARAMETER_TIME).contains(time))
 }
 
 /// Longest time to which a policy's parameter can be set, in units of service time.

@@ -201,7 +201,7 @@ fn delayed_tables_change_the_placement() {
 }
 
 #[test]
-fn invalid_configurations_and_traces_are_rejected() {
+fn invalid_configurations_are_rejected() {
     let run_error = |config: Config| run(&config).unwrap_err().to_string();
     let campus_config = || build_config("campus:seconds=2,history=0", &["hash"], 1..=1);
     assert_eq!(run_error(Config { servers: 0, ..campus_config() }), "servers 0: expected 1 to 16384");
@@ -228,7 +228,10 @@ fn invalid_configurations_and_traces_are_rejected() {
         short_trace_error.contains("the trace lasts 2.000 s") && short_trace_error.contains("at least 3000 ms"),
         "{short_trace_error}"
     );
+}
 
+#[test]
+fn invalid_traces_are_rejected() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("empty.pcap");
     let header: Vec<u8> =

@@ -38,8 +38,82 @@ fn simulate_departures(requests: &[Request], dispatcher: impl Dispatcher, cores:
 /// Function by which the reference chooses a core, from each core's outstanding requests and work in progress.
 type CoreChooser = fn(&[(u64, u64)], bound: u64) -> Option<usize>;
 
-/// Returns the departures in the reference simulator, which has one heap of events and searches all cores for every
-/// choice.
+#[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
+enum ReferenceEvent {
+    ServiceEnds(usize, usize),
+    ResponseAtNic(usize, usize),
+    RequestAtCore(usize, usize),
+    RequestAtNic(usize),
+}
+
+/// Reference simulator, which has one heap of events and searches all cores for every choice.
+struct ReferenceSimulator<'a> {
+    requests: &'a [Request],
+    latency: u64,
+    events: BinaryHeap<Reverse<(u64, ReferenceEvent)>>,
+    core_loads: Vec<(u64, u64)>,
+    nic_queue: VecDeque<usize>,
+    core_queues: Vec<VecDeque<usize>>,
+    departures: Vec<(u64, u32)>,
+}
+
+impl<'a> ReferenceSimulator<'a> {
+    fn new(requests: &'a [Request], cores: usize, latency: u64) -> Self {
+        let arrivals = requests.iter().enumerate();
+        Self {
+            requests,
+            latency,
+            events: arrivals
+                .map(|(i, request)| Reverse((request.arrived_at, ReferenceEvent::RequestAtNic(i))))
+                .collect(),
+            core_loads: vec![(0, 0); cores],
+            nic_queue: VecDeque::new(),
+            core_queues: vec![VecDeque::new(); cores],
+            departures: Vec::new(),
+        }
+    }
+
+    fn schedule(&mut self, time: u64, event: ReferenceEvent) {
+        self.events.push(Reverse((time, event)));
+    }
+
+    fn handle_event(&mut self, now: u64, event: ReferenceEvent) {
+        match event {
+            ReferenceEvent::RequestAtNic(request) => self.nic_queue.push_back(request),
+            ReferenceEvent::RequestAtCore(core, request) => {
+                self.core_queues[core].push_back(request);
+                if self.core_queues[core].len() == 1 {
+                    self.schedule(now + self.requests[request].work, ReferenceEvent::ServiceEnds(core, request));
+                }
+            }
+            ReferenceEvent::ServiceEnds(core, request) => {
+                assert_eq!(self.core_queues[core].pop_front(), Some(request));
+                if let Some(next) = self.core_queues[core].front().copied() {
+                    self.schedule(now + self.requests[next].work, ReferenceEvent::ServiceEnds(core, next));
+                }
+                self.schedule(now + self.latency, ReferenceEvent::ResponseAtNic(core, request));
+            }
+            ReferenceEvent::ResponseAtNic(core, request) => {
+                self.core_loads[core].0 -= 1;
+                self.core_loads[core].1 -= self.requests[request].work;
+                self.departures.push((now, self.requests[request].hash));
+            }
+        }
+    }
+
+    /// Sends requests from the NIC's queue to cores for as long as `choose` finds a core.
+    fn dispatch_requests(&mut self, now: u64, queue_bound: u64, choose: CoreChooser) {
+        while let Some(request) = self.nic_queue.front().copied() {
+            let Some(core) = choose(&self.core_loads, queue_bound) else { break };
+            self.nic_queue.pop_front();
+            self.core_loads[core].0 += 1;
+            self.core_loads[core].1 += self.requests[request].work;
+            self.schedule(now + self.latency, ReferenceEvent::RequestAtCore(core, request));
+        }
+    }
+}
+
+/// Returns the departures in the reference simulator, sorted.
 fn reference_departures(
     requests: &[Request],
     cores: usize,
@@ -47,54 +121,13 @@ fn reference_departures(
     queue_bound: u64,
     choose: CoreChooser,
 ) -> Vec<(u64, u32)> {
-    #[derive(PartialEq, Eq, PartialOrd, Ord, Clone, Copy)]
-    enum ReferenceEvent {
-        ServiceEnds(usize, usize),
-        ResponseAtNic(usize, usize),
-        RequestAtCore(usize, usize),
-        RequestAtNic(usize),
+    let mut simulator = ReferenceSimulator::new(requests, cores, latency);
+    while let Some(Reverse((now, event))) = simulator.events.pop() {
+        simulator.handle_event(now, event);
+        simulator.dispatch_requests(now, queue_bound, choose);
     }
-    let mut events: BinaryHeap<Reverse<(u64, ReferenceEvent)>> = requests
-        .iter()
-        .enumerate()
-        .map(|(i, request)| Reverse((request.arrived_at, ReferenceEvent::RequestAtNic(i))))
-        .collect();
-    let mut core_loads = vec![(0, 0); cores];
-    let mut nic_queue: VecDeque<usize> = VecDeque::new();
-    let mut core_queues: Vec<VecDeque<usize>> = vec![VecDeque::new(); cores];
-    let mut departures = Vec::new();
-    while let Some(Reverse((now, event))) = events.pop() {
-        match event {
-            ReferenceEvent::RequestAtNic(request) => nic_queue.push_back(request),
-            ReferenceEvent::RequestAtCore(core, request) => {
-                core_queues[core].push_back(request);
-                if core_queues[core].len() == 1 {
-                    events.push(Reverse((now + requests[request].work, ReferenceEvent::ServiceEnds(core, request))));
-                }
-            }
-            ReferenceEvent::ServiceEnds(core, request) => {
-                assert_eq!(core_queues[core].pop_front(), Some(request));
-                if let Some(next) = core_queues[core].front() {
-                    events.push(Reverse((now + requests[*next].work, ReferenceEvent::ServiceEnds(core, *next))));
-                }
-                events.push(Reverse((now + latency, ReferenceEvent::ResponseAtNic(core, request))));
-            }
-            ReferenceEvent::ResponseAtNic(core, request) => {
-                core_loads[core].0 -= 1;
-                core_loads[core].1 -= requests[request].work;
-                departures.push((now, requests[request].hash));
-            }
-        }
-        while let Some(request) = nic_queue.front().copied() {
-            let Some(core) = choose(&core_loads, queue_bound) else { break };
-            nic_queue.pop_front();
-            core_loads[core].0 += 1;
-            core_loads[core].1 += requests[request].work;
-            events.push(Reverse((now + latency, ReferenceEvent::RequestAtCore(core, request))));
-        }
-    }
-    departures.sort_unstable();
-    departures
+    simulator.departures.sort_unstable();
+    simulator.departures
 }
 
 fn choose_shortest_queue(core_loads: &[(u64, u64)], queue_bound: u64) -> Option<usize> {

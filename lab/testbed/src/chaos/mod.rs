@@ -120,15 +120,7 @@ pub fn main(options: &ChaosArgs) -> anyhow::Result<()> {
 /// Runs the test in a new testbed named `instance`. Fails when the setup fails, or after a signal. Violated invariants
 /// are part of the outcome.
 pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> {
-    let testbed = Testbed::create(TestbedOptions {
-        instance: instance.to_owned(),
-        servers: SERVER_COUNT,
-        cores: CORE_COUNT,
-        load_balancers: LOAD_BALANCER_COUNT,
-        racks: options.racks,
-        client_addresses: CLIENT_ADDRESS_COUNT,
-        ..options.network.testbed_options()
-    })?;
+    let testbed = create_testbed(instance, options)?;
     let server_numbers = testbed.server_numbers();
     let _nginx: Vec<NginxServer> =
         server_numbers.iter().map(|number| testbed.start_nginx(*number)).collect::<anyhow::Result<_>>()?;
@@ -138,21 +130,8 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
     for number in &server_numbers {
         write_busy_times(&core_load_file_path(&testbed, *number), &vec![0; usize::from(CORE_COUNT)])?;
     }
-    let server_racks: BTreeMap<u16, Vec<u16>> = server_numbers
-        .iter()
-        .filter(|_| options.racks > 0)
-        .map(|number| (*number, rack_numbers_of_server(*number, options.racks)))
-        .collect();
-    let documents = DocumentGenerator::new(
-        options.seed,
-        options.network,
-        &server_numbers,
-        vec![
-            ("web".to_owned(), testbed.service_address(), WEB_SERVICE_CONFIG),
-            ("streams".to_owned(), stream_service_address(&testbed), STREAM_SERVICE_CONFIG),
-        ],
-        server_racks.clone(),
-    );
+    let server_racks = racks_by_server(&server_numbers, options.racks);
+    let documents = create_document_generator(&testbed, options, server_racks.clone());
     let store_disk = TmpfsDisk::mount(&testbed.directory().join("store"))?;
     let preloaded_faults = PreloadedFaults::create(&testbed.directory())?;
     let etcd_cluster = (options.controllers > 1).then(|| EtcdCluster::start(&testbed)).transpose()?;
@@ -172,6 +151,41 @@ pub fn run(instance: &str, options: &ChaosArgs) -> anyhow::Result<ChaosOutcome> 
     let env =
         TestEnv::new(&testbed, fleet, store_disk, preloaded_faults, etcd_cluster, options.upgrade_binary.clone())?;
     ChaosRun::new(&testbed, env, options)?.run_to_outcome(documents)
+}
+
+fn create_testbed(instance: &str, options: &ChaosArgs) -> anyhow::Result<Testbed> {
+    Testbed::create(TestbedOptions {
+        instance: instance.to_owned(),
+        servers: SERVER_COUNT,
+        cores: CORE_COUNT,
+        load_balancers: LOAD_BALANCER_COUNT,
+        racks: options.racks,
+        client_addresses: CLIENT_ADDRESS_COUNT,
+        ..options.network.testbed_options()
+    })
+}
+
+/// Returns the rack controllers of each server, or no servers if there are no racks.
+fn racks_by_server(server_numbers: &[u16], rack_count: u16) -> BTreeMap<u16, Vec<u16>> {
+    let racked_servers = server_numbers.iter().filter(|_| rack_count > 0);
+    racked_servers.map(|number| (*number, rack_numbers_of_server(*number, rack_count))).collect()
+}
+
+fn create_document_generator(
+    testbed: &Testbed,
+    options: &ChaosArgs,
+    server_racks: BTreeMap<u16, Vec<u16>>,
+) -> DocumentGenerator {
+    DocumentGenerator::new(
+        options.seed,
+        options.network,
+        &testbed.server_numbers(),
+        vec![
+            ("web".to_owned(), testbed.service_address(), WEB_SERVICE_CONFIG),
+            ("streams".to_owned(), stream_service_address(testbed), STREAM_SERVICE_CONFIG),
+        ],
+        server_racks,
+    )
 }
 
 struct ChaosRun<'a> {
@@ -244,6 +258,18 @@ impl<'a> ChaosRun<'a> {
             Ok::<_, anyhow::Error>((self.env.resource_usage()?, byzantine_share))
         })?;
         self.check_resource_growth(&final_resource_usage);
+        self.collect_outcome(traffic, &writer, &invariant_checker, final_resource_usage, byzantine_share)
+    }
+
+    /// Returns the results of the run, after its threads have ended.
+    fn collect_outcome(
+        mut self,
+        traffic: TrafficClients<'_>,
+        writer: &ConfigWriter<'_>,
+        invariant_checker: &InvariantChecker<'_>,
+        final_resource_usage: BTreeMap<String, ResourceUsage>,
+        byzantine_share: Option<ByzantineShare>,
+    ) -> anyhow::Result<ChaosOutcome> {
         let mut outcome = ChaosOutcome {
             seconds: self.run_start.elapsed().as_secs_f64(),
             seed: self.options.seed,

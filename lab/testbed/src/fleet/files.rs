@@ -1,9 +1,9 @@
 //! Configuration files and certificates of the daemons.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 use std::fs;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
@@ -64,6 +64,15 @@ pub(super) fn write_controller_files(
     };
     let text = text + &tls_table_or_empty(options.uses_tls, testbed, Role::Controller, "controller");
     write_file(&config_path(testbed, "controller"), &text)?;
+    write_file(&config_path(testbed, "fleet"), &fleet_file_text(testbed, options, pool)?)
+}
+
+/// Returns the text of the fleet's file, with the servers of the pool and a service for each VIP.
+fn fleet_file_text(
+    testbed: &Testbed,
+    options: &FleetOptions,
+    pool: &BTreeMap<u16, AdminState>,
+) -> anyhow::Result<String> {
     let mut text = format!("report_interval = \"{}ms\"\n", options.report_interval_ms);
     if options.tables_by_interval {
         text += "table_updates = \"interval\"\n";
@@ -79,20 +88,25 @@ pub(super) fn write_controller_files(
         text += options.server_lines.get(number).map_or("", String::as_str);
     }
     for (index, vip) in testbed.vips().enumerate() {
-        let (policy, vip) = (&options.policy, SocketAddr::new(vip, SERVICE_ADDRESS.port()));
-        write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}\"\npolicy = \"{policy}\"\n")?;
-        if options.consistency != Consistency::default() {
-            writeln!(text, "consistency = \"{}\"", options.consistency.name())?;
-        }
-        if options.timestamps != TimestampOrigin::default() {
-            writeln!(text, "timestamps = \"{}\"", options.timestamps.name())?;
-        }
-        if options.forwarding != Forwarding::default() {
-            writeln!(text, "forwarding = \"{}\"", options.forwarding.name())?;
-        }
+        write_service_table(&mut text, options, index, vip)?;
     }
     text += &options.fleet_text;
-    write_file(&config_path(testbed, "fleet"), &text)
+    Ok(text)
+}
+
+fn write_service_table(text: &mut String, options: &FleetOptions, index: usize, vip: IpAddr) -> fmt::Result {
+    let (policy, vip) = (&options.policy, SocketAddr::new(vip, SERVICE_ADDRESS.port()));
+    write!(text, "\n[[service]]\nname = \"web{index}\"\nvip = \"{vip}\"\npolicy = \"{policy}\"\n")?;
+    if options.consistency != Consistency::default() {
+        writeln!(text, "consistency = \"{}\"", options.consistency.name())?;
+    }
+    if options.timestamps != TimestampOrigin::default() {
+        writeln!(text, "timestamps = \"{}\"", options.timestamps.name())?;
+    }
+    if options.forwarding != Forwarding::default() {
+        writeln!(text, "forwarding = \"{}\"", options.forwarding.name())?;
+    }
+    Ok(())
 }
 
 fn vlan_config_line(vlan: u16) -> String {

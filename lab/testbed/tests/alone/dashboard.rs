@@ -114,43 +114,80 @@ async fn browser_errors(client: &Client) -> anyhow::Result<Vec<String>> {
     Ok(log_lines.iter().filter(|line| line["level"] == "SEVERE").map(|line| line["message"].to_string()).collect())
 }
 
-async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Result<()> + Sync)) -> anyhow::Result<()> {
-    let client = connect_to_driver().await?;
-    client.goto(DASHBOARD_URL).await?;
-    wait_until(&client, "the form to log in", "!document.getElementById('login').hidden").await?;
-    ensure!(!page_text(&client).await?.contains("web0"), "seen without a token: {}", page_text(&client).await?);
-    log_in(&client, "not-the-token-not-the-token-not-the").await?;
-    wait_until(&client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
+/// Checks that the page shows nothing without a valid token, and logs in.
+async fn check_login(client: &Client, token: &str) -> anyhow::Result<()> {
+    wait_until(client, "the form to log in", "!document.getElementById('login').hidden").await?;
+    ensure!(!page_text(client).await?.contains("web0"), "seen without a token: {}", page_text(client).await?);
+    log_in(client, "not-the-token-not-the-token-not-the").await?;
+    wait_until(client, "a refusal", "document.getElementById('refusal').textContent.includes('is not valid')").await?;
     // The browser logs every 401, of which two are expected here.
-    let expected_errors = browser_errors(&client).await?;
+    let expected_errors = browser_errors(client).await?;
     ensure!(expected_errors.iter().all(|line| line.contains("401")), "{expected_errors:?}");
 
-    log_in(&client, &token).await?;
-    wait_until(&client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
+    log_in(client, token).await?;
+    wait_until(client, "the page", "document.getElementById('connection').textContent === 'live'").await?;
+    Ok(())
+}
+
+/// Checks that the page shows the service, the load balancer, every server with its loads, and new connections.
+async fn check_loads_and_traffic(client: &Client) -> anyhow::Result<()> {
     let core_count = usize::from(SERVER_COUNT * CORE_COUNT);
     let summary_script = format!(
         "document.getElementById('under').textContent.startsWith('{SERVER_COUNT} servers, {core_count} cores; loads of \
          {SERVER_COUNT}')"
     );
-    wait_until(&client, "the loads of every core", &summary_script).await?;
+    wait_until(client, "the loads of every core", &summary_script).await?;
     for expected in ["web0", "10.200.0.1:80", "crossrss-plus", "lb1", "connected"] {
-        wait_until(&client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
+        wait_until(client, expected, &format!("document.body.innerText.includes('{expected}')")).await?;
     }
     let names_script = "[...document.querySelectorAll('#names div')].map((name) => name.textContent).join()";
     let names = client.execute(&format!("return {names_script};"), Vec::new()).await?;
     ensure!(names == "s1,s2,s3,s4,s5,s6", "{names}");
     let reporting_script =
         format!("document.querySelector('#tiles .tile b').textContent === '{SERVER_COUNT} of {SERVER_COUNT}'");
-    wait_until(&client, "reports of every server", &reporting_script).await?;
+    wait_until(client, "reports of every server", &reporting_script).await?;
     // Loads are drawn if the newest column has a colour per core, and if not all colours are equal.
     let colours_script = "(() => { const map = document.getElementById('heat'); \
         const data = map.getContext('2d').getImageData(map.width - 2, 0, 1, map.height).data; \
         const seen = new Set(); \
         for (let i = 0; i < data.length; i += 4) if (data[i + 3]) seen.add(data.slice(i, i + 3).join()); \
         return seen.size > 3; })()";
-    wait_until(&client, "colours of different loads", colours_script).await?;
+    wait_until(client, "colours of different loads", colours_script).await?;
     let traffic_script = "Number(document.querySelectorAll('#tiles .tile b')[4].textContent) > 0";
-    wait_until(&client, "new connections", traffic_script).await?;
+    wait_until(client, "new connections", traffic_script).await?;
+    Ok(())
+}
+
+/// Checks that the page shows the state of server 2, which drains, and the event.
+async fn check_draining_server(client: &Client) -> anyhow::Result<()> {
+    let draining_script = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
+        row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
+    wait_until(client, "the server that drains", draining_script).await?;
+    // For a short time, agents report that server's MAC address as missing, until they have resolved it.
+    wait_until(client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')")
+        .await?;
+    wait_until(client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
+        .await?;
+    Ok(())
+}
+
+/// Checks that the page needs no other origin, and that no script can read the session.
+async fn check_isolation(client: &Client) -> anyhow::Result<()> {
+    // The page must not load any resource from another origin.
+    let origins_script = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
+                   URL(entry.name).origin))].join();";
+    let origins = client.execute(origins_script, Vec::new()).await?;
+    ensure!(origins == DASHBOARD_URL.trim_end_matches('/'), "{origins}");
+    // The session is in a viewer's cookie, which no script may read.
+    ensure!(client.execute("return document.cookie;", Vec::new()).await? == "", "a script can read the session");
+    Ok(())
+}
+
+async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Result<()> + Sync)) -> anyhow::Result<()> {
+    let client = connect_to_driver().await?;
+    client.goto(DASHBOARD_URL).await?;
+    check_login(&client, &token).await?;
+    check_loads_and_traffic(&client).await?;
 
     if let Ok(screenshot_path) = std::env::var("COREWARD_SCREENSHOT") {
         tokio::time::sleep(SCREENSHOT_DELAY).await;
@@ -160,21 +197,8 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
     } else {
         drain_server()?;
     }
-    let draining_script = "[...document.querySelectorAll('#servers tbody tr')].some((row) => \
-        row.textContent.startsWith('s2') && row.textContent.includes('draining'))";
-    wait_until(&client, "the server that drains", draining_script).await?;
-    // For a short time, agents report that server's MAC address as missing, until they have resolved it.
-    wait_until(&client, "warnings that go", "!document.getElementById('servers').textContent.includes('no MAC')")
-        .await?;
-    wait_until(&client, "events are shown", "document.getElementById('events').textContent.includes('draining')")
-        .await?;
-    // The page must not load any resource from another origin.
-    let origins_script = "return [...new Set(performance.getEntriesByType('resource').map((entry) => new \
-                   URL(entry.name).origin))].join();";
-    let origins = client.execute(origins_script, Vec::new()).await?;
-    ensure!(origins == DASHBOARD_URL.trim_end_matches('/'), "{origins}");
-    // The session is in a viewer's cookie, which no script may read.
-    ensure!(client.execute("return document.cookie;", Vec::new()).await? == "", "a script can read the session");
+    check_draining_server(&client).await?;
+    check_isolation(&client).await?;
 
     find_by_id(&client, "logout").await?.click().await?;
     wait_until(
@@ -187,6 +211,21 @@ async fn check_dashboard(token: String, drain_server: &(dyn Fn() -> anyhow::Resu
     ensure!(browser_errors.iter().all(|line| line.contains("401")), "{browser_errors:?}");
     client.close().await?;
     Ok(())
+}
+
+/// Starts connections to the service, with the arrivals of a generated workload.
+fn start_load_generator(testbed: &Testbed) -> anyhow::Result<Process> {
+    let arrival_workload = Workload {
+        duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
+        core_count: (SERVER_COUNT * CORE_COUNT).into(),
+        ..Workload::default()
+    };
+    let arrival_log_path: PathBuf = testbed.directory().join("arrivals.txt");
+    fs::write(&arrival_log_path, arrival_workload.generate(1).to_string())?;
+    let mut command = Command::new(lab_command()?);
+    command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(&arrival_log_path);
+    command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
+    testbed.spawn(testbed.client(), command)
 }
 
 #[test]
@@ -207,17 +246,7 @@ fn dashboard_shows_every_core_and_pool_changes() {
         ..FleetOptions::default()
     };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let arrival_workload = Workload {
-        duration_us: MAX_TRAFFIC_SECONDS * 1_000_000,
-        core_count: (SERVER_COUNT * CORE_COUNT).into(),
-        ..Workload::default()
-    };
-    let arrival_log_path: PathBuf = testbed.directory().join("arrivals.txt");
-    fs::write(&arrival_log_path, arrival_workload.generate(1).to_string()).unwrap();
-    let mut load_command = Command::new(lab_command().unwrap());
-    load_command.args(["testbed", "load", "--vip", &SERVICE_ADDRESS.to_string(), "--log"]).arg(&arrival_log_path);
-    load_command.args(["--first-address", &testbed.client_address(0).to_string()]).stdout(std::process::Stdio::null());
-    let _load_generator = testbed.spawn(testbed.client(), load_command).unwrap();
+    let _load_generator = start_load_generator(&testbed).unwrap();
     let _browser_driver = start_browser_driver(&testbed).unwrap();
     let viewer_token = fs::read_to_string(testbed.directory().join("viewer.token")).unwrap().trim().to_owned();
     let pool = fleet.server_pool().clone();

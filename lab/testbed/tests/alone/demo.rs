@@ -1,7 +1,7 @@
 //! Test of the demo as a user starts it, with its output and its files, and of whether it leaves anything else behind.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
@@ -18,6 +18,16 @@ fn demo_command(arguments: &[&str], output_directory: &Path) -> anyhow::Result<C
     Ok(command)
 }
 
+/// Returns the results that a successful demo has printed.
+fn parse_results(output: &Output) -> anyhow::Result<serde_json::Value> {
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).context("stdout is not one JSON object")
+}
+
+fn read_arrival_log(output_directory: &Path) -> anyhow::Result<ArrivalLog> {
+    Ok(std::fs::read_to_string(output_directory.join("arrivals-seed1.txt"))?.parse()?)
+}
+
 fn instance_of_demo(demo: u32) -> String {
     format!("demohash{demo}")
 }
@@ -30,16 +40,13 @@ fn core_aware_placement_beats_hash_and_nothing_breaks() -> anyhow::Result<()> {
     let demo_process =
         demo_command(&arguments, output_directory.path())?.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let demo_pid = demo_process.id();
-    let output = demo_process.wait_with_output()?;
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let results: serde_json::Value = serde_json::from_slice(&output.stdout).context("stdout is not one JSON object")?;
+    let results = parse_results(&demo_process.wait_with_output()?)?;
 
     assert_eq!((&results["seconds"], &results["servers"], &results["cores"]), (&24.into(), &4.into(), &4.into()));
     let policies = results["policies"].as_array().context("policies")?;
     let policy_names: Vec<_> = policies.iter().map(|policy| policy["policy"].as_str().unwrap_or_default()).collect();
     assert_eq!(policy_names, ["hash", "crossrss", "crossrss-plus"]);
-    let arrival_log: ArrivalLog =
-        std::fs::read_to_string(output_directory.path().join("arrivals-seed1.txt"))?.parse()?;
+    let arrival_log = read_arrival_log(output_directory.path())?;
     for policy in policies {
         assert_eq!(policy["connections"]["opened"], arrival_log.arrivals.len(), "{results:#}");
         assert_eq!(policy["connections"]["broken"], 0, "{results:#}");
@@ -71,10 +78,8 @@ fn ipv6_connections_through_gue_do_not_break() -> anyhow::Result<()> {
     let output_directory = tempfile::tempdir()?;
     let arguments = ["--family", "6", "--forwarding", "gue", "--seconds", "18", "--seeds", "1", "--policy", "crossrss"];
     let output = demo_command(&arguments, output_directory.path())?.args(["--format", "json"]).output()?;
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let results: serde_json::Value = serde_json::from_slice(&output.stdout).context("stdout is not one JSON object")?;
-    let arrival_log: ArrivalLog =
-        std::fs::read_to_string(output_directory.path().join("arrivals-seed1.txt"))?.parse()?;
+    let results = parse_results(&output)?;
+    let arrival_log = read_arrival_log(output_directory.path())?;
     let connections = &results["policies"][0]["connections"];
     assert_eq!(
         (&connections["opened"], &connections["broken"]),

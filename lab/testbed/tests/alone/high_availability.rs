@@ -100,6 +100,16 @@ fn retry_until_some<T>(description: &str, query: impl Fn() -> Option<T>) -> T {
     query_result.expect("it is there")
 }
 
+/// Applies the first document by a controller that runs only for this time.
+fn apply_first_document(testbed: &Testbed, etcd_members: &[LocalMember], document: &str) {
+    let mut first_controller = start_controller(testbed, etcd_members, 1);
+    let document_path = testbed.directory().join("applied.toml");
+    fs::write(&document_path, document).unwrap();
+    let apply_result = || run_at_leader(testbed, [1], &["apply", "--yes", &document_path.display().to_string()]);
+    eventually(TAKEOVER_TIMEOUT, "the first document is in force", || apply_result().is_ok());
+    first_controller.terminate(TAKEOVER_TIMEOUT).unwrap();
+}
+
 impl HighAvailabilityEnv {
     fn start(instance: &str) -> Self {
         let options = TestbedOptions {
@@ -116,12 +126,7 @@ impl HighAvailabilityEnv {
             (0..3).map(|position| Some(start_etcd_member(&testbed, &etcd_members, position))).collect();
         let applied_document = fleet_document(3);
         // Apply the first document before load balancers and agents start.
-        let mut first_controller = start_controller(&testbed, &etcd_members, 1);
-        let document_path = testbed.directory().join("applied.toml");
-        fs::write(&document_path, &applied_document).unwrap();
-        let apply_result = || run_at_leader(&testbed, [1], &["apply", "--yes", &document_path.display().to_string()]);
-        eventually(TAKEOVER_TIMEOUT, "the first document is in force", || apply_result().is_ok());
-        first_controller.terminate(TAKEOVER_TIMEOUT).unwrap();
+        apply_first_document(&testbed, &etcd_members, &applied_document);
         let options = FleetOptions {
             load_source: LoadSource::PacedServer,
             steers_connections: false,
@@ -184,6 +189,16 @@ impl HighAvailabilityEnv {
             1 => self.fleet.kill_daemon("controller").unwrap(),
             _ => drop(self.other_controllers[usize::from(number) - 2].take().expect("it runs")),
         }
+    }
+
+    /// Kills the etcd member that leads, and starts it again after a controller has acknowledged a change without it.
+    fn apply_change_without_etcd_leader(&mut self) {
+        let leader_index = retry_until_some("one of three members leads", || self.etcd_leader_index());
+        let mut killed_member = self.etcd_processes[leader_index].take().unwrap();
+        killed_member.send_signal(Signal::SIGKILL).unwrap();
+        killed_member.wait(TAKEOVER_TIMEOUT).unwrap();
+        self.apply_change();
+        self.etcd_processes[leader_index] = Some(start_etcd_member(&self.testbed, &self.etcd_members, leader_index));
     }
 
     fn restart_controller(&mut self, number: u16) {
@@ -265,14 +280,7 @@ fn acknowledged_changes_survive_leader_changes() {
         pause(20);
     }
 
-    // etcd loses its own leader.
-    let etcd_leader_index = retry_until_some("one of three members leads", || env.etcd_leader_index());
-    let mut killed_member = env.etcd_processes[etcd_leader_index].take().unwrap();
-    killed_member.send_signal(Signal::SIGKILL).unwrap();
-    killed_member.wait(TAKEOVER_TIMEOUT).unwrap();
-    env.apply_change();
-    env.etcd_processes[etcd_leader_index] = Some(start_etcd_member(&env.testbed, &env.etcd_members, etcd_leader_index));
-
+    env.apply_change_without_etcd_leader();
     eventually(TAKEOVER_TIMEOUT, "agents and load balancers are back", || env.are_all_daemons_connected());
     let shown_document =
         retry_until_some("a controller leads", || run_at_leader(&env.testbed, 1..=3, &["fleet", "show"]).ok());

@@ -124,6 +124,10 @@ impl HeldConnections {
     }
 }
 
+fn assert_none_broken<const N: usize>(connections: [&mut HeldConnections; N], moment: &str) {
+    assert_eq!(connections.map(HeldConnections::count_broken), [0; N], "{moment}");
+}
+
 /// Waits for wrk, checks that it got responses, and returns the lines in which it reports errors.
 fn finish_wrk(mut wrk: Process) -> Vec<String> {
     use std::io::Read as _;
@@ -163,15 +167,11 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
 
     // Agents start first, then the load balancer, which gets no packets yet.
     let mut fleet = env.start_fleet(&migrate_from_line(family));
-    assert_eq!(connections_before_agents.count_broken(), 0, "when the agents came");
+    assert_none_broken([&mut connections_before_agents], "when the agents came");
     let mut connections_before_move = env.open_connections(40);
 
     env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
-    assert_eq!(
-        (connections_before_agents.count_broken(), connections_before_move.count_broken()),
-        (0, 0),
-        "when the VIP moved"
-    );
+    assert_none_broken([&mut connections_before_agents, &mut connections_before_move], "when the VIP moved");
     let mut coreward_connections = env.open_connections(40);
     assert_eq!(coreward_connections.servers().len(), usize::from(SERVER_COUNT));
     eventually(RELOAD_TIMEOUT, "connections of before pass the director", || {
@@ -179,13 +179,9 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
             && env.load_balancer_counter(&fleet, "established") > 0
     });
     pause(500);
-    assert_eq!(
-        (
-            connections_before_agents.count_broken(),
-            connections_before_move.count_broken(),
-            coreward_connections.count_broken()
-        ),
-        (0, 0, 0)
+    assert_none_broken(
+        [&mut connections_before_agents, &mut connections_before_move, &mut coreward_connections],
+        "half a second after the VIP moved",
     );
     assert_eq!(finish_wrk(wrk_process), Vec::<String>::new());
 
@@ -195,43 +191,39 @@ fn assert_migration_from_director_and_back(instance: &str, family: AddressFamily
     connections_before_move.0.retain(|(connection, _)| connection.has_timestamps().unwrap());
     env.set_fleet_text_and_wait(&mut fleet, "");
     drop(director);
-    assert_eq!(
-        (connections_before_move.count_broken(), coreward_connections.count_broken()),
-        (0, 0),
-        "when the director was gone"
-    );
+    assert_none_broken([&mut connections_before_move, &mut coreward_connections], "when the director was gone");
+    assert_migration_to_new_director(&env, fleet, family, [connections_before_move, coreward_connections]);
+}
 
-    // The service moves back to a new director without any state.
+/// Asserts that no connection breaks while the service moves back to a new director without any state.
+fn assert_migration_to_new_director(
+    env: &TestEnv,
+    mut fleet: Fleet,
+    family: AddressFamily,
+    mut connections_before: [HeldConnections; 2],
+) {
     let wrk_process = env.start_wrk(9);
     let _new_director = env.testbed.start_baseline_load_balancer(BaselineKind::DirectServerReturn).unwrap();
     env.set_fleet_text_and_wait(&mut fleet, &migrate_to_line(family));
     assert_eq!(env.tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize], "new connections are not stamped");
     let mut connections_during_handover = env.open_connections(40);
     pause(500);
-    assert_eq!(
-        (
-            connections_before_move.count_broken(),
-            coreward_connections.count_broken(),
-            connections_during_handover.count_broken()
-        ),
-        (0, 0, 0),
-        "while it was handed over"
-    );
+    assert_none_broken(connections_before.each_mut(), "while it was handed over");
+    assert_none_broken([&mut connections_during_handover], "while it was handed over");
     assert_eq!(finish_wrk(wrk_process), Vec::<String>::new());
     // All of the service's old connections end here.
-    drop((connections_before_move, coreward_connections));
+    drop(connections_before);
     env.testbed.route_vips_to_baseline().unwrap();
-    assert_eq!(connections_during_handover.count_broken(), 0, "when the VIP moved back");
+    assert_none_broken([&mut connections_during_handover], "when the VIP moved back");
     let mut connections_after_handover = env.open_connections(40);
     drop(fleet);
     env.run_detach(env.testbed.load_balancer(1).unwrap(), "lb", "lb1");
     for number in env.testbed.server_numbers() {
         env.run_detach(env.testbed.server(number).unwrap(), "agent", &format!("agent-s{number}"));
     }
-    assert_eq!(
-        (connections_during_handover.count_broken(), connections_after_handover.count_broken()),
-        (0, 0),
-        "when nothing of coreward was left"
+    assert_none_broken(
+        [&mut connections_during_handover, &mut connections_after_handover],
+        "when nothing of coreward was left",
     );
     assert_eq!(env.tcp_timestamps_settings(), ["1"; SERVER_COUNT as usize]);
 }
@@ -255,30 +247,20 @@ fn vip_migrates_from_haproxy_and_back() {
     );
     let mut fleet = env.start_fleet(&migrate_from_line(AddressFamily::Ipv4));
     env.testbed.route_vips_to_load_balancers(&[1]).unwrap();
-    assert_eq!((haproxy_connections.count_broken(), direct_connections.count_broken()), (0, 0), "when the VIP moved");
+    assert_none_broken([&mut haproxy_connections, &mut direct_connections], "when the VIP moved");
     let mut coreward_connections = env.open_connections(40);
     assert_eq!(coreward_connections.servers().len(), usize::from(SERVER_COUNT));
     env.set_fleet_text_and_wait(&mut fleet, &migrate_to_line(AddressFamily::Ipv4));
     let mut connections_after_handback = env.open_connections(40);
     pause(500);
-    assert_eq!(
-        (
-            haproxy_connections.count_broken(),
-            coreward_connections.count_broken(),
-            connections_after_handback.count_broken()
-        ),
-        (0, 0, 0),
-        "while it was handed over"
+    assert_none_broken(
+        [&mut haproxy_connections, &mut coreward_connections, &mut connections_after_handback],
+        "while it was handed over",
     );
     drop(coreward_connections);
     env.testbed.route_vips_to_baseline().unwrap();
-    assert_eq!(
-        (
-            haproxy_connections.count_broken(),
-            connections_after_handback.count_broken(),
-            direct_connections.count_broken()
-        ),
-        (0, 0, 0),
-        "when the VIP moved back"
+    assert_none_broken(
+        [&mut haproxy_connections, &mut connections_after_handback, &mut direct_connections],
+        "when the VIP moved back",
     );
 }

@@ -61,9 +61,7 @@ fn next_hop_load_balancers(env: &TestEnv) -> Vec<u16> {
     (1..=2).filter(is_next_hop).collect()
 }
 
-#[test]
-fn announced_load_balancers_join_and_leave_without_breaking_connections() {
-    skip_if!(missing_testbed_rights());
+fn start_env() -> TestEnv {
     let options = TestbedOptions {
         instance: "announce".to_owned(),
         servers: 3,
@@ -74,15 +72,27 @@ fn announced_load_balancers_join_and_leave_without_breaking_connections() {
     // The drain time is a multiple of what BIRD and the router need to withdraw a route. After it the test checks their
     // routes.
     let announce_config = "[announce]\ndrain = \"10s\"\n".to_owned();
-    let mut env = TestEnv::start(
+    TestEnv::start(
         options,
         FleetOptions { policy: "rr".to_owned(), load_balancer_text: announce_config, ..FleetOptions::default() },
-    );
-    let mut bird_processes = vec![start_bird(&env, env.testbed.ecmp_host(), "router", &router_bird_config())];
+    )
+}
+
+/// Starts BIRD on the router and on both load balancers.
+fn start_birds(env: &TestEnv) -> Vec<Process> {
+    let mut bird_processes = vec![start_bird(env, env.testbed.ecmp_host(), "router", &router_bird_config())];
     for number in [1, 2] {
         let lb_namespace = env.testbed.load_balancer(number).unwrap();
-        bird_processes.push(start_bird(&env, lb_namespace, &format!("lb{number}"), &load_balancer_bird_config(number)));
+        bird_processes.push(start_bird(env, lb_namespace, &format!("lb{number}"), &load_balancer_bird_config(number)));
     }
+    bird_processes
+}
+
+#[test]
+fn announced_load_balancers_join_and_leave_without_breaking_connections() {
+    skip_if!(missing_testbed_rights());
+    let mut env = start_env();
+    let _bird_processes = start_birds(&env);
     eventually(*TIMEOUT, "both announce the VIP", || next_hop_load_balancers(&env) == [1, 2]);
     // Delete the testbed's own route for all VIPs.
     run_command_text(&env.testbed, env.testbed.ecmp_host(), "ip route delete 10.200.0.0/24");

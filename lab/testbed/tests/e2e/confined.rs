@@ -13,22 +13,15 @@ fn parse_capability(name: &str) -> caps::Capability {
     name.parse().unwrap_or_else(|_| panic!("{name} is no capability"))
 }
 
-#[test]
-fn daemons_work_with_only_the_capabilities_of_their_units() {
-    skip_if!(missing_testbed_rights());
-    let options = TestbedOptions { instance: "confined".to_owned(), servers: 2, ..Default::default() };
-    let testbed = Testbed::create(options).unwrap();
-    let _nginx_servers: Vec<_> =
-        testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
-    let _key_value_server = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
-    let dispatch_config = format!(
+fn dispatch_config(testbed: &Testbed) -> String {
+    format!(
         "[dispatch]\npin_directory = \"{}\"\n[[dispatch.service]]\nlisten = \"{SERVICE_ADDRESS}\"\n",
         testbed.pin_directory().join("dispatch").display()
-    );
-    let options = FleetOptions { has_unit_capabilities: true, agent_text: dispatch_config, ..Default::default() };
-    let mut fleet = Fleet::start(&testbed, options).unwrap();
-    send_requests(&testbed, 20);
+    )
+}
 
+/// Asserts that each daemon has the capabilities that it keeps, and no others, and that its unit leaves it these.
+fn assert_unit_capabilities(fleet: &mut Fleet) {
     let daemons_and_units = [
         ("controller", "controller", Component::Controller),
         ("lb1", "lb", Component::Lb),
@@ -40,33 +33,53 @@ fn daemons_work_with_only_the_capabilities_of_their_units() {
         let unit_mask = capability_mask(unit_capabilities(unit).unwrap().into_iter().map(parse_capability));
         assert_eq!(retained_mask & !unit_mask, 0, "{name} keeps more than its unit leaves it");
     }
+}
+
+/// Returns the state of server 1 from `coreward status`.
+fn query_server(fleet: &Fleet, testbed: &Testbed) -> serde_json::Value {
+    let status = fleet.query_status(testbed).unwrap();
+    status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
+}
+
+fn server_warnings(fleet: &Fleet, testbed: &Testbed) -> Vec<String> {
+    let warnings: Vec<String> = serde_json::from_value(query_server(fleet, testbed)["warnings"].clone()).unwrap();
+    // This warning is normal on a small machine.
+    warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
+}
+
+#[test]
+fn daemons_work_with_only_the_capabilities_of_their_units() {
+    skip_if!(missing_testbed_rights());
+    let options = TestbedOptions { instance: "confined".to_owned(), servers: 2, ..Default::default() };
+    let testbed = Testbed::create(options).unwrap();
+    let _nginx_servers: Vec<_> =
+        testbed.server_numbers().into_iter().map(|n| testbed.start_nginx(n).unwrap()).collect();
+    let _key_value_server = testbed.start_key_value_server(1, &["--workers", "2"]).unwrap();
+    let options =
+        FleetOptions { has_unit_capabilities: true, agent_text: dispatch_config(&testbed), ..Default::default() };
+    let mut fleet = Fleet::start(&testbed, options).unwrap();
+    send_requests(&testbed, 20);
+
+    assert_unit_capabilities(&mut fleet);
     // Workers' sockets are found, connections are steered to them, UDP requests are dispatched to them, and no daemon
     // warns.
-    let server = |fleet: &Fleet| {
-        let status = fleet.query_status(&testbed).unwrap();
-        status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap().clone()
-    };
     eventually(*TIMEOUT, "the agent dispatches to both workers", || {
-        let dispatch_workers = server(&fleet)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
+        let dispatch_workers =
+            query_server(&fleet, &testbed)["dispatch"][0]["workers"].as_array().cloned().unwrap_or_default();
         dispatch_workers.iter().filter(|worker| worker["eligible"] == true).count() == 2
     });
-    let server_warnings = |fleet: &Fleet| -> Vec<String> {
-        let warnings: Vec<String> = serde_json::from_value(server(fleet)["warnings"].clone()).unwrap();
-        // This warning is normal on a small machine.
-        warnings.into_iter().filter(|warning| !warning.contains("receive queues are served by")).collect()
-    };
-    eventually(*TIMEOUT, "the agent has no warnings", || server_warnings(&fleet).is_empty());
+    eventually(*TIMEOUT, "the agent has no warnings", || server_warnings(&fleet, &testbed).is_empty());
     // Send more requests, because earlier connections may have arrived before the agent found the workers.
     eventually(*TIMEOUT, "connections were steered", || {
         send_requests(&testbed, 2);
-        server(&fleet)["counters"]["steered"].as_u64().unwrap() > 0
+        query_server(&fleet, &testbed)["counters"]["steered"].as_u64().unwrap() > 0
     });
     // Agents may have to forward packets to a draining server, so they must resolve its address by ARP.
     let mut pool = fleet.server_pool().clone();
     pool.insert(2, AdminState::Draining);
     fleet.set_pool(&testbed, pool).unwrap();
     eventually_in_force(&fleet, &testbed);
-    eventually(*TIMEOUT, "the agent has found the other server", || server_warnings(&fleet).is_empty());
+    eventually(*TIMEOUT, "the agent has found the other server", || server_warnings(&fleet, &testbed).is_empty());
     // A new process takes over the pins, and detach removes them.
     for name in ["lb1", "agent-s1"] {
         fleet.upgrade_daemon(&testbed, name).unwrap();

@@ -196,6 +196,115 @@ impl TestEnv {
     }
 }
 
+/// Waits until all followers name the leader and the address of its API. Returns the leader's number.
+fn wait_until_followers_name_leader(env: &TestEnv, controller_numbers: &[u16]) -> u16 {
+    let mut leader_number = 0;
+    eventually(TAKEOVER_TIMEOUT, "the others name the leader", || {
+        let Some((leader, refusals)) = env.leader_and_refusals(controller_numbers) else { return false };
+        leader_number = leader;
+        let expected_hint =
+            format!("{} (API: {}) does", controller_address_of(leader_number), controller_api_url(leader_number));
+        refusals.iter().all(|refusal| refusal.contains(&expected_hint))
+    });
+    leader_number
+}
+
+/// Asserts that a follower rejects the operator's certificate while it is revoked.
+fn assert_follower_rejects_revoked_certificate(
+    env: &TestEnv,
+    follower_number: u16,
+    follower: &Process,
+    config_path: &Path,
+) {
+    let text = fs::read_to_string(config_path).unwrap();
+    let operator_fingerprint = read_certificates(&env.operator_credentials.certificate_path).unwrap()[0].fingerprint;
+    let write_and_reload = |text: &str| {
+        fs::write(config_path, text).unwrap();
+        follower.send_signal(Signal::SIGHUP).unwrap();
+    };
+    let is_operator_revoked =
+        || env.run_as_operator(&[follower_number], &["status"]).is_err_and(|error| error.contains("revoked"));
+    write_and_reload(&format!("revoked_certificates = [\"{operator_fingerprint}\"]\n{text}"));
+    eventually(TAKEOVER_TIMEOUT, "it is refused", is_operator_revoked);
+    write_and_reload(&text);
+    eventually(TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
+}
+
+/// Returns the servers that are drained by `coreward drain`, as soon as a leader answers.
+fn wait_for_drained_servers(env: &TestEnv, controller_numbers: &[u16]) -> Vec<String> {
+    // Repeat the query, because the test compares only leaders' answers.
+    let mut drained_servers = None;
+    eventually(TAKEOVER_TIMEOUT, "a leader answers", || {
+        drained_servers = env.servers_drained_by_command(controller_numbers);
+        drained_servers.is_some()
+    });
+    drained_servers.unwrap()
+}
+
+/// Stops the controllers, and copies the state from etcd to the store of a single controller.
+fn return_to_store(
+    env: &TestEnv,
+    controllers: &mut [Option<Process>],
+    etcd_config_path: &Path,
+    store_config_path: &Path,
+) {
+    let [etcd_config, store_config] = [etcd_config_path, store_config_path].map(|path| path.to_str().unwrap());
+    let store_in_use_error =
+        env.run_coreward(&["store", "copy", "--from", etcd_config, "--to", store_config, "--replace"]).unwrap_err();
+    assert!(store_in_use_error.contains("a controller uses this store"), "{store_in_use_error}");
+    for controller in controllers.iter_mut().flatten() {
+        assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success());
+    }
+    env.run_coreward(&["store", "copy", "--from", etcd_config, "--to", store_config, "--replace"]).unwrap();
+}
+
+/// Asserts that `--controller-name` selects the name that the controller's certificate must have. The option is for a
+/// tunnel, or for a host that the certificate does not name.
+fn assert_controller_name_is_verified(env: &TestEnv) {
+    let name_option = ["--controller-name", "c1"];
+    env.run_as_operator(&[1], &[&["fleet", "show"][..], &name_option].concat()).unwrap();
+    let wrong_name_error = env.run_as_operator(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
+    let expected_error = format!("its certificate is for controller c1 at {CONTROLLER_ADDRESS}: expected one for c2");
+    assert!(wrong_name_error.contains(&expected_error), "{wrong_name_error}");
+}
+
+/// Starts a single controller with a drain, and replaces it by several, which get its state.
+fn replace_single_controller(
+    env: &TestEnv,
+    store_config_path: &Path,
+    etcd_config_paths: &[PathBuf],
+) -> Vec<Option<Process>> {
+    let [alone_text, first_text] =
+        [store_config_path, etcd_config_paths[0].as_path()].map(|path| path.to_str().unwrap());
+    let mut single_controller = env.start_controller(store_config_path);
+    eventually(TAKEOVER_TIMEOUT, "the document is in force", || env.apply_document(&[1], FLEET_DOCUMENT).is_ok());
+    env.run_as_operator(&[1], &["drain", "s1", "--force"]).unwrap();
+    assert_eq!(env.servers_drained_by_command(&[1]).unwrap(), ["s1"]);
+    assert!(single_controller.terminate(EXIT_TIMEOUT).unwrap().success());
+    let copy_output = env.run_coreward(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
+    assert!(copy_output.contains("2 servers, 1 services"), "{copy_output}");
+
+    etcd_config_paths.iter().map(|file| Some(env.start_controller(file))).collect()
+}
+
+/// Kills the leader. Asserts that the next one takes a change, and has the drains of both servers.
+fn assert_drains_outlive_leader(
+    env: &TestEnv,
+    controller_numbers: &[u16],
+    mut leader: Process,
+    changed_document: &str,
+) {
+    leader.send_signal(Signal::SIGKILL).unwrap();
+    leader.wait(EXIT_TIMEOUT).unwrap();
+    eventually(TAKEOVER_TIMEOUT, "the next one takes a change", || {
+        env.apply_document(controller_numbers, changed_document).is_ok()
+    });
+    assert_eq!(wait_for_drained_servers(env, controller_numbers), ["s1", "s2"]);
+    eventually(TAKEOVER_TIMEOUT, "s2 is undrained", || {
+        env.run_as_operator(controller_numbers, &["undrain", "s2"]).is_ok()
+    });
+}
+
 #[test]
 fn commands_find_the_leader_and_drains_outlive_it() {
     skip_if!(missing_testbed_rights());
@@ -206,19 +315,8 @@ fn commands_find_the_leader_and_drains_outlive_it() {
         let own_credentials = env.credential_files(Role::Controller, &format!("c{number}"));
         env.write_etcd_config(&format!("c{number}"), number, &own_credentials)
     });
-    let [alone_text, first_text] = [&store_config_path, &etcd_config_paths[0]].map(|path| path.to_str().unwrap());
 
-    // One controller is replaced by several.
-    let mut single_controller = env.start_controller(&store_config_path);
-    eventually(TAKEOVER_TIMEOUT, "the document is in force", || env.apply_document(&[1], FLEET_DOCUMENT).is_ok());
-    env.run_as_operator(&[1], &["drain", "s1", "--force"]).unwrap();
-    assert_eq!(env.servers_drained_by_command(&[1]).unwrap(), ["s1"]);
-    assert!(single_controller.terminate(EXIT_TIMEOUT).unwrap().success());
-    let copy_output = env.run_coreward(&["store", "copy", "--from", alone_text, "--to", first_text]).unwrap();
-    assert!(copy_output.contains("2 servers, 1 services"), "{copy_output}");
-
-    let mut controller_processes: Vec<Option<Process>> =
-        etcd_config_paths.iter().map(|file| Some(env.start_controller(file))).collect();
+    let mut controller_processes = replace_single_controller(&env, &store_config_path, &etcd_config_paths);
     eventually(TAKEOVER_TIMEOUT, "the drain came along", || {
         env.servers_drained_by_command(&controller_numbers) == Some(vec!["s1".to_owned()])
     });
@@ -226,76 +324,48 @@ fn commands_find_the_leader_and_drains_outlive_it() {
         env.run_as_operator(&controller_numbers, &["drain", "s2", "--force"]).is_ok()
     });
 
-    // Followers name the leader and the address of its API.
-    let mut leader_number = 0;
-    eventually(TAKEOVER_TIMEOUT, "the others name the leader", || {
-        let Some((leader, refusals)) = env.leader_and_refusals(&controller_numbers) else { return false };
-        leader_number = leader;
-        let expected_hint =
-            format!("{} (API: {}) does", controller_address_of(leader_number), controller_api_url(leader_number));
-        refusals.iter().all(|refusal| refusal.contains(&expected_hint))
-    });
-
-    // A follower also rejects a revoked certificate.
+    let leader_number = wait_until_followers_name_leader(&env, &controller_numbers);
     let follower_number = controller_numbers.into_iter().find(|number| *number != leader_number).unwrap();
-    let (file, controller) =
-        (&etcd_config_paths[usize::from(follower_number) - 1], &controller_processes[usize::from(follower_number) - 1]);
-    let text = fs::read_to_string(file).unwrap();
-    let operator_fingerprint = read_certificates(&env.operator_credentials.certificate_path).unwrap()[0].fingerprint;
-    let write_and_reload = |text: &str| {
-        fs::write(file, text).unwrap();
-        controller.as_ref().unwrap().send_signal(Signal::SIGHUP).unwrap();
-    };
-    let is_operator_revoked =
-        || env.run_as_operator(&[follower_number], &["status"]).is_err_and(|error| error.contains("revoked"));
-    write_and_reload(&format!("revoked_certificates = [\"{operator_fingerprint}\"]\n{text}"));
-    eventually(TAKEOVER_TIMEOUT, "it is refused", is_operator_revoked);
-    write_and_reload(&text);
-    eventually(TAKEOVER_TIMEOUT, "it is no longer rejected", || !is_operator_revoked());
+    let follower_index = usize::from(follower_number) - 1;
+    let follower = controller_processes[follower_index].as_ref().unwrap();
+    assert_follower_rejects_revoked_certificate(&env, follower_number, follower, &etcd_config_paths[follower_index]);
 
-    // The leader is killed.
-    let mut killed_leader = controller_processes[usize::from(leader_number) - 1].take().unwrap();
-    killed_leader.send_signal(Signal::SIGKILL).unwrap();
-    killed_leader.wait(EXIT_TIMEOUT).unwrap();
     let changed_document = FLEET_DOCUMENT.replacen("name = \"s1\"", "weight = 2\nname = \"s1\"", 1);
-    eventually(TAKEOVER_TIMEOUT, "the next one takes a change", || {
-        env.apply_document(&controller_numbers, &changed_document).is_ok()
-    });
-    // Repeat the query, because the test compares only leaders' answers.
-    let mut drained_servers = None;
-    eventually(TAKEOVER_TIMEOUT, "a leader answers", || {
-        drained_servers = env.servers_drained_by_command(&controller_numbers);
-        drained_servers.is_some()
-    });
-    assert_eq!(drained_servers.unwrap(), ["s1", "s2"]);
-    eventually(TAKEOVER_TIMEOUT, "s2 is undrained", || {
-        env.run_as_operator(&controller_numbers, &["undrain", "s2"]).is_ok()
-    });
+    let leader = controller_processes[usize::from(leader_number) - 1].take().unwrap();
+    assert_drains_outlive_leader(&env, &controller_numbers, leader, &changed_document);
     let other_controllers: Vec<u16> =
         controller_numbers.into_iter().filter(|number| *number != leader_number).collect();
     eventually(TAKEOVER_TIMEOUT, "one of the others leads", || env.leader_and_refusals(&other_controllers).is_some());
 
-    // The fleet returns to one controller.
-    let store_in_use_error =
-        env.run_coreward(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap_err();
-    assert!(store_in_use_error.contains("a controller uses this store"), "{store_in_use_error}");
-    for controller in controller_processes.iter_mut().flatten() {
-        assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success());
-    }
-    env.run_coreward(&["store", "copy", "--from", first_text, "--to", alone_text, "--replace"]).unwrap();
+    return_to_store(&env, &mut controller_processes, &etcd_config_paths[0], &store_config_path);
     let _single_controller = env.start_controller(&store_config_path);
     eventually(TAKEOVER_TIMEOUT, "the drain is there still", || {
         env.servers_drained_by_command(&[1]) == Some(vec!["s1".to_owned()])
     });
     let shown_document = env.run_as_operator(&[1], &["fleet", "show"]).unwrap();
     assert!(shown_document.trim().ends_with(changed_document.trim()), "{shown_document}");
+    assert_controller_name_is_verified(&env);
+}
 
-    // --controller-name is for a tunnel, or for a host that the certificate does not name.
-    let name_option = ["--controller-name", "c1"];
-    env.run_as_operator(&[1], &[&["fleet", "show"][..], &name_option].concat()).unwrap();
-    let wrong_name_error = env.run_as_operator(&[1], &["fleet", "show", "--controller-name", "c2"]).unwrap_err();
-    let expected_error = format!("its certificate is for controller c1 at {CONTROLLER_ADDRESS}: expected one for c2");
-    assert!(wrong_name_error.contains(&expected_error), "{wrong_name_error}");
+fn read_controller_log(config_path: &Path) -> String {
+    fs::read_to_string(config_path.with_extension("log")).unwrap()
+}
+
+/// Asserts that a controller with this configuration, and `coreward doctor`, report why the controller and etcd do not
+/// accept each other.
+fn assert_rejection_is_reported(env: &TestEnv, config_path: &Path, expected: &str) {
+    let etcd_endpoint = env.etcd_member.secure_endpoint();
+    let mut controller = env.start_controller(config_path);
+    let is_reported = || {
+        let log_text = read_controller_log(config_path);
+        log_text.contains("event=\"leader-unknown\"")
+            && log_text.contains(&etcd_endpoint)
+            && log_text.contains(expected)
+    };
+    eventually(TAKEOVER_TIMEOUT, expected, is_reported);
+    assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success(), "{}", read_controller_log(config_path));
+    let doctor_output = env.run_failing_doctor(config_path);
+    assert!(doctor_output.contains(expected), "{doctor_output}");
 }
 
 #[test]
@@ -308,24 +378,11 @@ fn controller_rejected_by_etcd_reports_the_reason() {
     let own_credentials = env.credential_files(Role::Controller, "c1");
     let untrusted_by_etcd = CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() };
     let distrusting_etcd = CredentialFiles { ca_path: foreign_credentials.ca_path.clone(), ..own_credentials.clone() };
-    let etcd_endpoint = env.etcd_member.secure_endpoint();
     for (name, files, expected) in [
         ("foreign", untrusted_by_etcd, "etcd refuses our certificate, or that we show none"),
         ("misled", distrusting_etcd, "its certificate is signed by no authority in `ca`"),
     ] {
-        let config_path = env.write_etcd_config(name, 1, &files);
-        let mut controller = env.start_controller(&config_path);
-        let read_log = || fs::read_to_string(config_path.with_extension("log")).unwrap();
-        let is_reported = || {
-            let log_text = read_log();
-            log_text.contains("event=\"leader-unknown\"")
-                && log_text.contains(&etcd_endpoint)
-                && log_text.contains(expected)
-        };
-        eventually(TAKEOVER_TIMEOUT, expected, is_reported);
-        assert!(controller.terminate(EXIT_TIMEOUT).unwrap().success(), "{}", read_log());
-        let doctor_output = env.run_failing_doctor(&config_path);
-        assert!(doctor_output.contains(expected), "{doctor_output}");
+        assert_rejection_is_reported(&env, &env.write_etcd_config(name, 1, &files), expected);
     }
     // The controller was not elected meanwhile. It is elected after its certificate is replaced by one that etcd
     // accepts.
@@ -335,8 +392,9 @@ fn controller_rejected_by_etcd_reports_the_reason() {
         &CredentialFiles { ca_path: own_credentials.ca_path.clone(), ..foreign_credentials.clone() },
     );
     let _controller = env.start_controller(&config_path);
-    let read_log = || fs::read_to_string(config_path.with_extension("log")).unwrap();
-    eventually(TAKEOVER_TIMEOUT, "it is refused", || read_log().contains("etcd refuses our certificate"));
+    eventually(TAKEOVER_TIMEOUT, "it is refused", || {
+        read_controller_log(&config_path).contains("etcd refuses our certificate")
+    });
     fs::copy(&own_credentials.certificate_path, &foreign_credentials.certificate_path).unwrap();
     fs::copy(&own_credentials.key_path, &foreign_credentials.key_path).unwrap();
     eventually(TAKEOVER_TIMEOUT, "it leads", || env.run_as_operator(&[1], &["fleet", "show"]).is_ok());

@@ -32,6 +32,36 @@ fn count_eligible_workers(dispatch_status: &Value) -> usize {
     workers.filter(|worker| worker["eligible"] == true).count()
 }
 
+/// Asserts that these workers have answered all requests of the one service that the server dispatches.
+fn assert_all_answered(dispatched_services: &Value, worker_pids: &[u32]) {
+    assert_eq!(
+        (&dispatched_services[0]["listen"], &dispatched_services[0]["policy"]),
+        (&SERVICE_ADDRESS.to_string().into(), &"jsq".into())
+    );
+    assert_eq!(
+        (
+            sum_over_workers(dispatched_services, "outstanding"),
+            sum_over_workers(dispatched_services, "abandoned"),
+            sum_over_workers(dispatched_services, "queued")
+        ),
+        (0, 0, 0),
+        "{dispatched_services}"
+    );
+    assert_eq!(sum_over_workers(dispatched_services, "dispatched"), sum_over_workers(dispatched_services, "completed"));
+    let status_workers = dispatched_services[0]["workers"].as_array().unwrap();
+    assert!(
+        status_workers.iter().all(|worker| worker_pids.contains(&(worker["pid"].as_u64().unwrap() as u32))),
+        "{dispatched_services} {worker_pids:?}"
+    );
+}
+
+/// Sends requests to the server, asserts that it answers all of them, and returns the load generator's report.
+fn run_load_without_loss(testbed: &Testbed, load_options: &str) -> anyhow::Result<Value> {
+    let load_report = report(start_load_generator(testbed, load_options)?)?;
+    assert_eq!(load_report["lost"], 0, "{load_report}");
+    Ok(load_report)
+}
+
 #[test]
 fn agent_dispatches_as_its_configuration_says() -> anyhow::Result<()> {
     skip_if!(missing_testbed_rights(), Ok(()));
@@ -45,36 +75,13 @@ fn agent_dispatches_as_its_configuration_says() -> anyhow::Result<()> {
     eventually(*TIMEOUT, "four workers get requests", || {
         count_eligible_workers(&query_dispatch_status(&fleet, &testbed)) == 4
     });
-    let load_report = report(start_load_generator(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?)?;
-    assert_eq!(load_report["lost"], 0, "{load_report}");
+    let load_report = run_load_without_loss(&testbed, "--rate 2000 --seconds 2 --warm-up 0 --timeout 20")?;
     eventually(*TIMEOUT, "the agent reports that all are answered", || {
         sum_over_workers(&query_dispatch_status(&fleet, &testbed), "completed")
             == load_report["requests"].as_u64().unwrap()
     });
     let dispatched_services = query_dispatch_status(&fleet, &testbed);
-    assert_eq!(
-        (&dispatched_services[0]["listen"], &dispatched_services[0]["policy"]),
-        (&SERVICE_ADDRESS.to_string().into(), &"jsq".into())
-    );
-    assert_eq!(
-        (
-            sum_over_workers(&dispatched_services, "outstanding"),
-            sum_over_workers(&dispatched_services, "abandoned"),
-            sum_over_workers(&dispatched_services, "queued")
-        ),
-        (0, 0, 0),
-        "{dispatched_services}"
-    );
-    assert_eq!(
-        sum_over_workers(&dispatched_services, "dispatched"),
-        sum_over_workers(&dispatched_services, "completed")
-    );
-    let worker_pids: Vec<_> = server.worker_pids();
-    let status_workers = dispatched_services[0]["workers"].as_array().unwrap();
-    assert!(
-        status_workers.iter().all(|worker| worker_pids.contains(&(worker["pid"].as_u64().unwrap() as u32))),
-        "{dispatched_services} {worker_pids:?}"
-    );
+    assert_all_answered(&dispatched_services, &server.worker_pids());
     let status_command = operator_command(&testbed, &["status"])?;
     let text = String::from_utf8(testbed.run_command(testbed.controller(), status_command)?.stdout)?;
     assert!(text.contains(&format!("dispatch of {SERVICE_ADDRESS} at s1: jsq\n")), "{text}");
@@ -82,13 +89,17 @@ fn agent_dispatches_as_its_configuration_says() -> anyhow::Result<()> {
     check_reload_restart_and_detach(&testbed, &mut fleet)
 }
 
+/// Writes the configuration of the agent of server 1, and makes the agent reload it.
+fn reload_agent_config(testbed: &Testbed, fleet: &mut Fleet, config: &str) -> anyhow::Result<()> {
+    std::fs::write(testbed.directory().join("agent-s1.toml"), config)?;
+    fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)
+}
+
 /// Tests a reload by SIGHUP, a restart of the agent, and the detachment of the dispatch.
 fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyhow::Result<()> {
-    let config_path = testbed.directory().join("agent-s1.toml");
-    let config_before = std::fs::read_to_string(&config_path)?;
+    let config_before = std::fs::read_to_string(testbed.directory().join("agent-s1.toml"))?;
     let completed_before = sum_over_workers(&query_dispatch_status(fleet, testbed), "completed");
-    std::fs::write(&config_path, config_before.replace("\"jsq\"", "\"rr\""))?;
-    fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)?;
+    reload_agent_config(testbed, fleet, &config_before.replace("\"jsq\"", "\"rr\""))?;
     eventually(*TIMEOUT, "the policy has changed", || query_dispatch_status(fleet, testbed)[0]["policy"] == "rr");
     assert_eq!(
         sum_over_workers(&query_dispatch_status(fleet, testbed), "completed"),
@@ -96,10 +107,8 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
         "the counts continue"
     );
     // An invalid file changes nothing.
-    std::fs::write(&config_path, config_before.replace("\"jsq\"", "\"jsk\""))?;
-    fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)?;
-    let load_report = report(start_load_generator(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
-    assert_eq!(load_report["lost"], 0, "{load_report}");
+    reload_agent_config(testbed, fleet, &config_before.replace("\"jsq\"", "\"jsk\""))?;
+    let load_report = run_load_without_loss(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?;
     let expected_completed = completed_before + load_report["requests"].as_u64().unwrap();
     eventually(*TIMEOUT, "they are counted", || {
         sum_over_workers(&query_dispatch_status(fleet, testbed), "completed") == expected_completed
@@ -118,13 +127,10 @@ fn check_reload_restart_and_detach(testbed: &Testbed, fleet: &mut Fleet) -> anyh
     );
 
     // Without [dispatch] the kernel selects the worker, and no state remains.
-    std::fs::write(&config_path, config_before.split("[dispatch]").next().unwrap())?;
-    fleet.daemon("agent-s1")?.send_signal(Signal::SIGHUP)?;
+    reload_agent_config(testbed, fleet, config_before.split("[dispatch]").next().unwrap())?;
     eventually(*TIMEOUT, "nothing is dispatched", || {
         query_dispatch_status(fleet, testbed).as_array().is_some_and(Vec::is_empty)
     });
     assert!(!testbed.pin_directory().join("dispatch").exists());
-    let load_report = report(start_load_generator(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20")?)?;
-    assert_eq!(load_report["lost"], 0, "{load_report}");
-    Ok(())
+    run_load_without_loss(testbed, "--rate 1000 --seconds 1 --warm-up 0 --timeout 20").map(drop)
 }

@@ -55,6 +55,23 @@ struct TestEnv {
 }
 
 impl TestEnv {
+    /// Returns the command that runs doctor in its own mount namespace.
+    fn doctor_command(&self, config: &Path, conditions: DoctorConditions, extra_arguments: &[&str]) -> Command {
+        let limit_script = if conditions == DoctorConditions::LowFileLimit { "ulimit -n 256; " } else { "" };
+        let mount_script = if conditions == DoctorConditions::WithoutBpfFileSystem { "" } else { MOUNT_BPF_SCRIPT };
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--propagation", "private", "sh", "-c"]);
+        command.arg(format!("{ENTER_NAMESPACES_SCRIPT}{mount_script}{limit_script}{RUN_DOCTOR_SCRIPT}"));
+        command.arg("sh").arg(&self.mount_point);
+        if conditions == DoctorConditions::WithoutCapabilities {
+            command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
+        }
+        command.arg(coreward_testbed::fleet::coreward_command().unwrap());
+        command.args(["doctor", "--format", "json", "--config"]).arg(config).args(extra_arguments);
+        command.stderr(Stdio::null());
+        command
+    }
+
     fn run_doctor(
         &self,
         host: &Namespace,
@@ -62,28 +79,7 @@ impl TestEnv {
         conditions: DoctorConditions,
         extra_arguments: &[&str],
     ) -> DoctorReport {
-        let limit_script = match conditions {
-            DoctorConditions::LowFileLimit => "ulimit -n 256; ",
-            _ => "",
-        };
-        let mount_script = if conditions == DoctorConditions::WithoutBpfFileSystem { "" } else { MOUNT_BPF_SCRIPT };
-        let mut command = Command::new("unshare");
-        command.args([
-            "--mount",
-            "--propagation",
-            "private",
-            "sh",
-            "-c",
-            &format!("{ENTER_NAMESPACES_SCRIPT}{mount_script}{limit_script}{RUN_DOCTOR_SCRIPT}"),
-            "sh",
-        ]);
-        command.arg(&self.mount_point);
-        if conditions == DoctorConditions::WithoutCapabilities {
-            command.args(["setpriv", "--bounding-set", "-bpf,-perfmon,-sys_admin"]);
-        }
-        command.arg(coreward_testbed::fleet::coreward_command().unwrap());
-        command.args(["doctor", "--format", "json", "--config"]).arg(config).args(extra_arguments);
-        command.stderr(Stdio::null());
+        let command = self.doctor_command(config, conditions, extra_arguments);
         let output = self.testbed.run_command(host, command).unwrap().stdout;
         let output = String::from_utf8(output).unwrap();
         let (report, exit_text) = output.split_once("\nexit ").unwrap_or_else(|| panic!("{output}"));
@@ -378,22 +374,7 @@ fn check_server_addresses(env: &TestEnv, server: &CheckedHost) {
     }
 }
 
-fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
-    let sysctl_directory = format!("/proc/sys/net/ipv4/conf/{HOST_DEVICE}");
-    server.assert_detected(
-        env,
-        "rp-filter",
-        &format!("echo 1 > {sysctl_directory}/rp_filter"),
-        &format!("echo 0 > {sysctl_directory}/rp_filter"),
-    );
-    let timestamps_sysctl = "/proc/sys/net/ipv4/tcp_timestamps";
-    server.assert_detected(
-        env,
-        "tcp-timestamps",
-        &format!("echo 1 > {timestamps_sysctl}"),
-        &format!("echo 2 > {timestamps_sysctl}"),
-    );
-
+fn check_steering(env: &TestEnv, server: &CheckedHost) {
     let steering_command = format!("echo 3 > /sys/class/net/{HOST_DEVICE}/queues/rx-0/rps_cpus");
     if std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1) {
         env.run_script_with_own_sys(&server.namespace, &steering_command);
@@ -406,6 +387,9 @@ fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
             &format!("ethtool -L {HOST_DEVICE} rx 2"),
         );
     }
+}
+
+fn check_packet_filters(env: &TestEnv, server: &CheckedHost) {
     let add_chain_command = "nft add table ip doctor; nft 'add chain ip doctor input \
                  { type filter hook input priority 0; policy accept; }'";
     let delete_table_command = "nft delete table ip doctor";
@@ -420,7 +404,9 @@ fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
         &format!("{add_chain_command}; {accept_controller_command}; {drop_all_command}"),
         delete_table_command,
     );
+}
 
+fn check_pins(env: &TestEnv, server: &CheckedHost) {
     let state_pin = env.testbed.pin_directory().join("doctor-s1/server/state");
     fs::create_dir_all(state_pin.parent().unwrap()).unwrap();
     let options =
@@ -436,6 +422,19 @@ fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
     );
     fs::remove_file(&state_pin).unwrap();
     server.assert_no_new_finding(env, "pins");
+}
+
+fn check_server_kernel(env: &TestEnv, server: &CheckedHost) {
+    let rp_filter_sysctl = format!("conf/{HOST_DEVICE}/rp_filter");
+    for (check, sysctl, correct_value) in
+        [("rp-filter", rp_filter_sysctl.as_str(), 0), ("tcp-timestamps", "tcp_timestamps", 2)]
+    {
+        let set_value = |value: u8| format!("echo {value} > /proc/sys/net/ipv4/{sysctl}");
+        server.assert_detected(env, check, &set_value(1), &set_value(correct_value));
+    }
+    check_steering(env, server);
+    check_packet_filters(env, server);
+    check_pins(env, server);
     let unused_address = format!("{CONTROLLER_ADDRESS}:7399");
     server.assert_only_new_finding(
         env,

@@ -195,6 +195,20 @@ fn logged_events(env: &TestEnv, event: &str) -> Vec<Value> {
     log_objects.filter(|line| line["event"] == event).collect()
 }
 
+/// Asserts that SIGUSR1 enables debug logs, and that SIGUSR2 restores the level of the start.
+fn assert_signals_change_log_level(env: &mut TestEnv) {
+    let log_path = env.testbed.directory().join("lb1.log");
+    let read_lb_log = || fs::read_to_string(&log_path).unwrap();
+    let lb_daemon = env.fleet.daemon("lb1").unwrap();
+    lb_daemon.send_signal(Signal::SIGUSR1).unwrap();
+    eventually(*TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
+    lb_daemon.send_signal(Signal::SIGUSR2).unwrap();
+    eventually(*TIMEOUT, "the level of the start", || read_lb_log().contains("\"log_level\":\"as at the start\""));
+    let later_log = read_lb_log();
+    let (_, log_at_start_level) = later_log.split_once("\"log_level\":\"as at the start\"").unwrap();
+    assert!(!log_at_start_level.contains("DEBUG"), "{log_at_start_level}");
+}
+
 #[test]
 fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     skip_if!(missing_testbed_rights());
@@ -232,17 +246,7 @@ fn drains_are_reported_as_json_in_the_audit_and_in_the_log() {
     assert!(drain_events[0]["id"].as_u64().unwrap() < drain_events[1]["id"].as_u64().unwrap(), "{drain_events:?}");
     assert!(drain_events.iter().all(|line| line["name"] == "s1" && line["level"] == "INFO"), "{drain_events:?}");
 
-    // SIGUSR1 enables debug logs.
-    let lb_daemon = env.fleet.daemon("lb1").unwrap();
-    lb_daemon.send_signal(Signal::SIGUSR1).unwrap();
-    let read_lb_log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
-    eventually(*TIMEOUT, "debug lines", || read_lb_log().contains("\"level\":\"DEBUG\""));
-    env.fleet.daemon("lb1").unwrap().send_signal(Signal::SIGUSR2).unwrap();
-    let read_lb_log = || fs::read_to_string(env.testbed.directory().join("lb1.log")).unwrap();
-    eventually(*TIMEOUT, "the level of the start", || read_lb_log().contains("\"log_level\":\"as at the start\""));
-    let later_log = read_lb_log();
-    let (_, log_at_start_level) = later_log.split_once("\"log_level\":\"as at the start\"").unwrap();
-    assert!(!log_at_start_level.contains("DEBUG"), "{log_at_start_level}");
+    assert_signals_change_log_level(&mut env);
 }
 
 #[test]

@@ -131,6 +131,20 @@ impl TestEnv {
         });
     }
 
+    /// Returns how many packets load balancer 1 has dropped because no server was eligible.
+    fn dropped_packets(&self) -> u64 {
+        let status = self.status();
+        status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
+    }
+
+    fn is_new_connection_dropped(&self) -> bool {
+        let fails_to_connect = || {
+            let address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
+            Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_err())
+        };
+        self.testbed.client().run_within(fails_to_connect).unwrap()
+    }
+
     fn ip(&self, load_balancer: u16, arguments: &[&str]) {
         let mut command = Command::new("ip");
         command.args(arguments);
@@ -140,6 +154,29 @@ impl TestEnv {
 
 fn health_file_path(testbed: &Testbed, number: u16) -> PathBuf {
     testbed.directory().join(format!("nginx-s{number}")).join("www").join("healthz")
+}
+
+/// Asserts that a load balancer that reaches no server marks none down.
+fn assert_unreachable_servers_stay_active(env: &TestEnv) {
+    env.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
+    eventually(STATE_TIMEOUT, "load balancer 2 reaches no server", || {
+        let status = env.status();
+        let members = status["services"][0]["members"].as_array().unwrap().clone();
+        let is_checked_by_one = |member: &Value| {
+            member["checks"].as_array().unwrap().iter().filter(|check| check["up"] == false).count() == 1
+        };
+        members.iter().all(is_checked_by_one)
+    });
+    pause(500);
+    assert!((1..=3).all(|number| env.server_state_and_reason(number).0 == "active"), "{}", env.status()["servers"]);
+    // The verdicts of load balancers that reach servers still count.
+    env.set_healthy(3, false);
+    env.wait_for_state(3, "down");
+    env.wait_until_only_reach(&[1, 2]);
+    env.set_healthy(3, true);
+    env.wait_for_state(3, "active");
+    env.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
+    env.wait_until_all_are_checked();
 }
 
 #[test]
@@ -179,26 +216,7 @@ fn down_server_gets_no_new_connections_and_returns_by_slow_start() {
     env.wait_for_state(2, "active");
     env.wait_until_all_are_checked();
 
-    // A load balancer that reaches no server marks none down.
-    env.ip(2, &["route", "add", "blackhole", "10.1.1.0/24"]);
-    eventually(STATE_TIMEOUT, "load balancer 2 reaches no server", || {
-        let status = env.status();
-        let members = status["services"][0]["members"].as_array().unwrap().clone();
-        let is_checked_by_one = |member: &Value| {
-            member["checks"].as_array().unwrap().iter().filter(|check| check["up"] == false).count() == 1
-        };
-        members.iter().all(is_checked_by_one)
-    });
-    pause(500);
-    assert!((1..=3).all(|number| env.server_state_and_reason(number).0 == "active"), "{}", env.status()["servers"]);
-    // The verdicts of load balancers that reach servers still count.
-    env.set_healthy(3, false);
-    env.wait_for_state(3, "down");
-    env.wait_until_only_reach(&[1, 2]);
-    env.set_healthy(3, true);
-    env.wait_for_state(3, "active");
-    env.ip(2, &["route", "del", "blackhole", "10.1.1.0/24"]);
-    env.wait_until_all_are_checked();
+    assert_unreachable_servers_stay_active(&env);
     assert_answered(&mut connections);
 }
 
@@ -211,26 +229,15 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     (1..=3).for_each(|number| env.set_healthy(number, false));
     eventually(STATE_TIMEOUT, "the service fails open", || env.status()["services"][0]["failing_open"] == true);
     env.wait_until_only_reach(&[1, 2, 3]);
-    let dropped_packets = |env: &TestEnv| {
-        let status = env.status();
-        status["load_balancers"][0]["state"]["counters"]["drop_no_eligible_server"].as_u64().unwrap_or(0)
-    };
-    assert_eq!(dropped_packets(&env), 0);
+    assert_eq!(env.dropped_packets(), 0);
 
     let options = FleetOptions {
         fleet_text: format!("when_all_down = \"drop\"\n{HEALTH_CHECK_CONFIG}"),
         ..env.fleet.options().clone()
     };
     env.fleet.set_options(&env.testbed, options).unwrap();
-    let is_new_connection_dropped = |env: &TestEnv| {
-        let fails_to_connect = || {
-            let address = coreward_testbed::addresses::SERVICE_ADDRESS.into();
-            Ok(std::net::TcpStream::connect_timeout(&address, Duration::from_millis(300)).is_err())
-        };
-        env.testbed.client().run_within(fails_to_connect).unwrap()
-    };
-    eventually(STATE_TIMEOUT, "first packets are dropped", || is_new_connection_dropped(&env));
-    eventually(STATE_TIMEOUT, "they are counted", || dropped_packets(&env) > 0);
+    eventually(STATE_TIMEOUT, "first packets are dropped", || env.is_new_connection_dropped());
+    eventually(STATE_TIMEOUT, "they are counted", || env.dropped_packets() > 0);
     assert_answered(&mut connections);
     env.set_healthy(2, true);
     eventually(STATE_TIMEOUT, "the one that is well gets all", || env.server_state_and_reason(2).0 == "active");
@@ -240,7 +247,7 @@ fn service_fails_open_or_drops_when_all_servers_are_down() {
     // The load balancer masks servers without a controller, too.
     env.fleet.kill_daemon("controller").unwrap();
     env.set_healthy(2, false);
-    eventually(STATE_TIMEOUT, "first packets are dropped without a controller", || is_new_connection_dropped(&env));
+    eventually(STATE_TIMEOUT, "first packets are dropped without a controller", || env.is_new_connection_dropped());
     assert_answered(&mut connections);
     env.set_healthy(2, true);
     wait_until_served_by(&env, &[2]);
@@ -271,6 +278,14 @@ fn wait_until_served_by(env: &TestEnv, servers: &[u16]) {
     });
 }
 
+/// Asserts that load balancer 1 has raised its limit of open files to the maximum.
+fn assert_open_file_limit_is_raised(env: &mut TestEnv) {
+    let limits_text = fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon("lb1").unwrap().pid())).unwrap();
+    let open_file_limits: Vec<&str> =
+        limits_text.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
+    assert_eq!(open_file_limits[3], open_file_limits[4], "soft and hard limit of open files: {limits_text}");
+}
+
 #[test]
 fn down_server_gets_no_new_connections_without_a_controller() {
     skip_if!(missing_testbed_rights());
@@ -280,10 +295,7 @@ fn down_server_gets_no_new_connections_without_a_controller() {
     let mut env = TestEnv::start("static", 2, HEALTH_CHECK_CONFIG);
     setrlimit(Resource::RLIMIT_NOFILE, soft_limit, hard_limit).unwrap();
     env.wait_until_all_are_checked();
-    let limits_text = fs::read_to_string(format!("/proc/{}/limits", env.fleet.daemon("lb1").unwrap().pid())).unwrap();
-    let open_file_limits: Vec<&str> =
-        limits_text.lines().find(|line| line.starts_with("Max open files")).unwrap().split_whitespace().collect();
-    assert_eq!(open_file_limits[3], open_file_limits[4], "soft and hard limit of open files: {limits_text}");
+    assert_open_file_limit_is_raised(&mut env);
 
     // Only load balancer 2 does not reach server 3. There is no majority, so the controller changes nothing.
     env.testbed.route_vips_to_load_balancers(&[2]).unwrap();

@@ -116,6 +116,18 @@ fn assert_decided_by_cookie(env: &TestEnv, packets_before: [u64; 2]) {
     assert!(text.contains(" % of its established packets by the cookie."), "{text}");
 }
 
+/// Restarts the load balancer without state. It must not route unknown packets unchanged in the meantime.
+fn reboot_load_balancer(env: &mut TestEnv) {
+    set_kernel_forwarding(env, "0");
+    env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
+    env.wait_for_connections(150);
+    set_kernel_forwarding(env, "1");
+    // The load balancer's counters restart at 0 as well.
+    for counter in ["established", "reply_stamped"] {
+        eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
+    }
+}
+
 /// Asserts that no connection breaks while servers join and leave, keys change, and the load balancer restarts.
 fn assert_no_connection_breaks(
     instance: &str,
@@ -148,15 +160,7 @@ fn assert_no_connection_breaks(
     env.set_admin_state(1, Some(AdminState::Active));
     eventually(*TIMEOUT, "replies are stamped", || env.load_balancer_counter("lb1", "reply_stamped") > 1_000);
     env.wait_for_connections(75);
-    // The load balancer restarts without state. It must not route unknown packets unchanged in the meantime.
-    set_kernel_forwarding(&env, "0");
-    env.fleet.reboot_load_balancer(&env.testbed, 1).unwrap();
-    env.wait_for_connections(150);
-    set_kernel_forwarding(&env, "1");
-    // The load balancer's counters restart at 0 as well.
-    for counter in ["established", "reply_stamped"] {
-        eventually(*TIMEOUT, counter, || env.sum_counter(counter) > 1_000);
-    }
+    reboot_load_balancer(&mut env);
     for server in ["s1", "s3", "s4", "s5"] {
         eventually(*TIMEOUT, server, || {
             server_clock_state_and_fault(&env, server) == (expected_clock_state.to_owned(), String::new())
@@ -190,6 +194,17 @@ fn hundred_thousand_connections_to_plain_linux_servers_continue() {
     assert_decided_by_cookie(&env, packets_before);
     let report = assert_unbroken(stream_client);
     assert!(report.sum_of_seconds().opened >= 100_000, "{:?}", report.sum_of_seconds());
+}
+
+/// Asserts that a load balancer that does not route packets reports this, with the remedy.
+fn assert_missing_forwarding_is_reported(env: &TestEnv) {
+    assert_eq!(query_lb_state(env)["warnings"], Value::Array(Vec::new()));
+    set_kernel_forwarding(env, "0");
+    eventually(*TIMEOUT, "that it does not route is shown", || {
+        query_lb_state(env)["warnings"][0]
+            .as_str()
+            .is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
+    });
 }
 
 #[test]
@@ -226,13 +241,5 @@ fn unstampable_server_is_reported_and_its_connections_continue() {
     env.testbed.server(1).unwrap().set_sysctls(&[("ipv4/tcp_timestamps", CLOCK_PER_CONNECTION)]).unwrap();
     eventually(*TIMEOUT, "the clock of s1 is known", || server_clock_state_and_fault(&env, "s1").0 == "per-connection");
     assert_unbroken(stream_client);
-
-    // A load balancer that does not route packets reports this, with the remedy.
-    assert_eq!(query_lb_state(&env)["warnings"], Value::Array(Vec::new()));
-    set_kernel_forwarding(&env, "0");
-    eventually(*TIMEOUT, "that it does not route is shown", || {
-        query_lb_state(&env)["warnings"][0]
-            .as_str()
-            .is_some_and(|warning| warning.contains("forwarding is 0: expected 1"))
-    });
+    assert_missing_forwarding_is_reported(&env);
 }

@@ -23,6 +23,28 @@ const FLEET_DOCUMENT: &str = "[[server]]\nname = \"s1\"\naddress = \"10.1.1.1\"\
 const BUCKET_SERVICE_CONFIG: &str = "[[service]]\nname = \"bucket\"\nvip = \"10.200.0.1:81\"\npolicy = \"hash\"\n\
                          consistency = \"beamer\"\n";
 
+/// Asserts that `coreward status` reports that the store is lost while the load balancer has a configuration.
+fn assert_lost_store_is_reported(status: &Value) {
+    let warning_text = status["warnings"].to_string();
+    assert!(warning_text.contains("the store has no document"), "{warning_text}");
+    assert!(warning_text.contains("load balancer lb1 had configuration"), "{warning_text}");
+}
+
+/// Returns a value from the metrics page of load balancer 1.
+fn metric_value(testbed: &Testbed, name: &str) -> Option<f64> {
+    let page = fetch_metrics_page(testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;
+    series_value(&page, name)
+}
+
+fn warning_count(testbed: &Testbed) -> Option<f64> {
+    metric_value(testbed, "coreward_lb_warnings{load_balancer=\"lb1\"}")
+}
+
+fn can_connect(testbed: &Testbed, vip: &str) -> bool {
+    let try_connect = || Ok(TcpStream::connect_timeout(&vip.parse()?, Duration::from_millis(500)).is_ok());
+    testbed.client().run_within(try_connect).unwrap()
+}
+
 #[test]
 fn loss_of_the_store_interrupts_no_service() {
     skip_if!(missing_testbed_rights());
@@ -45,18 +67,11 @@ fn loss_of_the_store_interrupts_no_service() {
     eventually(*TIMEOUT, "the load balancer reports to the controller without a store", || {
         first_lb(&status())["state"].is_object()
     });
-    let warning_text = status()["warnings"].to_string();
-    assert!(warning_text.contains("the store has no document"), "{warning_text}");
-    assert!(warning_text.contains("load balancer lb1 had configuration"), "{warning_text}");
+    assert_lost_store_is_reported(&status());
     let generations_in_force = first_lb(&status())["state"]["table_generations"].to_string();
     assert!(generations_in_force.contains("web"), "{generations_in_force}");
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    testbed
-        .client()
-        .run_within(|| {
-            connections_before.iter_mut().try_for_each(|(connection, _)| connection.query_worker().map(drop))
-        })
-        .expect("connections of before go on");
+    assert_answered(&mut connections_before);
 
     // Only an operator can decide that there are no services.
     let empty_document_path = testbed.directory().join("none.toml");
@@ -94,15 +109,13 @@ fn configuration_is_saved_once_the_disk_has_room() {
     };
     eventually(*TIMEOUT, "status has the failure", || lb_warnings(&fleet).contains("the configuration is not saved"));
     assert_eq!(fs::read(&saved_configuration_path).unwrap(), saved_before);
-    let warning_count = || {
-        let page = fetch_metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).unwrap();
-        series_value(&page, "coreward_lb_warnings{load_balancer=\"lb1\"}").unwrap()
-    };
-    eventually(*TIMEOUT, "the metric counts the failure", || warning_count() == 1.0);
+    eventually(*TIMEOUT, "the metric counts the failure", || warning_count(&testbed).unwrap() == 1.0);
 
     fs::remove_dir(&obstacle_path).unwrap();
     eventually(*TIMEOUT, "the write is retried", || fs::read(&saved_configuration_path).unwrap() != saved_before);
-    eventually(*TIMEOUT, "the failure is over", || lb_warnings(&fleet) == "[]" && warning_count() == 0.0);
+    eventually(*TIMEOUT, "the failure is over", || {
+        lb_warnings(&fleet) == "[]" && warning_count(&testbed).unwrap() == 0.0
+    });
 }
 
 /// Restarts the load balancer without its pinned BPF objects, as after a reboot.
@@ -125,11 +138,6 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     let options =
         FleetOptions { steers_connections: false, applied_document, load_balancer_text, ..FleetOptions::default() };
     let mut fleet = Fleet::start(&testbed, options).unwrap();
-    let metric_value = |name: &str| {
-        let page = fetch_metrics_page(&testbed, testbed.load_balancer(1).unwrap(), METRICS_ADDRESS).ok()?;
-        series_value(&page, name)
-    };
-    let warning_count = || metric_value("coreward_lb_warnings{load_balancer=\"lb1\"}");
     let saved_configuration_path = testbed.directory().join("lb1.configuration");
     eventually(*TIMEOUT, "the configuration is saved", || saved_configuration_path.exists());
     let mut connections_before = open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
@@ -137,19 +145,15 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
 
     restart_without_pins(&testbed, &mut fleet);
     eventually(*TIMEOUT, "the MAC addresses are known", || {
-        metric_value("coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
+        metric_value(&testbed, "coreward_lb_unresolved_servers{load_balancer=\"lb1\"}") == Some(0.0)
     });
     assert_answered(&mut connections_before);
-    let can_connect = |vip: &str| {
-        let try_connect = || Ok(TcpStream::connect_timeout(&vip.parse()?, Duration::from_millis(500)).is_ok());
-        testbed.client().run_within(try_connect).unwrap()
-    };
-    eventually(*TIMEOUT, "the load balancer makes a table", || can_connect("10.200.0.1:80"));
+    eventually(*TIMEOUT, "the load balancer makes a table", || can_connect(&testbed, "10.200.0.1:80"));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
-    assert_eq!(metric_value("coreward_lb_expired_tables"), Some(1.0));
-    assert!(!can_connect("10.200.0.1:81"), "a new connection by bucket without a table");
+    assert_eq!(metric_value(&testbed, "coreward_lb_expired_tables"), Some(1.0));
+    assert!(!can_connect(&testbed, "10.200.0.1:81"), "a new connection by bucket without a table");
     let dropped_before =
-        metric_value("coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
+        metric_value(&testbed, "coreward_lb_service_drops_total{service=\"bucket\",reason=\"no_eligible_server\"}");
     assert!(dropped_before.is_some_and(|dropped_packets| dropped_packets > 0.0), "{dropped_before:?}");
 
     fs::remove_file(&saved_configuration_path).unwrap();
@@ -157,9 +161,9 @@ fn rebooted_load_balancer_takes_new_connections_without_a_controller() {
     restart_without_pins(&testbed, &mut fleet);
     let warning_words = "no configuration: packets for VIPs pass to this machine";
     eventually(*TIMEOUT, warning_words, || duration_until_logged(&testbed, 1, warning_words, restart_time).is_some());
-    assert_eq!(warning_count(), Some(1.0));
+    assert_eq!(warning_count(&testbed), Some(1.0));
 
     fleet.restart_daemon(&testbed, "controller").unwrap();
-    eventually(*TIMEOUT, "a configuration", || warning_count() == Some(0.0));
+    eventually(*TIMEOUT, "a configuration", || warning_count(&testbed) == Some(0.0));
     open_keepalive_connections(&testbed, MIN_CONNECTIONS_FOR_EVERY_SERVER);
 }

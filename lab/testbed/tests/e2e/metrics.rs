@@ -80,9 +80,8 @@ fn assert_documented_metrics_are_served(component: Component, values: &SampleVal
     }
 }
 
-#[test]
-fn endpoints_serve_the_documented_metrics() {
-    skip_if!(missing_testbed_rights());
+/// Starts a fleet in which every daemon serves its metrics.
+fn start_env() -> TestEnv {
     let metrics_config = format!("metrics = \"{METRICS_ADDRESS}\"\n");
     let testbed_options = TestbedOptions { instance: "metrics".to_owned(), servers: 2, ..TestbedOptions::default() };
     let options = FleetOptions {
@@ -98,6 +97,47 @@ fn endpoints_serve_the_documented_metrics() {
     env.fleet.kill_daemon("controller").unwrap();
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
     env.fleet.wait_until_ready(&env.testbed).unwrap();
+    env
+}
+
+/// Asserts that the controller's metrics and `coreward status` count the same refused reports.
+fn assert_refused_reports_are_counted(env: &TestEnv, controller_samples: &SampleValues) {
+    let status = env.fleet.query_status(&env.testbed).unwrap();
+    let refused_reports: u64 = status["refused_reports"]
+        .as_object()
+        .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
+    let refused_in_metrics: f64 = controller_samples
+        .iter()
+        .filter(|((name, _), _)| name == "coreward_reports_refused_total")
+        .map(|(_, value)| value)
+        .sum();
+    assert_eq!(refused_in_metrics, refused_reports as f64);
+}
+
+/// Asserts that the agent, the controller and `status` count the same warnings, including one that is caused here.
+fn assert_warnings_are_counted(env: &TestEnv) {
+    let (controller, server) = (env.testbed.controller(), env.testbed.server(1).unwrap());
+    server.run_within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
+    let warning_count = |host: &Namespace| {
+        sum_with_label(&scrape_metrics(env, host).unwrap(), "coreward_server_warnings", ("server", "s1"))
+    };
+    eventually(*TIMEOUT, "all count the agent's warning", || {
+        let status = env.fleet.query_status(&env.testbed).unwrap_or_default();
+        let servers = status["servers"].as_array().cloned().unwrap_or_default();
+        let status_warnings =
+            servers.iter().find(|server| server["name"] == "s1").map(|server| server["warnings"].clone());
+        let status_warnings: Vec<String> =
+            serde_json::from_value(status_warnings.unwrap_or_default()).unwrap_or_default();
+        let warning_counts = [warning_count(server), warning_count(controller)];
+        status_warnings.iter().any(|warning| warning.contains("tcp_timestamps"))
+            && warning_counts == [status_warnings.len() as f64; 2]
+    });
+}
+
+#[test]
+fn endpoints_serve_the_documented_metrics() {
+    skip_if!(missing_testbed_rights());
+    let env = start_env();
     let stream_client = env.start_streams(100.0);
     eventually(*TIMEOUT, "there is traffic", || env.sum_counter("new_connection") > 150);
     assert_unbroken(stream_client);
@@ -125,29 +165,6 @@ fn endpoints_serve_the_documented_metrics() {
         sum_with_label(&controller_samples, "coreward_servers", ("state", "active")) == 2.0,
         "{controller_samples:?}"
     );
-    let status = env.fleet.query_status(&env.testbed).unwrap();
-    let refused_reports: u64 = status["refused_reports"]
-        .as_object()
-        .map_or(0, |reasons| reasons.values().filter_map(|count| count.as_u64()).sum());
-    let refused_in_metrics: f64 = controller_samples
-        .iter()
-        .filter(|((name, _), _)| name == "coreward_reports_refused_total")
-        .map(|(_, value)| value)
-        .sum();
-    assert_eq!(refused_in_metrics, refused_reports as f64);
-    // The agent, the controller and `status` count the same warnings, including this one.
-    server.run_within(|| Ok(fs::write("/proc/sys/net/ipv4/tcp_timestamps", "0")?)).unwrap();
-    let warning_count =
-        |host: &Namespace| sum_with_label(&scrape_all(host), "coreward_server_warnings", ("server", "s1"));
-    eventually(*TIMEOUT, "all count the agent's warning", || {
-        let status = env.fleet.query_status(&env.testbed).unwrap_or_default();
-        let servers = status["servers"].as_array().cloned().unwrap_or_default();
-        let status_warnings =
-            servers.iter().find(|server| server["name"] == "s1").map(|server| server["warnings"].clone());
-        let status_warnings: Vec<String> =
-            serde_json::from_value(status_warnings.unwrap_or_default()).unwrap_or_default();
-        let warning_counts = [warning_count(server), warning_count(controller)];
-        status_warnings.iter().any(|warning| warning.contains("tcp_timestamps"))
-            && warning_counts == [status_warnings.len() as f64; 2]
-    });
+    assert_refused_reports_are_counted(&env, &controller_samples);
+    assert_warnings_are_counted(&env);
 }

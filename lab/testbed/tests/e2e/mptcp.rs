@@ -109,9 +109,7 @@ fn query_server(stream: &mut TcpStream, length: usize) -> u16 {
     answering_server
 }
 
-#[test]
-fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
-    skip_if!(missing_mptcp());
+fn create_testbed() -> Testbed {
     let options = TestbedOptions {
         instance: "mptcp".to_owned(),
         servers: SERVER_COUNT,
@@ -119,18 +117,66 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
         load_balancers: 2,
         ..TestbedOptions::default()
     };
-    let mut testbed = Testbed::create(options).unwrap();
+    Testbed::create(options).unwrap()
+}
+
+/// Starts servers that announce their own port of the VIP for further subflows.
+fn start_mptcp_servers(testbed: &Testbed) {
     for number in 1..=SERVER_COUNT {
         let server = testbed.server(number).unwrap();
         server.run_within(|| Ok(std::fs::write("/proc/sys/net/mptcp/allow_join_initial_addr_port", "0")?)).unwrap();
-        run_command_text(&testbed, server, "ip mptcp limits set subflows 4 add_addr_accepted 0");
+        run_command_text(testbed, server, "ip mptcp limits set subflows 4 add_addr_accepted 0");
         run_command_text(
-            &testbed,
+            testbed,
             server,
             &format!("ip mptcp endpoint add {FIRST_VIP} port {} id 1 signal", FIRST_JOIN_PORT + number),
         );
-        start_answering(&testbed, number);
+        start_answering(testbed, number);
     }
+}
+
+/// Opens connections to the service, and returns them with the numbers of their servers.
+fn open_streams(client: &coreward_testbed::Namespace) -> Vec<(TcpStream, u16)> {
+    client
+        .run_within(|| {
+            let open_stream = |_| {
+                let mut stream = connect_to_service();
+                let server = query_server(&mut stream, 100);
+                (stream, server)
+            };
+            Ok((0..CONNECTION_COUNT).map(open_stream).collect())
+        })
+        .unwrap()
+}
+
+/// Waits until every connection has a second subflow, and asserts that none has fallen back to TCP.
+fn assert_all_connections_are_joined(client: &coreward_testbed::Namespace) {
+    let client_counter = |name: &str| counters::read_kernel_counters(client).unwrap().get(name).copied().unwrap_or(0);
+    eventually(*TIMEOUT, "every connection has a second subflow", || {
+        client_counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
+    });
+    assert_eq!(client_counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
+    assert_eq!(client_counter("MPTcpExtMPCapableFallbackSYNACK") + client_counter("MPTcpExtMPCapableFallbackACK"), 0);
+}
+
+fn abort_first_subflows(testbed: &Testbed, client: &coreward_testbed::Namespace) {
+    let mut ss = Command::new("ss");
+    ss.args([
+        "--kill",
+        "--tcp",
+        "state",
+        "established",
+        "dst",
+        &SocketAddrV4::new(FIRST_VIP, SERVICE_ADDRESS.port()).to_string(),
+    ]);
+    testbed.run_command(client, ss).unwrap();
+}
+
+#[test]
+fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
+    skip_if!(missing_mptcp());
+    let mut testbed = create_testbed();
+    start_mptcp_servers(&testbed);
     run_command_text(&testbed, testbed.client(), "ip mptcp limits set subflows 4 add_addr_accepted 4");
     let fleet_options = FleetOptions {
         policy: "rr".to_owned(),
@@ -141,23 +187,9 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     let mut fleet = Fleet::start(&testbed, fleet_options).unwrap();
 
     let client = testbed.client().clone();
-    let client_counter = |name: &str| counters::read_kernel_counters(&client).unwrap().get(name).copied().unwrap_or(0);
-    let mut streams_and_servers: Vec<(TcpStream, u16)> = client
-        .run_within(|| {
-            let open_stream = |_| {
-                let mut stream = connect_to_service();
-                let server = query_server(&mut stream, 100);
-                (stream, server)
-            };
-            Ok((0..CONNECTION_COUNT).map(open_stream).collect())
-        })
-        .unwrap();
+    let mut streams_and_servers = open_streams(&client);
     assert!((1..=SERVER_COUNT).all(|number| streams_and_servers.iter().any(|(_, server)| *server == number)));
-    eventually(*TIMEOUT, "every connection has a second subflow", || {
-        client_counter("MPTcpExtMPJoinSynAckRx") >= CONNECTION_COUNT
-    });
-    assert_eq!(client_counter("MPTcpExtMPJoinSynAckHMacFailure"), 0);
-    assert_eq!(client_counter("MPTcpExtMPCapableFallbackSYNACK") + client_counter("MPTcpExtMPCapableFallbackACK"), 0);
+    assert_all_connections_are_joined(&client);
 
     let mut assert_all_stay = || {
         streams_and_servers
@@ -172,15 +204,6 @@ fn mptcp_subflows_reach_the_server_of_the_first_subflow() {
     pause(500);
     assert_all_stay();
     // Abort the first subflows, so that data in flight must continue on the joined subflows.
-    let mut ss = Command::new("ss");
-    ss.args([
-        "--kill",
-        "--tcp",
-        "state",
-        "established",
-        "dst",
-        &SocketAddrV4::new(FIRST_VIP, SERVICE_ADDRESS.port()).to_string(),
-    ]);
-    testbed.run_command(&client, ss).unwrap();
+    abort_first_subflows(&testbed, &client);
     assert_all_stay();
 }

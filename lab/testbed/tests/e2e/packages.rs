@@ -25,6 +25,41 @@ fn run_and_expect_success(program: &str, arguments: &[&str]) -> String {
 const UNITS_AND_MAX_EXPOSURES: [(&str, f64); 5] =
     [("controller", 2.0), ("lb", 4.0), ("agent", 4.0), ("rack", 2.0), ("orchestrate", 3.0)];
 
+/// Builds the packages, and returns the output, which has a line with the path of each package.
+fn build_packages(packages_directory: &Path) -> String {
+    let command = coreward_command().unwrap();
+    let environment_variables =
+        [format!("OUT={}", packages_directory.display()), format!("COREWARD={}", command.display())];
+    run_and_expect_success("env", &[&environment_variables[0], &environment_variables[1], "LEVEL=1", "scripts/deb"])
+}
+
+fn path_text(directory: &Path, path: &str) -> String {
+    directory.join(path).to_str().unwrap().to_owned()
+}
+
+/// Asserts that systemd accepts an unpacked unit, and that the unit's exposure level is at most `max_exposure`.
+fn assert_unit_is_confined(directory: &Path, daemon: &str, max_exposure: f64) {
+    let unit_path = path_text(directory, &format!("usr/lib/systemd/system/coreward-{daemon}.service"));
+    // The unit must name the command at its unpacked path, so that `verify` finds it.
+    let text = std::fs::read_to_string(&unit_path)
+        .unwrap()
+        .replace("/usr/bin/coreward", &path_text(directory, "usr/bin/coreward"));
+    let text = text.lines().filter(|line| !line.starts_with("Documentation=")).collect::<Vec<_>>().join("\n");
+    std::fs::write(&unit_path, text).unwrap();
+    let verify_output = run_program("systemd-analyze", &["verify", &unit_path]);
+    assert!(
+        verify_output.status.success() && verify_output.stderr.is_empty(),
+        "{daemon}: {}",
+        String::from_utf8_lossy(&verify_output.stderr)
+    );
+    let security_output = run_and_expect_success("systemd-analyze", &["security", "--offline=true", &unit_path]);
+    let exposure_level =
+        security_output.lines().find_map(|line| line.split_once("exposure level for ")?.1.split_once(": "));
+    let exposure_level: f64 =
+        exposure_level.and_then(|(_, level)| level.split(' ').next()?.parse().ok()).expect("a level");
+    assert!(exposure_level <= max_exposure, "{daemon}: {exposure_level}");
+}
+
 /// Builds and unpacks the packages. Runs the command with its own libraries, man on the manual pages, and
 /// systemd-analyze on the units.
 #[test]
@@ -33,14 +68,7 @@ fn packages_contain_all_needed_files() {
     skip_if!(missing_testbed_rights());
     let directory = tempfile::tempdir().unwrap();
     // out/deb is not used, because `make deb` may be writing there.
-    let packages_directory = directory.path().join("packages");
-    let command = coreward_command().unwrap();
-    let environment_variables =
-        [format!("OUT={}", packages_directory.display()), format!("COREWARD={}", command.display())];
-    let build_output = run_and_expect_success(
-        "env",
-        &[&environment_variables[0], &environment_variables[1], "LEVEL=1", "scripts/deb"],
-    );
+    let build_output = build_packages(&directory.path().join("packages"));
     let package_paths: Vec<&str> = build_output.lines().collect();
     assert_eq!(package_paths.len(), UNITS_AND_MAX_EXPOSURES.len() + 2, "{build_output}");
     let unpack_directory = directory.path().to_str().unwrap();
@@ -53,46 +81,21 @@ fn packages_contain_all_needed_files() {
     }
     let dependencies = run_and_expect_success("dpkg-deb", &["--field", package_paths[0], "Depends"]);
     assert!(dependencies.contains("libelf1") && dependencies.contains("libc6 (>="), "{dependencies}");
-    let unpacked_path = |path: &str| directory.path().join(path).to_str().unwrap().to_owned();
-    assert!(run_and_expect_success(&unpacked_path("usr/bin/coreward"), &["--version"]).starts_with("coreward "));
-    assert!(
-        run_and_expect_success("man", &["--local-file", &unpacked_path("usr/share/man/man1/coreward-lb.1.gz")])
-            .contains("--detach")
-    );
-    assert!(
-        run_and_expect_success(&unpacked_path("usr/bin/coreward-lab"), &["--version"]).starts_with("coreward-lab ")
-    );
-    assert!(
-        run_and_expect_success("man", &["--local-file", &unpacked_path("usr/share/man/man1/coreward-lab-sim.1.gz")])
-            .contains("trace")
-    );
-    for command in ["coreward", "coreward-lab"] {
-        run_and_expect_success(
-            "bash",
-            &["-n", &unpacked_path(&format!("usr/share/bash-completion/completions/{command}"))],
-        );
+    let unpacked_path = |path: &str| path_text(directory.path(), path);
+    for (command, manual_page, expected_word) in
+        [("coreward", "coreward-lb", "--detach"), ("coreward-lab", "coreward-lab-sim", "trace")]
+    {
+        let version = run_and_expect_success(&unpacked_path(&format!("usr/bin/{command}")), &["--version"]);
+        assert!(version.starts_with(&format!("{command} ")), "{version}");
+        let manual_path = unpacked_path(&format!("usr/share/man/man1/{manual_page}.1.gz"));
+        let manual_text = run_and_expect_success("man", &["--local-file", &manual_path]);
+        assert!(manual_text.contains(expected_word), "{manual_page}");
+        let completions_path = unpacked_path(&format!("usr/share/bash-completion/completions/{command}"));
+        run_and_expect_success("bash", &["-n", &completions_path]);
     }
 
-    for (daemon, highest) in UNITS_AND_MAX_EXPOSURES {
-        let unit_path = unpacked_path(&format!("usr/lib/systemd/system/coreward-{daemon}.service"));
-        // The unit must name the command at its unpacked path, so that `verify` finds it.
-        let text = std::fs::read_to_string(&unit_path)
-            .unwrap()
-            .replace("/usr/bin/coreward", &unpacked_path("usr/bin/coreward"));
-        let text = text.lines().filter(|line| !line.starts_with("Documentation=")).collect::<Vec<_>>().join("\n");
-        std::fs::write(&unit_path, text).unwrap();
-        let verify_output = run_program("systemd-analyze", &["verify", &unit_path]);
-        assert!(
-            verify_output.status.success() && verify_output.stderr.is_empty(),
-            "{daemon}: {}",
-            String::from_utf8_lossy(&verify_output.stderr)
-        );
-        let security_output = run_and_expect_success("systemd-analyze", &["security", "--offline=true", &unit_path]);
-        let exposure_level =
-            security_output.lines().find_map(|line| line.split_once("exposure level for ")?.1.split_once(": "));
-        let exposure_level: f64 =
-            exposure_level.and_then(|(_, level)| level.split(' ').next()?.parse().ok()).expect("a level");
-        assert!(exposure_level <= highest, "{daemon}: {exposure_level}");
+    for (daemon, max_exposure) in UNITS_AND_MAX_EXPOSURES {
+        assert_unit_is_confined(directory.path(), daemon, max_exposure);
         let example_path = unpacked_path(&format!("usr/share/doc/coreward-{daemon}/examples/{daemon}.toml"));
         run_and_expect_success(&unpacked_path("usr/bin/coreward"), &["check", &example_path]);
     }

@@ -209,14 +209,7 @@ fn racks_line(racks: &[u16]) -> String {
     format!("racks = {rack_controller_names:?}\n")
 }
 
-#[test]
-fn rack_and_controller_restarts_break_no_connection() {
-    skip_if!(missing_testbed_rights());
-    let mut env = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
-    env.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
-    for server in 1..=5 {
-        env.assert_idle_server_gets_all_connections(server);
-    }
+fn assert_status_shows_racks(env: &TestEnv) {
     let status = env.fleet.query_status(&env.testbed).unwrap();
     let racks_values = |key: &str| [0, 1].map(|rack| status["racks"][rack][key].clone());
     assert_eq!(racks_values("servers"), [serde_json::json!(["s1", "s2"]), serde_json::json!(["s3", "s4"])]);
@@ -226,7 +219,10 @@ fn rack_and_controller_restarts_break_no_connection() {
         text.contains("\nrack rack1 (") && text.contains("may report for 3 of 5 servers\n  servers    s1 s2\n"),
         "{text}"
     );
-    // The agent of a server behind a rack controller measures that every core is busy.
+}
+
+/// Asserts that the agent of a server behind a rack controller measures that every core is busy.
+fn assert_busy_cores_are_measured(env: &TestEnv) {
     eventually(*TIMEOUT, "s1 is seen to be busy", || {
         let status = env.fleet.query_status(&env.testbed).unwrap();
         let s1 = status["servers"].as_array().unwrap().iter().find(|server| server["name"] == "s1").unwrap();
@@ -234,17 +230,10 @@ fn rack_and_controller_restarts_break_no_connection() {
             s1["core_load"].as_array().unwrap().iter().map(|load| load.as_f64().unwrap()).collect();
         core_loads.len() == usize::from(CORE_COUNT) && core_loads.iter().all(|load| (0.7..1.1).contains(load))
     });
+}
 
-    assert_drain_waits_for_connections(&env);
-
-    env.load_writer.set_idle_server(NO_SERVER);
-    let mut connections_before = open_keepalive_connections(&env.testbed, 20);
-    let stream_workload = StreamWorkload::endless(40.0);
-    let stream_client = env
-        .testbed
-        .start_stream_client_at_address(stream_service_address(&env.testbed), 1..4, &stream_workload, None)
-        .unwrap();
-    pause(2_000);
+/// Asserts that the agents of a rack controller report to another one, or directly, while it does not run.
+fn assert_agents_report_without_rack_controller(env: &mut TestEnv) {
     env.fleet.kill_daemon("rack1").unwrap();
     let kill_time = Instant::now();
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
@@ -255,7 +244,10 @@ fn rack_and_controller_restarts_break_no_connection() {
     eventually(*TIMEOUT, "rack1 is back", || env.connected_rack_names() == ["rack1", "rack2"]);
     // No agent had to change its rack controller.
     env.wait_for_racks(&["", "rack2", "rack2", "rack2", ""]);
+}
 
+/// Restarts the controller, and waits until every agent reports in a permitted way.
+fn restart_controller(env: &mut TestEnv) {
     env.fleet.kill_daemon("controller").unwrap();
     pause(1_000);
     env.fleet.restart_daemon(&env.testbed, "controller").unwrap();
@@ -269,6 +261,31 @@ fn rack_and_controller_restarts_break_no_connection() {
     ]);
     eventually(*TIMEOUT, "the racks are back", || env.connected_rack_names() == ["rack1", "rack2"]);
     println!("all report {:?} after the controller's restart", restart_time.elapsed());
+}
+
+#[test]
+fn rack_and_controller_restarts_break_no_connection() {
+    skip_if!(missing_testbed_rights());
+    let mut env = TestEnv::start("racks", &[(1, &[1]), (2, &[1, 2]), (3, &[2]), (4, &[2, 1]), (5, &[])]);
+    env.wait_for_racks(&["rack1", "rack1", "rack2", "rack2", ""]);
+    for server in 1..=5 {
+        env.assert_idle_server_gets_all_connections(server);
+    }
+    assert_status_shows_racks(&env);
+    assert_busy_cores_are_measured(&env);
+    assert_drain_waits_for_connections(&env);
+
+    env.load_writer.set_idle_server(NO_SERVER);
+    let mut connections_before = open_keepalive_connections(&env.testbed, 20);
+    let stream_workload = StreamWorkload::endless(40.0);
+    let stream_client = env
+        .testbed
+        .start_stream_client_at_address(stream_service_address(&env.testbed), 1..4, &stream_workload, None)
+        .unwrap();
+    pause(2_000);
+    assert_agents_report_without_rack_controller(&mut env);
+
+    restart_controller(&mut env);
     for server in [3, 5, 2] {
         env.assert_idle_server_gets_all_connections(server);
     }
@@ -303,6 +320,28 @@ fn assert_drain_waits_for_connections(env: &TestEnv) {
     assert!(exit_status.success() && output_text.ends_with("s2 is drained: no connection remains\n"), "{output_text}");
     env.run_coreward(&["undrain", "s2"]);
     env.assert_idle_server_gets_all_connections(2);
+}
+
+/// Asserts that a new document disconnects an agent whose way through a rack controller it forbids.
+fn assert_document_disconnects_forbidden_agent(env: &mut TestEnv, mut options: FleetOptions) {
+    eventually(*TIMEOUT, "s1 is connected through its rack", || {
+        if env.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
+            return true;
+        }
+        // The agent bypassed its rack controller while that had no certificate.
+        env.fleet.upgrade_daemon(&env.testbed, &agent_name(1)).unwrap();
+        pause(2_000);
+        false
+    });
+    let log_length = daemon_log(&env.testbed, "controller", 0).len();
+    options.server_lines.insert(1, racks_line(&[]));
+    env.fleet.set_options(&env.testbed, options).unwrap();
+    let rejection_words = r#"may not report for server \"s1\": expected its agent itself"#;
+    eventually(*TIMEOUT, rejection_words, || {
+        daemon_log(&env.testbed, "controller", log_length).contains(rejection_words)
+    });
+    eventually(*TIMEOUT, "s1 is connected directly", || env.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
+    env.assert_idle_server_gets_all_connections(1);
 }
 
 #[test]
@@ -340,23 +379,5 @@ fn rack_controller_reports_only_for_its_own_servers() {
     assert!(refused_reports.as_u64().unwrap() >= 1, "{refused_reports}");
     env.assert_idle_server_gets_all_connections(2);
 
-    // A new document disconnects agents that it forbids.
-    eventually(*TIMEOUT, "s1 is connected through its rack", || {
-        if env.agent_rack("s1").is_some_and(|rack| rack == "rack1") {
-            return true;
-        }
-        // The agent bypassed its rack controller while that had no certificate.
-        env.fleet.upgrade_daemon(&env.testbed, &agent_name(1)).unwrap();
-        pause(2_000);
-        false
-    });
-    let log_length = daemon_log(&env.testbed, "controller", 0).len();
-    options.server_lines.insert(1, racks_line(&[]));
-    env.fleet.set_options(&env.testbed, options).unwrap();
-    let rejection_words = r#"may not report for server \"s1\": expected its agent itself"#;
-    eventually(*TIMEOUT, rejection_words, || {
-        daemon_log(&env.testbed, "controller", log_length).contains(rejection_words)
-    });
-    eventually(*TIMEOUT, "s1 is connected directly", || env.agent_rack("s1").is_some_and(|rack| rack.is_empty()));
-    env.assert_idle_server_gets_all_connections(1);
+    assert_document_disconnects_forbidden_agent(&mut env, options);
 }

@@ -133,21 +133,26 @@ fn real_versions_are_exchanged_up_and_down() {
         let replacement_result = env.fleet.replace_binary(&env.testbed, daemon, Some(&old_binary));
         if let (Err(error), Some(number)) = (replacement_result, daemon.strip_prefix("lb")) {
             println!("{daemon}: {error:#}");
-            // As in docs/deployment.md, the other load balancers carry the traffic meanwhile.
-            let other_load_balancers: Vec<u16> =
-                [1, 2].into_iter().filter(|other| other.to_string() != number).collect();
-            env.testbed.route_vips_to_load_balancers(&other_load_balancers).unwrap();
-            pause(500);
-            std::fs::remove_dir_all(env.pin_path(daemon)).unwrap();
-            env.fleet.restart_daemon(&env.testbed, daemon).unwrap();
-            env.fleet.wait_until_ready(&env.testbed).unwrap();
-            env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
+            replace_pins_without_traffic(&mut env, number.parse().unwrap());
         }
         env.fleet.wait_until_ready(&env.testbed).unwrap();
         println!("{daemon}: of the older version");
     }
     pause(3_000);
     assert_unbroken(stream_client);
+}
+
+/// Restarts one of the two load balancers without its pinned BPF objects. As in docs/deployment.md, the other load
+/// balancer carries the traffic meanwhile.
+fn replace_pins_without_traffic(env: &mut TestEnv, load_balancer: u16) {
+    let daemon = format!("lb{load_balancer}");
+    let other_load_balancers: Vec<u16> = [1, 2].into_iter().filter(|other| *other != load_balancer).collect();
+    env.testbed.route_vips_to_load_balancers(&other_load_balancers).unwrap();
+    pause(500);
+    std::fs::remove_dir_all(env.pin_path(&daemon)).unwrap();
+    env.fleet.restart_daemon(&env.testbed, &daemon).unwrap();
+    env.fleet.wait_until_ready(&env.testbed).unwrap();
+    env.testbed.route_vips_to_load_balancers(&[1, 2]).unwrap();
 }
 
 /// Restarts a daemon without its pinned BPF objects.

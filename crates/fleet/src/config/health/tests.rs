@@ -77,66 +77,65 @@ fn keys_of_http_checks_are_parsed() {
     assert_eq!(parse_verification(&format!("ca = '''\n{AUTHORITY_PEM}'''\n")), authorities);
 }
 
+/// Keys of `[service.health]` and the messages about them.
+const INVALID_HEALTH_CHECKS: [(&str, &str); 12] = [
+    (
+        "check = \"htpp\"",
+        "fleet.toml:5:9: key `service.health.check`: check \"htpp\" is not known: expected \"tcp\", \"http\", \
+         \"https\", \"agent\" or \"none\" (nearest: `http`)",
+    ),
+    (
+        "path = \"/\"",
+        "fleet.toml:5:8: key `service.health.path`: check \"tcp\" has no `path`: expected it with `check` = \
+         \"http\" or \"https\" only",
+    ),
+    (
+        "check = \"agent\"\nport = 80",
+        "fleet.toml:6:8: key `service.health.port`: check \"agent\" has no `port`: expected it with `check` = \
+         \"tcp\" or \"http\" or \"https\" only",
+    ),
+    (
+        "check = \"http\"\npath = \"healthz\"",
+        "fleet.toml:6:8: key `service.health.path`: path \"healthz\": expected a path that begins with a slash, \
+         without blanks, as \"/healthz\"",
+    ),
+    (
+        "check = \"http\"\nexpect = \"400-200\"",
+        "fleet.toml:6:10: key `service.health.expect`: \"400-200\": expected status codes from 100 to 599, as \
+         \"204\" or \"200-399\"",
+    ),
+    (
+        "check = \"http\"\nhost = \"a b\"",
+        "fleet.toml:6:8: key `service.health.host`: host \"a b\": expected a host, perhaps with a port, as \
+         \"www.example.org\" or \"[2001:db8::1]:8443\"",
+    ),
+    ("fall = 0", "fleet.toml:5:8: key `service.health.fall`: 0: expected a whole number from 1 to 100"),
+    (
+        "interval = \"10ms\"",
+        "fleet.toml:5:12: key `service.health.interval`: \"10ms\": expected a time with its unit, from \"100ms\" \
+         to \"1h\"",
+    ),
+    ("jitter = 1.5", "fleet.toml:5:10: key `service.health.jitter`: 1.5: expected a part of the interval, from 0 to 1"),
+    (
+        "check = \"https\"\nca = \"me\"",
+        "fleet.toml:6:6: key `service.health.ca`: no certificate in it: expected one or more certificates \
+         (\"-----BEGIN CERTIFICATE-----\" ...)",
+    ),
+    (
+        "at = \"lb\"",
+        "fleet.toml:5:6: key `service.health.at`: place \"lb\" is not known: expected \"vip\" or \"server\"",
+    ),
+    (
+        "paths = \"/\"",
+        "fleet.toml:5:1: key `service.health.paths`: is not known: expected one of `check`, `at`, `port`, \
+         `interval`, `timeout`, `rise`, `fall`, `jitter`, `path`, `host`, `expect`, `ca`, `verify` (nearest: \
+         `path`)",
+    ),
+];
+
 #[test]
 fn invalid_health_checks_are_rejected() {
-    let cases = [
-        (
-            "check = \"htpp\"",
-            "fleet.toml:5:9: key `service.health.check`: check \"htpp\" is not known: expected \"tcp\", \"http\", \
-             \"https\", \"agent\" or \"none\" (nearest: `http`)",
-        ),
-        (
-            "path = \"/\"",
-            "fleet.toml:5:8: key `service.health.path`: check \"tcp\" has no `path`: expected it with `check` = \
-             \"http\" or \"https\" only",
-        ),
-        (
-            "check = \"agent\"\nport = 80",
-            "fleet.toml:6:8: key `service.health.port`: check \"agent\" has no `port`: expected it with `check` = \
-             \"tcp\" or \"http\" or \"https\" only",
-        ),
-        (
-            "check = \"http\"\npath = \"healthz\"",
-            "fleet.toml:6:8: key `service.health.path`: path \"healthz\": expected a path that begins with a slash, \
-             without blanks, as \"/healthz\"",
-        ),
-        (
-            "check = \"http\"\nexpect = \"400-200\"",
-            "fleet.toml:6:10: key `service.health.expect`: \"400-200\": expected status codes from 100 to 599, as \
-             \"204\" or \"200-399\"",
-        ),
-        (
-            "check = \"http\"\nhost = \"a b\"",
-            "fleet.toml:6:8: key `service.health.host`: host \"a b\": expected a host, perhaps with a port, as \
-             \"www.example.org\" or \"[2001:db8::1]:8443\"",
-        ),
-        ("fall = 0", "fleet.toml:5:8: key `service.health.fall`: 0: expected a whole number from 1 to 100"),
-        (
-            "interval = \"10ms\"",
-            "fleet.toml:5:12: key `service.health.interval`: \"10ms\": expected a time with its unit, from \"100ms\" \
-             to \"1h\"",
-        ),
-        (
-            "jitter = 1.5",
-            "fleet.toml:5:10: key `service.health.jitter`: 1.5: expected a part of the interval, from 0 to 1",
-        ),
-        (
-            "check = \"https\"\nca = \"me\"",
-            "fleet.toml:6:6: key `service.health.ca`: no certificate in it: expected one or more certificates \
-             (\"-----BEGIN CERTIFICATE-----\" ...)",
-        ),
-        (
-            "at = \"lb\"",
-            "fleet.toml:5:6: key `service.health.at`: place \"lb\" is not known: expected \"vip\" or \"server\"",
-        ),
-        (
-            "paths = \"/\"",
-            "fleet.toml:5:1: key `service.health.paths`: is not known: expected one of `check`, `at`, `port`, \
-             `interval`, `timeout`, `rise`, `fall`, `jitter`, `path`, `host`, `expect`, `ca`, `verify` (nearest: \
-             `path`)",
-        ),
-    ];
-    for (keys, message) in cases {
+    for (keys, message) in INVALID_HEALTH_CHECKS {
         assert_eq!(parse_service(&format!("[service.health]\n{keys}\n")).unwrap_err(), message);
     }
     let contradicting_keys =
