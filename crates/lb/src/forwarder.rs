@@ -10,7 +10,6 @@ mod table_ages;
 mod vlans;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::net::IpAddr;
 use std::time::Duration;
 
 use coreward_dataplane::clock::monotonic;
@@ -21,7 +20,6 @@ use coreward_dataplane::routes::Routes;
 use coreward_metrics::latency::LatencyHistogram;
 use coreward_model::connection_table::{Connection, ConnectionTimeouts};
 use coreward_model::consistency::{Consistency, TimestampOrigin};
-use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::health::WhenAllDown;
 use coreward_model::placement::{DEFAULT_TABLE_LIFETIME, PlacementTable};
 use coreward_model::policy::TelemetryLevel;
@@ -33,6 +31,8 @@ use crate::announce::AnnounceState;
 use crate::health::{CheckTarget, HealthChecks};
 use crate::resolvers::{MacResolution, Neighbour, NeighbourResolvers};
 use crate::routing;
+use configuration::ConfigurationState;
+use next_hops::NextHops;
 use refusals::RefusedUpdates;
 pub use refusals::log_rejection;
 use symptoms::Symptoms;
@@ -48,8 +48,6 @@ const MAX_SWEPT_ENTRIES_PER_CALL: u32 = 131_072;
 const UPGRADE_ARP_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum time for a change that loads another program. On a busy, emulated machine, loading takes 10 s.
 pub const PROGRAM_LOAD_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time from the start of the process until a missing controller configuration is reported.
-const FIRST_CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval between counts of open connections. Each count reads the whole connection table.
 const CONNECTION_COUNT_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -59,11 +57,7 @@ pub struct Forwarder {
     attached_xdp_mode: lb::AttachedXdpMode,
     resolvers: NeighbourResolvers,
     mac_addresses: HashMap<Neighbour, MacAddress>,
-    kernel_routes: Routes,
-    /// Next hop to each server whose packets are encapsulated. Servers without a route have no entry.
-    next_hops_by_server: HashMap<Neighbour, IpAddr>,
-    /// Warnings that name servers to which the kernel has no route.
-    route_warnings: BTreeSet<String>,
+    next_hops: NextHops,
     /// Servers (service and position in its list) behind each neighbour, which is the server itself or a router.
     servers_by_neighbour: HashMap<Neighbour, Vec<(ServiceIndex, usize)>>,
     services_by_index: BTreeMap<ServiceIndex, (Service, lb::ServiceIndex)>,
@@ -76,20 +70,7 @@ pub struct Forwarder {
     table_ages: TableAges,
     connection_timeouts: ConnectionTimeouts,
     last_connection_count_at: Duration,
-    /// Newest configuration generation that was confirmed on this stream, or 0 if there is none.
-    confirmed_generation: u64,
-    /// Number of the applied configuration, or `None` if there is none or applying it failed.
-    configuration_number: Option<u64>,
-    /// Generation of the applied configuration, from any controller, or 0 if there is none.
-    applied_generation: u64,
-    /// Cookie keys that are in use, or `None` before the first configuration.
-    fleet_keys: Option<FleetCookieKeys>,
-    /// Time at which a missing configuration will be logged, or `None` after it was logged.
-    missing_configuration_log_at: Option<Duration>,
-    /// Whether the applied configuration has not been saved yet.
-    is_configuration_unsaved: bool,
-    /// Whether the next configuration must be complete, because a change did not fit the applied one.
-    needs_complete_configuration: bool,
+    configuration: ConfigurationState,
     interface: String,
     /// VLAN in which the VIPs and the load balancers are.
     vip_vlan: Vlan,
@@ -97,18 +78,23 @@ pub struct Forwarder {
     /// Problems of this machine, and of servers for which it stamps packets, that have already been logged.
     logged_problems: BTreeSet<String>,
     table_install_latency: LatencyHistogram,
-    /// Number of announced VIPs, or `None` if this daemon announces none.
-    announced_vip_count: Option<usize>,
-    blocked_vip_reasons: Vec<String>,
+    announced_vips: AnnouncedVips,
     health_checks: HealthChecks,
     /// Servers that this load balancer's own health checks found down.
     down_targets: BTreeSet<CheckTarget>,
     /// Servers that get no new connections from this load balancer, even if the controller's table selects them.
     masked_targets: BTreeSet<CheckTarget>,
-    configured_at: Option<Duration>,
     refusals: RefusedUpdates,
     /// Problems that the counters of the last seconds reveal.
     symptoms: Symptoms,
+}
+
+/// VIPs that this daemon announces to the routers.
+#[derive(Default)]
+struct AnnouncedVips {
+    /// Number of announced VIPs, or `None` if this daemon announces none.
+    count: Option<usize>,
+    blocked_reasons: Vec<String>,
 }
 
 impl Forwarder {
@@ -126,36 +112,26 @@ impl Forwarder {
             attached_xdp_mode,
             resolvers,
             mac_addresses: HashMap::new(),
-            kernel_routes,
-            next_hops_by_server: HashMap::new(),
-            route_warnings: BTreeSet::new(),
+            next_hops: NextHops::new(kernel_routes),
             servers_by_neighbour: HashMap::new(),
             services_by_index: BTreeMap::new(),
             own_name,
             load_balancers: Vec::new(),
             traffic_report_interval: DEFAULT_REPORT_INTERVAL,
             load_based_table_lifetime: DEFAULT_TABLE_LIFETIME,
-            missing_configuration_log_at: Some(monotonic() + FIRST_CONFIGURATION_TIMEOUT),
             table_ages: TableAges::new(monotonic()),
             connection_timeouts,
             last_connection_count_at: monotonic(),
-            confirmed_generation: 0,
-            configuration_number: None,
-            applied_generation: 0,
-            fleet_keys: None,
-            is_configuration_unsaved: false,
-            needs_complete_configuration: false,
+            configuration: ConfigurationState::new(),
             interface,
             vip_vlan,
             vlan_device_problems: BTreeSet::new(),
             logged_problems: BTreeSet::new(),
             table_install_latency: LatencyHistogram::default(),
-            announced_vip_count: None,
-            blocked_vip_reasons: Vec::new(),
+            announced_vips: AnnouncedVips::default(),
             health_checks,
             down_targets: BTreeSet::new(),
             masked_targets: BTreeSet::new(),
-            configured_at: None,
             refusals: RefusedUpdates::default(),
             symptoms: Symptoms::default(),
         }
@@ -163,9 +139,9 @@ impl Forwarder {
 
     /// Starts a stream to a controller. Forgets confirmations on earlier streams, which may be to another one.
     pub fn begin_controller_stream(&mut self) {
-        self.confirmed_generation = 0;
-        self.configuration_number = None;
-        self.needs_complete_configuration = false;
+        self.configuration.confirmed_generation = 0;
+        self.configuration.number = None;
+        self.configuration.needs_complete = false;
         self.refusals.clear();
         self.health_checks.begin_controller_stream();
     }
@@ -175,7 +151,7 @@ impl Forwarder {
     }
 
     pub fn applied_generation(&self) -> u64 {
-        self.applied_generation
+        self.configuration.applied_generation
     }
 
     pub fn is_upgrade_pending(&self) -> bool {
@@ -183,7 +159,7 @@ impl Forwarder {
     }
 
     pub fn confirmed_generation(&self) -> u64 {
-        self.confirmed_generation
+        self.configuration.confirmed_generation
     }
 
     fn peer_mac(&self, peer: &PeerLoadBalancer) -> Option<MacAddress> {
@@ -223,7 +199,7 @@ impl Forwarder {
     pub fn tick(&mut self) {
         self.load_balancer.tick(monotonic());
         self.load_balancer.update_source_prefix_limit();
-        if self.kernel_routes.has_changed() {
+        if self.next_hops.kernel_routes.has_changed() {
             self.refresh_next_hops();
         }
         if let Some(down_targets) = self.health_checks.servers_down_if_changed() {
@@ -280,7 +256,7 @@ impl Forwarder {
     pub fn sweep_connections(&mut self) -> anyhow::Result<Vec<(Connection, ServiceAddress)>> {
         // Until the first configuration, the table may have entries of an earlier daemon's services.
         let is_stateful = |(service, _): &(Service, _)| service.mode.consistency == Consistency::Stateful;
-        if self.configured_at.is_some() && !self.services_by_index.values().any(is_stateful) {
+        if self.configuration.applied_at.is_some() && !self.services_by_index.values().any(is_stateful) {
             return Ok(Vec::new());
         }
         let entries_per_call = self
@@ -401,7 +377,8 @@ impl Forwarder {
 
     /// Completes an upgrade once all tables are installed, and all servers' MAC addresses are known or ARP timed out.
     fn switch_program_when_ready(&mut self) -> anyhow::Result<()> {
-        let Some(configured_at) = self.configured_at.filter(|_| self.load_balancer.is_upgrade_pending()) else {
+        let Some(configured_at) = self.configuration.applied_at.filter(|_| self.load_balancer.is_upgrade_pending())
+        else {
             return Ok(());
         };
         let waited = monotonic().saturating_sub(configured_at);
@@ -452,7 +429,7 @@ impl Forwarder {
 
     fn machine_problems(&self) -> Vec<String> {
         let mut problems = self.routing_problems();
-        problems.extend(self.blocked_vip_reasons.iter().cloned());
+        problems.extend(self.announced_vips.blocked_reasons.iter().cloned());
         problems.extend(self.health_checks.nat_setup_problem().map(str::to_owned));
         problems.extend(self.symptoms.descriptions().cloned());
         problems.extend(self.encapsulation_warnings());
@@ -493,7 +470,7 @@ impl Forwarder {
     /// with a known MAC address. Returns `None` before the first configuration, while an earlier daemon's pinned state
     /// is in use.
     pub fn announce_state(&self) -> Option<AnnounceState> {
-        if self.services_by_index.is_empty() && self.confirmed_generation == 0 {
+        if self.services_by_index.is_empty() && self.configuration.confirmed_generation == 0 {
             return None;
         }
         let xdp_program_id = nix::net::if_::if_nametoindex(self.interface.as_str()).ok().and_then(|index| {
@@ -525,7 +502,7 @@ impl Forwarder {
 
     /// Stores, for reports, the number of announced VIPs and the reasons why others are blocked.
     pub fn set_announced_vips(&mut self, announced_count: usize, blocked_reasons: Vec<String>) {
-        (self.announced_vip_count, self.blocked_vip_reasons) = (Some(announced_count), blocked_reasons);
+        (self.announced_vips.count, self.announced_vips.blocked_reasons) = (Some(announced_count), blocked_reasons);
     }
 
     fn unresolved_server_names(&self) -> BTreeSet<String> {
@@ -559,7 +536,7 @@ impl Forwarder {
             unresolved_servers: self.unresolved_server_names().into_iter().collect(),
             counters: COUNTER_NAMES.iter().map(|name| (*name).to_owned()).zip(packets).collect(),
             xdp_mode: xdp_mode_name.to_owned(),
-            configuration_generation: self.confirmed_generation,
+            configuration_generation: self.configuration.confirmed_generation,
             events: EVENT_NAMES.iter().map(|name| (*name).to_owned()).zip(events).collect(),
             connections: self.load_balancer.used_entry_count(),
             unresolved_load_balancers,

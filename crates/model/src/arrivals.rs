@@ -161,34 +161,14 @@ impl Workload {
 
         let elephant_request_rate_per_s = elephant_work_us_per_s / u64::from(self.service_us.max(1));
         let live_elephant_count = elephant_request_rate_per_s * u64::from(elephant_interval_us) / 1_000_000;
-        let mut arrivals = Vec::new();
-        for _ in 0..live_elephant_count {
-            // Elephants that live at a random time have longer lifetimes than the average. So a lifetime is drawn with
-            // a probability in proportion to its length.
-            let lifetime_us = loop {
-                let lifetime_us = generator.random_between(min_lifetime_us, max_lifetime_us);
-                if generator.random_below(max_lifetime_us) < lifetime_us {
-                    break lifetime_us;
-                }
-            };
-            let (end_us, start_us) = (generator.random_below(lifetime_us), generator.random_below(self.ramp_up_us));
-            if start_us < end_us {
-                arrivals.extend(generator.elephant_arrival(start_us, end_us - start_us));
-            }
-        }
-        for _ in 0..live_elephant_count * self.duration_us / mean_lifetime_us.max(1) {
-            let (start_us, lifetime_us) =
-                (generator.random_below(self.duration_us), generator.random_between(min_lifetime_us, max_lifetime_us));
-            arrivals.extend(generator.elephant_arrival(start_us, lifetime_us));
-        }
+        let new_elephant_count = live_elephant_count * self.duration_us / mean_lifetime_us.max(1);
         let (min_request_count, max_request_count) = self.mouse_request_count_range;
         let mouse_work_us = u64::from(min_request_count + max_request_count) * u64::from(self.service_us) / 2;
-        for _ in 0..mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mouse_work_us.max(1) {
-            let start_us = generator.random_below(self.duration_us);
-            let request_count =
-                generator.random_between(u64::from(min_request_count), u64::from(max_request_count)) as u32;
-            arrivals.extend(generator.truncated_arrival(start_us, request_count, self.mouse_request_interval_us));
-        }
+        let mouse_count = mouse_work_us_per_s * (self.duration_us / 1_000) / 1_000 / mouse_work_us.max(1);
+        let mut arrivals = Vec::new();
+        arrivals.extend((0..live_elephant_count).filter_map(|_| generator.draw_live_elephant()));
+        arrivals.extend((0..new_elephant_count).filter_map(|_| generator.draw_new_elephant()));
+        arrivals.extend((0..mouse_count).filter_map(|_| generator.draw_mouse()));
         arrivals.sort_by_key(|arrival| (arrival.start_us, arrival.source_address_index, arrival.source_port));
         ArrivalLog { seed, duration_us: self.duration_us, source_address_count: self.source_address_count, arrivals }
     }
@@ -210,6 +190,37 @@ impl ArrivalGenerator {
     /// Returns a uniform random number from `min_value` to `max_value`, both included.
     fn random_between(&mut self, min_value: u64, max_value: u64) -> u64 {
         min_value + self.random_below(max_value - min_value + 1)
+    }
+
+    /// Draws an elephant that a long-running pool would already have, which starts within the ramp-up. Returns `None` if
+    /// its lifetime ends before its start.
+    fn draw_live_elephant(&mut self) -> Option<ConnectionArrival> {
+        let (min_lifetime_us, max_lifetime_us) = self.workload.elephant_lifetime_range_us;
+        // Elephants that live at a random time have longer lifetimes than the average. So a lifetime is drawn with a
+        // probability in proportion to its length.
+        let lifetime_us = loop {
+            let lifetime_us = self.random_between(min_lifetime_us, max_lifetime_us);
+            if self.random_below(max_lifetime_us) < lifetime_us {
+                break lifetime_us;
+            }
+        };
+        let (end_us, start_us) = (self.random_below(lifetime_us), self.random_below(self.workload.ramp_up_us));
+        let remaining_us = end_us.checked_sub(start_us).filter(|remaining_us| *remaining_us > 0)?;
+        self.elephant_arrival(start_us, remaining_us)
+    }
+
+    fn draw_new_elephant(&mut self) -> Option<ConnectionArrival> {
+        let (min_lifetime_us, max_lifetime_us) = self.workload.elephant_lifetime_range_us;
+        let start_us = self.random_below(self.workload.duration_us);
+        let lifetime_us = self.random_between(min_lifetime_us, max_lifetime_us);
+        self.elephant_arrival(start_us, lifetime_us)
+    }
+
+    fn draw_mouse(&mut self) -> Option<ConnectionArrival> {
+        let (min_request_count, max_request_count) = self.workload.mouse_request_count_range;
+        let start_us = self.random_below(self.workload.duration_us);
+        let request_count = self.random_between(u64::from(min_request_count), u64::from(max_request_count)) as u32;
+        self.truncated_arrival(start_us, request_count, self.workload.mouse_request_interval_us)
     }
 
     fn elephant_arrival(&mut self, start_us: u64, lifetime_us: u64) -> Option<ConnectionArrival> {

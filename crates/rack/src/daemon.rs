@@ -179,6 +179,26 @@ async fn run_sessions(config: &Config, rack_state: &RackState) -> anyhow::Result
     }
 }
 
+/// Records that the controller has accepted this rack, which its first update shows.
+fn record_acceptance(
+    config: &Config,
+    connection: &ControllerConnection,
+    rack_state: &RackState,
+    message_sender: &mpsc::Sender<v1::RackMessage>,
+) {
+    if rack_state.report_interval().is_some() || rack_state.connection_status().is_connected {
+        return;
+    }
+    tracing::info!(
+        event = "controller-connected",
+        controller = %connection.next_controller(),
+        rack = config.name,
+        "the controller has accepted this rack controller"
+    );
+    let reducer = Reducer::new(config.detail_interval, config.candidates);
+    rack_state.on_controller_connected(message_sender.clone(), reducer);
+}
+
 async fn run_session(
     config: &Config,
     connection: &mut ControllerConnection,
@@ -197,18 +217,7 @@ async fn run_session(
             update = updates.message() => {
                 let Some(update) = update? else { return Ok(()) };
                 connection.record_message();
-                if rack_state.report_interval().is_none() && !rack_state.connection_status().is_connected {
-                    // The first update shows that the controller has accepted this rack.
-                    let controller = connection.next_controller();
-                    tracing::info!(
-                        event = "controller-connected",
-                        %controller,
-                        rack = config.name,
-                        "the controller has accepted this rack controller"
-                    );
-                    let reducer = Reducer::new(config.detail_interval, config.candidates);
-                    rack_state.on_controller_connected(message_sender.clone(), reducer);
-                }
+                record_acceptance(config, connection, rack_state, &message_sender);
                 rack_state.apply_update(update)?;
             }
             () = tokio::time::sleep_until(next_summaries_at) => {

@@ -11,7 +11,7 @@ use coreward_runtime::message::HintMessage;
 use coreward_runtime::serve::{self, Reply};
 use coreward_runtime::worker;
 
-use crate::call::{exclusive_ref, free_box, set_last_error, shared_ref};
+use crate::call::{exclusive_ref, free_box, set_last_error, to_status_code};
 use crate::worker::Worker;
 
 /// A request of a client, valid until the handler returns.
@@ -85,6 +85,16 @@ pub struct ServeCounters {
     pub preempting: u64,
     /// Responses that were not sent because they were too long for a slot.
     pub too_long: u64,
+}
+
+impl From<serve::ServeCounters> for ServeCounters {
+    fn from(counters: serve::ServeCounters) -> Self {
+        Self {
+            served: counters.served_requests,
+            preempting: counters.preempting_requests,
+            too_long: counters.oversized_responses,
+        }
+    }
 }
 
 /// Creates an assignment of `cores` cores with one of the methods above. Each service keeps `reserved` cores for
@@ -190,10 +200,8 @@ pub unsafe extern "C" fn coreward_serve(
     };
     // SAFETY: by the interface's contract.
     let options = unsafe { options.as_ref() };
-    let allocator = options.map(|options| options.allocator).filter(|allocator| !allocator.is_null());
     // SAFETY: by the interface's contract.
-    let allocator =
-        allocator.and_then(|allocator| unsafe { shared_ref(allocator) }).map(|c_allocator| &c_allocator.allocator);
+    let allocator = options.and_then(|options| unsafe { allocator_of(options) });
     let Worker { worker, shared_runtime } = worker;
     let response_capacity = shared_runtime.payload_bytes();
     let callbacks = HandlerCallbacks { handler, user_data: UserData(user), allocator, response_capacity };
@@ -204,24 +212,22 @@ pub unsafe extern "C" fn coreward_serve(
         0 => worker.serve(&callbacks, options, stop),
         _ => worker.serve_with_timer(&callbacks, options, Duration::from_nanos(timer_ns), stop),
     });
-    match result {
-        Ok(serve_counters) => {
-            // SAFETY: by the interface's contract.
-            if let Some(counters_out) = unsafe { counters.as_mut() } {
-                let serve::ServeCounters {
-                    served_requests: served,
-                    preempting_requests: preempting,
-                    oversized_responses: too_long,
-                } = serve_counters;
-                *counters_out = ServeCounters { served, preempting, too_long };
-            }
-            0
+    to_status_code(result.map(|serve_counters| {
+        // SAFETY: by the interface's contract.
+        if let Some(counters_out) = unsafe { counters.as_mut() } {
+            *counters_out = serve_counters.into();
         }
-        Err(error) => {
-            set_last_error(error);
-            -1
-        }
-    }
+    }))
+}
+
+/// Returns the allocator in the options, or `None` if it is null.
+///
+/// # Safety
+///
+/// The pointer in `options` is null, or points to an allocator that is not freed during `'a`.
+unsafe fn allocator_of<'a>(options: &ServeOptions) -> Option<&'a SharedCoreAllocator> {
+    // SAFETY: by this function's contract.
+    unsafe { options.allocator.as_ref() }.map(|c_allocator| &c_allocator.allocator)
 }
 
 fn options_or_defaults(options: Option<&ServeOptions>) -> serve::ServeOptions {

@@ -127,16 +127,7 @@ pub fn run(args: &CertsArgs) -> anyhow::Result<String> {
         }
         Command::Show { files } => format_certificate_table(files),
         Command::RollOver { step, days: length, authority_args: folder } => {
-            let authority = Authority::open(&folder.directory)?;
-            authority.roll_over(*step, days_to_duration(*length))?;
-            let next_step = match step {
-                RolloverStep::Begin => {
-                    "copy the new ca.crt to every daemon, or `coreward certs renew` all bundles; then `switch`"
-                }
-                RolloverStep::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
-                RolloverStep::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
-            };
-            Ok(format!("{}: {next_step}", authority.ca_path().display()))
+            roll_over(&folder.directory, *step, days_to_duration(*length))
         }
     }
 }
@@ -171,6 +162,20 @@ fn issue_and_write(
     output_directory: &Path,
 ) -> anyhow::Result<()> {
     authority.issue(identity, addresses, Validity::from_now(length))?.write_files(output_directory, authority)
+}
+
+/// Takes a step of the authority's replacement. Returns the operator's next step.
+fn roll_over(directory: &Path, step: RolloverStep, validity: Duration) -> anyhow::Result<String> {
+    let authority = Authority::open(directory)?;
+    authority.roll_over(step, validity)?;
+    let next_step = match step {
+        RolloverStep::Begin => {
+            "copy the new ca.crt to every daemon, or `coreward certs renew` all bundles; then `switch`"
+        }
+        RolloverStep::Switch => "`coreward certs renew` all bundles, and copy them; then `finish`",
+        RolloverStep::Finish => "copy the new ca.crt to every daemon, or renew its certificate when due",
+    };
+    Ok(format!("{}: {next_step}", authority.ca_path().display()))
 }
 
 fn renew(authority: &Authority, bundle: &Path, length: Option<Duration>) -> anyhow::Result<String> {

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use coreward_dataplane::clock::monotonic;
@@ -9,6 +10,7 @@ use coreward_dataplane::lb;
 use coreward_model::ServerId;
 use coreward_model::connection_table::TableOwnerNumber;
 use coreward_model::consistency::TimestampOrigin;
+use coreward_model::cookie::FleetCookieKeys;
 use coreward_model::policy::TelemetryLevel;
 use coreward_model::vlan::Vlan;
 use coreward_wire::v1::RefusedUpdate;
@@ -19,6 +21,42 @@ use coreward_wire::{
 use super::Forwarder;
 use super::refusals::{RefusalSubject, log_rejection};
 use crate::resolvers::Neighbour;
+
+/// Time from the start of the process until a missing controller configuration is reported.
+const FIRST_CONFIGURATION_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// State of the configuration, without its services and load balancers.
+#[derive(Default)]
+pub(super) struct ConfigurationState {
+    /// Newest configuration generation that was confirmed on this stream, or 0 if there is none.
+    pub confirmed_generation: u64,
+    /// Number of the applied configuration, or `None` if there is none or applying it failed.
+    pub number: Option<u64>,
+    /// Generation of the applied configuration, from any controller, or 0 if there is none.
+    pub applied_generation: u64,
+    /// Time at which the first configuration was applied.
+    pub applied_at: Option<Duration>,
+    /// Cookie keys that are in use, or `None` before the first configuration.
+    pub fleet_keys: Option<FleetCookieKeys>,
+    /// Whether the applied configuration has not been saved yet.
+    pub is_unsaved: bool,
+    /// Whether the next configuration must be complete, because a change did not fit the applied one.
+    pub needs_complete: bool,
+    /// Time at which a missing configuration will be logged, or `None` after it was logged.
+    pub missing_log_at: Option<Duration>,
+}
+
+impl ConfigurationState {
+    pub fn new() -> Self {
+        Self { missing_log_at: Some(monotonic() + FIRST_CONFIGURATION_TIMEOUT), ..Self::default() }
+    }
+
+    /// Records that a configuration was applied.
+    fn record_application(&mut self, number: u64, generation: u64) {
+        (self.number, self.confirmed_generation, self.applied_generation) = (Some(number), generation, generation);
+        self.applied_at.get_or_insert_with(monotonic);
+    }
+}
 
 /// Returns the fields that determine a server's MAC address and its position in lists.
 fn server_identity(server: &Server) -> (ServerId, IpAddr, Vlan) {
@@ -60,7 +98,7 @@ impl Forwarder {
             .extend(self.previous_services_of_refused(refused, &change.configuration.services));
         let change_result = self.try_apply_change(change);
         match &change_result {
-            Err(error) if self.needs_complete_configuration => log_rejection("change", None, &format!("{error:#}")),
+            Err(error) if self.configuration.needs_complete => log_rejection("change", None, &format!("{error:#}")),
             _ => self.record_refused_services(generation, refused, &change_result),
         }
     }
@@ -122,7 +160,7 @@ impl Forwarder {
     /// Applies the keys, services and servers of a configuration. Tables follow later. A later change names this
     /// configuration by `configuration_number`. If the data plane cannot hold the services, this fails without effect.
     pub fn configure(&mut self, configuration_number: u64, configuration: FleetConfiguration) -> anyhow::Result<()> {
-        self.configuration_number = None;
+        self.configuration.number = None;
         let address_and_mode = |service: &Service| (service.address, service.mode);
         let addresses_and_modes: Vec<_> = configuration.services.iter().map(address_and_mode).collect();
         let lb_service_indexes = self.load_balancer.set_services(&addresses_and_modes)?;
@@ -133,7 +171,7 @@ impl Forwarder {
             }
         }
         self.load_balancer.set_keys(&configuration.keys);
-        (self.fleet_keys, self.is_configuration_unsaved) = (Some(configuration.keys), true);
+        (self.configuration.fleet_keys, self.configuration.is_unsaved) = (Some(configuration.keys), true);
         self.services_by_index = configuration
             .services
             .into_iter()
@@ -154,9 +192,7 @@ impl Forwarder {
         }
         self.set_connection_owners();
         self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
-        (self.confirmed_generation, self.configuration_number) = (configuration.generation, Some(configuration_number));
-        self.applied_generation = self.confirmed_generation;
-        self.configured_at.get_or_insert_with(monotonic);
+        self.configuration.record_application(configuration_number, configuration.generation);
         Ok(())
     }
 
@@ -164,13 +200,34 @@ impl Forwarder {
     /// a complete configuration is needed instead. Fails if the change is based on another configuration
     /// ([`Forwarder::needs_complete_configuration`]), or for the same reasons as a complete configuration.
     pub fn try_apply_change(&mut self, change: FleetChange) -> anyhow::Result<()> {
-        if self.configuration_number != Some(change.base_number) {
-            self.needs_complete_configuration = true;
+        if self.configuration.number != Some(change.base_number) {
+            self.configuration.needs_complete = true;
             anyhow::bail!(
                 "the change is based on configuration {}, which is not in force: expected a complete configuration",
                 change.base_number
             );
         }
+        if self.affects_more_than_servers(&change) {
+            let change_number = change.next_number;
+            let previous_configuration =
+                self.current_configuration().context("a change without a configuration in force")?;
+            let complete_configuration = change.apply_to(previous_configuration);
+            return self.configure(change_number, complete_configuration);
+        }
+        let next_configuration = change.configuration;
+        self.load_balancer.set_keys(&next_configuration.keys);
+        (self.configuration.fleet_keys, self.configuration.is_unsaved) = (Some(next_configuration.keys), true);
+        self.traffic_report_interval = next_configuration.report_interval;
+        self.load_based_table_lifetime = next_configuration.table_lifetime;
+        self.load_balancers = next_configuration.load_balancers;
+        self.replace_services(next_configuration.services)?;
+        self.set_connection_owners();
+        self.configuration.record_application(change.next_number, next_configuration.generation);
+        Ok(())
+    }
+
+    /// Returns whether a change removes, adds or changes services or load balancers, and not only servers.
+    fn affects_more_than_servers(&self, change: &FleetChange) -> bool {
         let differs_only_in_servers = |new_service: &Service| {
             let known_service = self.services_by_index.get(&new_service.index);
             known_service.is_some_and(|(old_service, _)| {
@@ -180,24 +237,16 @@ impl Forwarder {
         let next_configuration = &change.configuration;
         let have_peers_moved = peer_names_and_addresses(&self.load_balancers)
             != peer_names_and_addresses(&next_configuration.load_balancers);
-        if !change.removed_services.is_empty()
+        !change.removed_services.is_empty()
             || have_peers_moved
             || !next_configuration.services.iter().all(differs_only_in_servers)
-        {
-            let change_number = change.next_number;
-            let previous_configuration =
-                self.current_configuration().context("a change without a configuration in force")?;
-            let complete_configuration = change.apply_to(previous_configuration);
-            return self.configure(change_number, complete_configuration);
-        }
-        self.load_balancer.set_keys(&next_configuration.keys);
-        (self.fleet_keys, self.is_configuration_unsaved) = (Some(next_configuration.keys), true);
-        self.traffic_report_interval = next_configuration.report_interval;
-        self.load_based_table_lifetime = next_configuration.table_lifetime;
-        self.load_balancers = change.configuration.load_balancers;
+    }
+
+    /// Replaces known services by new ones, which differ only in their servers.
+    fn replace_services(&mut self, new_services: Vec<Service>) -> anyhow::Result<()> {
         let (mut have_servers_moved, mut has_health_checks) = (false, false);
         let mut changed_services = Vec::new();
-        for new_service in change.configuration.services {
+        for new_service in new_services {
             let Some((service, _)) = self.services_by_index.get_mut(&new_service.index) else { continue };
             have_servers_moved |=
                 !new_service.servers.iter().map(server_identity).eq(service.servers.iter().map(server_identity));
@@ -211,31 +260,28 @@ impl Forwarder {
             self.index_servers_by_neighbour();
         }
         changed_services.into_iter().for_each(|index| self.set_servers(index));
-        self.set_connection_owners();
         if has_health_checks {
             self.health_checks.configure_checks(self.services_by_index.values().map(|(service, _)| service));
         }
-        (self.confirmed_generation, self.configuration_number) =
-            (change.configuration.generation, Some(change.next_number));
-        self.applied_generation = self.confirmed_generation;
         Ok(())
     }
 
     /// Returns whether the next configuration must be complete because a change did not fit.
     pub fn needs_complete_configuration(&self) -> bool {
-        self.needs_complete_configuration
+        self.configuration.needs_complete
     }
 
     /// Applies a configuration that an earlier daemon saved. The controller's next configuration must then be complete.
     pub fn restore_saved(&mut self, configuration: FleetConfiguration) -> anyhow::Result<()> {
         self.configure(0, configuration)?;
-        (self.confirmed_generation, self.configuration_number, self.is_configuration_unsaved) = (0, None, false);
+        (self.configuration.confirmed_generation, self.configuration.number, self.configuration.is_unsaved) =
+            (0, None, false);
         Ok(())
     }
 
     /// Returns a warning if the controller's first configuration is overdue and no configuration was saved.
     pub(super) fn missing_configuration_warning(&self) -> Option<&'static str> {
-        if self.fleet_keys.is_some() || self.missing_configuration_log_at.is_some() {
+        if self.configuration.fleet_keys.is_some() || self.configuration.missing_log_at.is_some() {
             return None;
         }
         Some(if self.load_balancer.is_taken_over() || self.load_balancer.is_upgrade_pending() {
@@ -246,10 +292,10 @@ impl Forwarder {
     }
 
     pub(super) fn log_missing_configuration(&mut self) {
-        if self.missing_configuration_log_at.is_none_or(|log_at| monotonic() < log_at) {
+        if self.configuration.missing_log_at.is_none_or(|log_at| monotonic() < log_at) {
             return;
         }
-        self.missing_configuration_log_at = None;
+        self.configuration.missing_log_at = None;
         if let Some(problem) = self.missing_configuration_warning() {
             tracing::warn!(event = "no-configuration", "{problem}");
         }
@@ -257,13 +303,13 @@ impl Forwarder {
 
     /// Returns the current configuration, if it has changed since the last call.
     pub fn take_changed_configuration(&mut self) -> Option<FleetConfiguration> {
-        std::mem::take(&mut self.is_configuration_unsaved).then(|| self.current_configuration()).flatten()
+        std::mem::take(&mut self.configuration.is_unsaved).then(|| self.current_configuration()).flatten()
     }
 
     fn current_configuration(&self) -> Option<FleetConfiguration> {
         Some(FleetConfiguration {
-            generation: self.applied_generation,
-            keys: self.fleet_keys?,
+            generation: self.configuration.applied_generation,
+            keys: self.configuration.fleet_keys?,
             services: self.services_by_index.values().map(|(service, _)| service.clone()).collect(),
             load_balancers: self.load_balancers.clone(),
             report_interval: self.traffic_report_interval,

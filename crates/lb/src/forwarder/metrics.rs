@@ -60,13 +60,13 @@ impl Forwarder {
     /// Returns the current value of every metric. `state` is the daemon's state message.
     pub fn metrics(&self, state: &v1::LoadBalancerState) -> Snapshot {
         let mut snapshot = component::base_snapshot(Component::Lb);
-        snapshot.add_value(&CONFIGURATION_GENERATION, [], self.confirmed_generation as f64);
+        snapshot.add_value(&CONFIGURATION_GENERATION, [], self.configuration.confirmed_generation as f64);
         component::add_load_balancer_metrics(&mut snapshot, &self.own_name, state);
         snapshot.add_histogram(&LB_TABLE_INSTALL_SECONDS, self.table_install_latency);
         snapshot.add_value(&LB_SEND_DROPS_TOTAL, [], self.symptoms.send_drops_total as f64);
         snapshot.add_value(&LB_MASKED_SERVERS, [], self.masked_targets.len() as f64);
         snapshot.add_value(&LB_EXPIRED_TABLES, [], self.table_ages.services_with_expired_tables().len() as f64);
-        if let Some(announced_count) = self.announced_vip_count {
+        if let Some(announced_count) = self.announced_vips.count {
             snapshot.add_value(&LB_ANNOUNCED_VIPS, [], announced_count as f64);
         }
         let health_by_service: Vec<(ServiceIndex, v1::ServerHealth)> = self

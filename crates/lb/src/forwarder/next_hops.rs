@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 
+use coreward_dataplane::routes::Routes;
 use coreward_dataplane::{device, neighbour, vlan_device};
 use coreward_model::vlan::Vlan;
 use coreward_wire::{Server, Service};
@@ -13,6 +14,21 @@ use crate::resolvers::Neighbour;
 /// Minimum MTU of an IPv6 link in bytes (RFC 8200, Sect. 5).
 const IPV6_MIN_MTU: usize = 1280;
 
+/// Next hops of encapsulated packets, as the kernel routes them.
+pub(super) struct NextHops {
+    pub kernel_routes: Routes,
+    /// Next hop to each server whose packets are encapsulated. Servers without a route have no entry.
+    pub by_server: HashMap<Neighbour, IpAddr>,
+    /// Warnings that name servers to which the kernel has no route.
+    pub route_warnings: BTreeSet<String>,
+}
+
+impl NextHops {
+    pub fn new(kernel_routes: Routes) -> Self {
+        Self { kernel_routes, by_server: HashMap::new(), route_warnings: BTreeSet::new() }
+    }
+}
+
 impl Forwarder {
     /// Returns the neighbour to which packets of `service` for `server` are sent, or `None` if the server has no route.
     pub(super) fn neighbour_of(&self, service: &Service, server: &Server) -> Option<Neighbour> {
@@ -20,7 +36,7 @@ impl Forwarder {
         if !service.mode.forwarding.encapsulates() {
             return Some(server_neighbour);
         }
-        Some(Neighbour { address: *self.next_hops_by_server.get(&server_neighbour)?, ..server_neighbour })
+        Some(Neighbour { address: *self.next_hops.by_server.get(&server_neighbour)?, ..server_neighbour })
     }
 
     fn encapsulating_services(&self) -> impl Iterator<Item = &Service> {
@@ -45,18 +61,18 @@ impl Forwarder {
         let to_interface_index = |device: &String| nix::net::if_::if_nametoindex(device.as_str()).ok();
         let interface_indexes: HashMap<Vlan, u32> =
             devices_by_vlan.iter().filter_map(|(vlan, device)| Some((*vlan, to_interface_index(device)?))).collect();
-        (self.next_hops_by_server, self.route_warnings) = (HashMap::new(), BTreeSet::new());
+        (self.next_hops.by_server, self.next_hops.route_warnings) = (HashMap::new(), BTreeSet::new());
         for (server, name) in service_names_by_server {
             let Some(interface_index) = interface_indexes.get(&server.vlan) else {
                 // Without a device, the kernel has no routes for the VLAN, so the server itself must be in it.
-                self.next_hops_by_server.insert(server, server.address);
+                self.next_hops.by_server.insert(server, server.address);
                 continue;
             };
-            match self.kernel_routes.next_hop(*interface_index, server.address) {
-                Ok(next_hop) => drop(self.next_hops_by_server.insert(server, next_hop)),
+            match self.next_hops.kernel_routes.next_hop(*interface_index, server.address) {
+                Ok(next_hop) => drop(self.next_hops.by_server.insert(server, next_hop)),
                 Err(error) => {
                     let server_address = server.address;
-                    self.route_warnings.insert(format!("server {name:?} at {server_address} has {error}"));
+                    self.next_hops.route_warnings.insert(format!("server {name:?} at {server_address} has {error}"));
                 }
             }
         }
@@ -67,7 +83,7 @@ impl Forwarder {
         if self.encapsulating_services().next().is_none() {
             return;
         }
-        let previous_next_hops = std::mem::take(&mut self.next_hops_by_server);
+        let previous_next_hops = std::mem::take(&mut self.next_hops.by_server);
         if let Err(error) = self.resolve_addresses() {
             tracing::error!(
                 event = "neighbours-not-set",
@@ -75,11 +91,12 @@ impl Forwarder {
                 "the load balancer cannot resolve the MAC addresses of the servers' new next hops"
             );
         }
-        if self.next_hops_by_server == previous_next_hops {
+        if self.next_hops.by_server == previous_next_hops {
             return;
         }
         let servers = self
-            .next_hops_by_server
+            .next_hops
+            .by_server
             .iter()
             .filter(|(server, next_hop)| previous_next_hops.get(*server) != Some(*next_hop))
             .count();
@@ -99,7 +116,7 @@ impl Forwarder {
     pub(super) fn encapsulation_warnings(&self) -> Vec<String> {
         let encapsulation_servers =
             || self.encapsulating_services().flat_map(|service| &service.servers).map(|server| server.address);
-        let mut problems: Vec<String> = self.route_warnings.iter().cloned().collect();
+        let mut problems: Vec<String> = self.next_hops.route_warnings.iter().cloned().collect();
         let vip_device_name = self.vip_device();
         let outer_source_addresses = neighbour::outer_source_addresses(&vip_device_name);
         for (is_family_used, source_address, family) in [

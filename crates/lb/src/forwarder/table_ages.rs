@@ -111,18 +111,11 @@ impl Forwarder {
         service_index: ServiceIndex,
         traffic_by_server: &HashMap<ServerId, ServerTraffic>,
     ) {
-        let (service, lb_service_index) = &self.services_by_index[&service_index];
-        let opened_count = self.load_balancer.opened_connection_count(*lb_service_index);
-        let previous_opened_count = self.table_ages.opened_count_by_expired_service.insert(service_index, opened_count);
-        if previous_opened_count.is_none() {
-            log_expired(service, self.load_based_table_lifetime);
-        }
+        let newly_opened_count = self.take_newly_opened_count(service_index);
         self.table_ages.choice_count += 1;
         let mut least_policy = LeastPolicy::new(self.table_ages.choice_count);
-        let own_table = self.load_balancer.table_generation(*lb_service_index).is_none().then(|| {
-            let eligible_servers = eligible_pool(service, |server| server.is_eligible, traffic_by_server);
-            least_policy.compute_table(&eligible_servers, BucketCount::PUBLISHED, OWN_TABLE_GENERATION)
-        });
+        let install_result = self.install_own_table(service_index, &mut least_policy, traffic_by_server);
+        let (service, lb_service_index) = &self.services_by_index[&service_index];
         let takes_new_connections =
             |server: &Server| server.is_eligible && !self.masked_targets.contains(&(service_index, server.id));
         let choose_candidates = |table: &PlacementTable| {
@@ -132,15 +125,9 @@ impl Forwarder {
                 |server| member_ids.contains(&server.id) && takes_new_connections(server),
                 traffic_by_server,
             );
-            let newly_opened_count = opened_count.saturating_sub(previous_opened_count.unwrap_or(opened_count));
             least_policy
                 .candidate_table(&eligible_servers.with_opened_connections(newly_opened_count), table.bucket_count)
         };
-        let install_result = own_table.map_or(Ok(()), |table| {
-            coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
-                self.load_balancer.install_table(*lb_service_index, &table)
-            })
-        });
         if let Err(error) =
             install_result.and_then(|()| self.load_balancer.replace_candidates(*lb_service_index, choose_candidates))
         {
@@ -151,6 +138,36 @@ impl Forwarder {
                 "the table has expired, and the load balancer cannot select candidates: the old candidates stay"
             );
         }
+    }
+
+    /// Returns how many connections were opened since candidates were last chosen for the service. Logs the expiry of
+    /// its table if this is the first choice, for which the number is 0.
+    fn take_newly_opened_count(&mut self, service_index: ServiceIndex) -> u64 {
+        let (service, lb_service_index) = &self.services_by_index[&service_index];
+        let opened_count = self.load_balancer.opened_connection_count(*lb_service_index);
+        let previous_opened_count = self.table_ages.opened_count_by_expired_service.insert(service_index, opened_count);
+        if previous_opened_count.is_none() {
+            log_expired(service, self.load_based_table_lifetime);
+        }
+        opened_count.saturating_sub(previous_opened_count.unwrap_or(opened_count))
+    }
+
+    /// Installs a table that this load balancer makes itself, if the service has none.
+    fn install_own_table(
+        &mut self,
+        service_index: ServiceIndex,
+        least_policy: &mut LeastPolicy,
+        traffic_by_server: &HashMap<ServerId, ServerTraffic>,
+    ) -> anyhow::Result<()> {
+        let (service, lb_service_index) = &self.services_by_index[&service_index];
+        if self.load_balancer.table_generation(*lb_service_index).is_some() {
+            return Ok(());
+        }
+        let eligible_servers = eligible_pool(service, |server| server.is_eligible, traffic_by_server);
+        let own_table = least_policy.compute_table(&eligible_servers, BucketCount::PUBLISHED, OWN_TABLE_GENERATION);
+        coreward_daemon::run_with_watchdog_limit(PROGRAM_LOAD_TIMEOUT, || {
+            self.load_balancer.install_table(*lb_service_index, &own_table)
+        })
     }
 
     pub(super) fn expired_tables(&self) -> impl Iterator<Item = String> + '_ {

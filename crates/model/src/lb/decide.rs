@@ -175,14 +175,8 @@ impl LoadBalancer {
         *out_service_slot = Some(service_slot);
         let tuple = FourTuple::new(quote.client, quote.vip).expect("of one packet");
         let protocol = if quote.protocol == UDP_PROTOCOL_NUMBER { Protocol::Udp } else { Protocol::Tcp };
-        if self.is_lb_stamped(service_slot)
-            && quote.tsval.is_some()
-            && self.find_flow(service_slot, &tuple, protocol).is_none()
-        {
-            let id = quote.tsval.map(|value| lb_stamping::decode_server_id(&self.keys, &tuple, value));
-            if let Some(id) = id.filter(|id| self.service(service_slot).server(*id).is_some()) {
-                return Ok(self.deliver_to(service_slot, id, DELIVERED_COUNTER));
-            }
+        if let Some(id) = self.quoted_lb_stamped_server(service_slot, &tuple, protocol, quote.tsval) {
+            return Ok(self.deliver_to(service_slot, id, DELIVERED_COUNTER));
         }
         let cookie_tsval = quote.tsval.filter(|_| self.service(service_slot).has_cookies());
         let mut event = None;
@@ -199,23 +193,46 @@ impl LoadBalancer {
             }
             _ => {}
         }
+        let decision = self.decide_icmp_error_by_flow(service_slot, &tuple, protocol, ip_packet.client, now_ns);
+        Ok(Decision { extra_event: event, ..decision })
+    }
+
+    /// Returns the server in the quoted cookie of LB-side stamping. Connections in the flow table have no cookie.
+    fn quoted_lb_stamped_server(
+        &mut self,
+        service_slot: usize,
+        tuple: &FourTuple,
+        protocol: Protocol,
+        quoted_tsval: Option<u32>,
+    ) -> Option<ServerId> {
+        let tsval = quoted_tsval.filter(|_| self.is_lb_stamped(service_slot))?;
+        if self.find_flow(service_slot, tuple, protocol).is_some() {
+            return None;
+        }
+        let id = lb_stamping::decode_server_id(&self.keys, tuple, tsval);
+        self.service(service_slot).server(id).is_some().then_some(id)
+    }
+
+    /// Decides on an ICMP error from `source` that quotes no usable cookie.
+    fn decide_icmp_error_by_flow(
+        &mut self,
+        service_slot: usize,
+        tuple: &FourTuple,
+        protocol: Protocol,
+        source: IpAddr,
+        now_ns: u64,
+    ) -> Decision {
         let flow_entry = self
-            .find_flow(service_slot, &tuple, protocol)
+            .find_flow(service_slot, tuple, protocol)
             .filter(|entry| self.is_usable(service_slot, entry.server, false));
-        let decision = match (flow_entry, self.service(service_slot).other_balancer()) {
-            (Some(entry), _) => self.deliver_to(service_slot, entry.server, DELIVERED_COUNTER),
+        match (flow_entry, self.service(service_slot).other_balancer()) {
+            (Some(entry), _) => self.deliver_to(service_slot, entry.server, intf::LB_COUNTER_ICMP_ERROR),
             (None, Some(other_balancer)) => self.decide_other_balancer(service_slot, other_balancer),
             (None, None) => {
                 let over_rate_counter = intf::LB_COUNTER_DROP_BROADCAST_RATE_LIMITED;
-                self.deliver_broadcast(
-                    (service_slot, ip_packet.client),
-                    intf::LIMITED_ICMP_ERROR,
-                    over_rate_counter,
-                    now_ns,
-                )
+                self.deliver_broadcast((service_slot, source), intf::LIMITED_ICMP_ERROR, over_rate_counter, now_ns)
             }
-        };
-        Ok(Decision { extra_event: event, ..decision })
+        }
     }
 
     fn decide_later_fragment(

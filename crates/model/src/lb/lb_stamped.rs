@@ -6,7 +6,7 @@ use coreward_intf as intf;
 
 use super::decision::{Decision, Identification};
 use super::flow::{FlowEntryNeed, HandshakeState};
-use super::ip_packet::FragmentPart;
+use super::ip_packet::{FragmentPart, ParseEndCounter};
 use super::packet::{self, Packet, RST, SYN};
 use super::{FlowEntry, LoadBalancer, MacAddress, Outcome, Server};
 use crate::consistency::TimestampOrigin;
@@ -142,17 +142,8 @@ impl LoadBalancer {
 
     /// Processes a frame from a server of a service with LB-side stamping, or returns `None` for any other frame.
     pub(super) fn process_reply(&mut self, frame: &mut [u8]) -> Option<Outcome> {
-        packet::read_frame_fields(frame).filter(|frame_fields| frame_fields.destination_mac == self.own_mac)?;
-        let ip_packet = packet::parse_ip(frame).ok()?;
-        if ip_packet.protocol != Protocol::Tcp.number() || ip_packet.fragment_part != FragmentPart::Whole {
-            return None;
-        }
-        let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
-        let service_slot = self.service_slot_at(ip_packet.client, ports.0, ip_packet.protocol).ok()?;
-        if !self.is_lb_stamped(service_slot) {
-            return None;
-        }
-        let (key, packet) = ((service_slot, packet::source_mac(frame)), packet::parse_tcp_reply(&ip_packet, ports));
+        let (service_slot, packet) = self.parse_reply(frame)?;
+        let key = (service_slot, packet::source_mac(frame));
         let mut outcome = Outcome {
             counter: intf::LB_COUNTER_REPLY_UNCHANGED,
             service_slot: Some(service_slot),
@@ -187,6 +178,22 @@ impl LoadBalancer {
         }
         self.lb_stamping.servers_by_mac.insert(key, stamped_server);
         Some(outcome)
+    }
+
+    /// Returns the service's slot and the reply in a frame of a service with LB-side stamping, or `None` for any other
+    /// frame. A malformed reply is an error.
+    fn parse_reply(&self, frame: &[u8]) -> Option<(usize, Result<Packet, ParseEndCounter>)> {
+        packet::read_frame_fields(frame).filter(|frame_fields| frame_fields.destination_mac == self.own_mac)?;
+        let ip_packet = packet::parse_ip(frame).ok()?;
+        if ip_packet.protocol != Protocol::Tcp.number() || ip_packet.fragment_part != FragmentPart::Whole {
+            return None;
+        }
+        let ports = packet::parse_ports(&ip_packet, intf::LB_COUNTER_DROP_MALFORMED_TCP).ok()?;
+        let service_slot = self.service_slot_at(ip_packet.client, ports.0, ip_packet.protocol).ok()?;
+        if !self.is_lb_stamped(service_slot) {
+            return None;
+        }
+        Some((service_slot, packet::parse_tcp_reply(&ip_packet, ports)))
     }
 
     /// Returns whether another server sent a SYN-ACK earlier. SYNs go to that server while it takes new connections.

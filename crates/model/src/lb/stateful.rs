@@ -191,6 +191,27 @@ impl LoadBalancer {
         Some(index)
     }
 
+    /// Decides on a SYN whose connection has an entry. Returns `None` if it has none, or if the entry's server takes no
+    /// new connections.
+    fn decide_repeated_syn(
+        &mut self,
+        service_slot: usize,
+        hash: ConnectionHash,
+        tsecr: packet::Tsecr,
+    ) -> Option<Decision> {
+        let recent_slot = self.connection_table_state.recent_connections.find_slot(hash)?;
+        let (index, id) = self.connection_table_state.connection_table.find(hash, recent_slot, service_slot as u16)?;
+        let owner = self.connection_table_state.own_number?;
+        if !self.service(service_slot).takes_new_connections(id) {
+            return None;
+        }
+        let was_closing = self.connection_table_state.connection_table.reopen(index, self.connection_table_state.clock);
+        self.connection_table_state.recent_connections.remember(hash, index);
+        let decision =
+            self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).with_opens_connection(was_closing);
+        Some(decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot())))
+    }
+
     /// Takes an entry for a SYN, or finds that of its first transmission. TSecr carries the entry to the server.
     pub(super) fn decide_stateful_syn(
         &mut self,
@@ -200,22 +221,12 @@ impl LoadBalancer {
         bytes: u64,
     ) -> Decision {
         let hash = self.connection_hash(service_slot, &packet.tuple());
-        let own_number = self.connection_table_state.own_number;
-        let recent_slot = self.connection_table_state.recent_connections.find_slot(hash);
-        let existing_entry = recent_slot
-            .and_then(|slot| self.connection_table_state.connection_table.find(hash, slot, service_slot as u16));
-        if let (Some((index, id)), Some(owner)) = (existing_entry, own_number)
-            && self.service(service_slot).takes_new_connections(id)
-        {
-            let was_closing =
-                self.connection_table_state.connection_table.reopen(index, self.connection_table_state.clock);
-            self.connection_table_state.recent_connections.remember(hash, index);
-            let decision =
-                self.deliver_to(service_slot, id, intf::LB_COUNTER_NEW_CONNECTION).with_opens_connection(was_closing);
-            return decision.with_tsecr(tsecr, encode_syn_tsecr(owner, index.slot()));
+        if let Some(decision) = self.decide_repeated_syn(service_slot, hash, tsecr) {
+            return decision;
         }
         let decision = self.decide_by_rule(service_slot, packet, intf::LB_COUNTER_NEW_CONNECTION);
         let decision = if tsecr.value == 0 { decision } else { decision.with_tsecr(tsecr, 0) };
+        let own_number = self.connection_table_state.own_number;
         let (Some(server), Some(owner)) = (decision.server(), own_number) else { return decision };
         if !self.connection_table_state.may_take_entry(packet.client.ip()) {
             return decision.with_event(intf::LB_EVENT_CONNECTION_SOURCE_LIMITED);

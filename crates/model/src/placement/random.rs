@@ -25,25 +25,12 @@ impl PlacementTable {
             .collect();
         let max_per_bucket = intf::MAX_TABLE_CANDIDATES / (group_count as u32 * bucket_count.get());
         let candidates_per_bucket = 1 + uniform_below(rng, intf::MAX_CANDIDATES.min(max_per_bucket));
-        let mut random_candidate = || {
-            let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
-            let server = core_slots[usize::from(core_slot)].server;
-            CandidateCore { server, fixed_point_load: uniform_below(rng, 16) * 1000, core_slot }
-        };
-        let candidates =
-            (0..group_count as u32 * bucket_count.get() * candidates_per_bucket).map(|_| random_candidate()).collect();
-        // Some servers occur twice, like servers of more weight.
-        let member_servers = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
-        let members = member_servers
-            .map(|server| TableMember { server: *server, fixed_point_load: uniform_below(rng, 5) * 1000 })
-            .collect();
+        let candidate_count = group_count as u32 * bucket_count.get() * candidates_per_bucket;
+        let candidates = (0..candidate_count).map(|_| random_candidate(&core_slots, rng)).collect();
+        let members = random_members(servers, rng);
         let consistent_servers = rendezvous_table(servers, bucket_count);
-        let random_previous_server = |server: &ServerId| match uniform_below(rng, 3) {
-            0 => None,
-            1 => Some(*server),
-            _ => Some(servers[uniform_below(rng, servers.len() as u32) as usize]),
-        };
-        let previous_consistent_servers = consistent_servers.iter().map(random_previous_server).collect();
+        let previous_consistent_servers =
+            consistent_servers.iter().map(|server| random_previous_server(*server, servers, rng)).collect();
         Self {
             generation,
             rule,
@@ -59,6 +46,29 @@ impl PlacementTable {
             down_servers: Vec::new(),
             core_slot_ages: Vec::new(),
         }
+    }
+}
+
+fn random_candidate(core_slots: &[ServerCore], rng: &mut impl Rng) -> CandidateCore {
+    let core_slot = uniform_below(rng, core_slots.len() as u32) as u16;
+    let server = core_slots[usize::from(core_slot)].server;
+    CandidateCore { server, fixed_point_load: uniform_below(rng, 16) * 1000, core_slot }
+}
+
+/// Returns the servers with random loads. Some occur twice, like servers of more weight.
+fn random_members(servers: &[ServerId], rng: &mut impl Rng) -> Vec<TableMember> {
+    let member_servers = servers.iter().chain(&servers[..uniform_below(rng, servers.len() as u32) as usize]);
+    member_servers
+        .map(|server| TableMember { server: *server, fixed_point_load: uniform_below(rng, 5) * 1000 })
+        .collect()
+}
+
+/// Returns the previous consistent choice of a bucket whose present one is `server`.
+fn random_previous_server(server: ServerId, servers: &[ServerId], rng: &mut impl Rng) -> Option<ServerId> {
+    match uniform_below(rng, 3) {
+        0 => None,
+        1 => Some(server),
+        _ => Some(servers[uniform_below(rng, servers.len() as u32) as usize]),
     }
 }
 
